@@ -1,0 +1,68 @@
+"""`model:` the decoder's shape and parts, in the words of Hugging Face's config files."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from weft.config.section import Component, Section
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Initialization = Literal["normal", "scaled", "muon_zero"]
+
+
+class ModelSection(Section):
+    """A decoder-only transformer built from exchangeable parts.
+
+    `preset` (llama-tiny ... llama-8b, gpt2 ...) fills all keys; keys beside it override. `from` takes shape and weights
+    from another run, or one checkpoint of it.
+    """
+
+    type: Literal["decoder"] = Field("decoder", description="the built-in decoder; or module:Class of your own")
+    preset: str | None = Field(None, description="a family with sizes; the other keys override it")
+    from_: str | None = Field(None, alias="from", description="a run or checkpoint whose shape and weights to start from")
+    load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
+    family: str = Field("llama", description="whose weight names it has in Hugging Face's files")
+
+    vocab_size: int | None = Field(None, ge=1, description="rows of the embedding; default: the tokenizer's")
+    hidden_size: int = Field(ge=1, description="width of the residual stream")
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int | None = Field(None, ge=1, description="default: num_attention_heads")
+    head_dim: int | None = Field(None, ge=1, description="default: hidden_size / num_attention_heads")
+    intermediate_size: int | None = Field(None, ge=1, description="width of the MLP; default: 8/3 (gated) or 4 x hidden_size")
+    max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
+
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: float = Field(10000.0, gt=0)
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
+    qk_norm: bool = Field(False, description="RMS-normalize queries and keys per head, before RoPE")
+    mlp: Literal["gated", "plain"] = Field("gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))")
+    hidden_act: Activation = "silu"
+    attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = Field(False, description="the output head is the embedding's matrix")
+    logit_softcap: float | None = Field(None, gt=0, description="logits = cap * tanh(logits / cap); none by default")
+
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="on what each block adds to the residual stream")
+    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+
+    initialization: Initialization = Field(
+        "scaled",
+        description="normal: N(0, initializer_range); scaled: that, output projections divided by sqrt(2 x layers), as "
+        "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero",
+    )
+    initializer_range: float = Field(0.02, gt=0)
+
+
+class CustomModelSection(Component):
+    """A model of the user's own: `{type: module:Class, ...its arguments}`, an nn.Module from tokens to logits.
+
+    `from` and `load_optimizer` mean what they mean for the built-in decoder.
+    """
+
+    from_: str | None = Field(None, alias="from")
+    load_optimizer: bool = False

@@ -1,0 +1,30 @@
+"""The base of every section of a run's YAML file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen mapping with known keys only. Strict: `"3"` is not a number and `true` is not 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+
+class Component(BaseModel):
+    """A part chosen by `type:`: a built-in's short name, or `module:Class` of the user's own.
+
+    The other keys are the class's keyword arguments; they are checked against its signature, which is read from its
+    source without importing it, and completed with its defaults (`weft.config.components`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    type: str = Field(description="a built-in's short name, or module:Class of your own")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for the class's constructor."""
+        return dict(self.model_extra or {})
