@@ -1,0 +1,34 @@
+"""Next-token prediction: the objective of pretraining."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.data.loader import Batch
+
+
+class Pretrain:
+    """Cross-entropy of every token given those before it; `batch.weight` says which tokens count, and how much.
+
+    The interface of an objective: the training loop asks for the model's `inputs`, hands its outputs to `loss`, and
+    divides the sum by the `weight` of the *global* batch, so that the result does not depend on how a batch was cut.
+    """
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """The model's arguments. With `labels` it returns their log-probabilities `[batch, seq]`, never full logits."""
+        return {
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "segments": batch.segments,
+            "labels": batch.labels,
+        }
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """How much the batch counts: its number of unmasked tokens. A scalar."""
+        return batch.weight.sum(dtype=torch.float64)
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The sum, in nats, over the batch's unmasked tokens. `outputs`: log-probabilities `[batch, seq]`."""
+        return -(outputs * batch.weight.to(outputs.dtype)).sum()

@@ -1,0 +1,23 @@
+"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt, Lt
+
+
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW by its fused kernel, the fastest on CPU and GPU alike (a for-loop takes 3 times as long on CPU)."""
+
+    def __init__(
+        self,
+        params,
+        *,
+        lr: Annotated[float, Gt(0)] = 3e-4,
+        betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95),
+        eps: Annotated[float, Gt(0)] = 1e-8,
+        weight_decay: Annotated[float, Ge(0)] = 0.1,
+    ):
+        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)

@@ -1,0 +1,31 @@
+"""Parameter groups: which parameters share a learning rate and a weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
+
+def parameter_groups(model: nn.Module, roles: Mapping[str, str], no_decay: Collection[str]) -> list[dict]:
+    """One group for each role that the model has.
+
+    Args:
+        model: trained parameters are those with `requires_grad`.
+        roles: parameter name -> "embedding", "head", "norm", "bias", "matrix" or "other" (`models.roles`).
+        no_decay: roles that weight decay leaves alone.
+
+    Returns:
+        Groups for a `torch.optim.Optimizer`, in the model's order: `params`, `role` and, where decay is off,
+        `weight_decay: 0.0`.
+    """
+    groups: dict[str, dict] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        role = roles[name]
+        group = groups.setdefault(role, {"params": [], "role": role})
+        if role in no_decay:
+            group["weight_decay"] = 0.0
+        group["params"].append(parameter)
+    return list(groups.values())
