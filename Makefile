@@ -1,0 +1,71 @@
+# Every target below installs what it needs into .venv first; a second call finds the stamp and starts at once.
+PYTHON ?= python3
+PY ?= .venv/bin/python
+MINUTES ?= 3
+OUT ?= benchmarks/results
+BENCH ?=
+
+SHELL := /bin/bash
+STAMP := .venv/.installed
+# With PY set to another interpreter (`make gpu-check PY=python3`), nothing is installed: the sources are put on its path.
+READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format bench docs gpu-check clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with the package (editable) and its pinned dependencies
+
+# The stamp is the last thing written: an install that was killed is done again, whole, by the next call.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"weft needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}; try: make $(MAKECMDGOALS) PYTHON=python3.11")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; install that part first: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into .venv (once, a minute or two) ..."
+	@rm -f $@
+	@test -x .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+quickstart: $(STAMP) ## train a small model on the standard library's sources (MINUTES=3)
+	@.venv/bin/weft quickstart --minutes $(MINUTES)
+
+test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
+	@.venv/bin/python -m pytest -q -n auto --dist worksteal $(ARGS)
+
+lint: $(STAMP) ## check style, layering and the types of the public interface
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/lint-imports
+	@if timeout 180 .venv/bin/pyright --version </dev/null >/dev/null 2>&1; then .venv/bin/pyright; \
+	else echo "pyright is not here and could not be fetched: types were NOT checked"; fi
+
+format: $(STAMP) ## let ruff lay out the sources and mend what it can
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
+
+bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the peers' (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/train_throughput.py --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/loop_overhead.py --out $(OUT)
+
+# litgpt pins a huggingface-hub that the current transformers refuses, so it has an environment to itself.
+.venv-litgpt/.installed: benchmarks/peers/litgpt-constraints.txt
+	@echo "Installing litgpt into .venv-litgpt (once) ..."
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-litgpt
+	@.venv-litgpt/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/litgpt-constraints.txt
+	@touch $@
+
+docs: $(STAMP) ## write docs/configuration.md again from the schema
+	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
+
+gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchmarks (OUT= for the results)
+	@mkdir -p $(OUT)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m pytest -q -m gpu -o addopts= tests 2>&1 | tee $(OUT)/gpu-tests.txt; exit $${PIPESTATUS[0]}
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/train_throughput.py --device cuda --out $(OUT) $(BENCH)
+
+clean: ## remove caches and what the benchmarks left, not .venv and not runs
+	@rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist build benchmarks/work
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
