@@ -1,0 +1,147 @@
+"""A file of one JSON object a line that survives kill -9: appended whole lines, a torn last one dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from weft.config.errors import UserError
+
+NONFINITE = (
+    "nonfinite"  # the key beside which numbers JSON cannot say are noted: {"loss": null, "nonfinite": {"loss": "nan"}}
+)
+
+
+def encode(record: dict[str, Any]) -> bytes:
+    """One line, with its newline. Floats in full precision (their shortest exact `repr`); NaN and infinities as null
+    with a note under "nonfinite", so that the line is JSON for every reader."""
+    plain: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
+    for key, value in record.items():
+        if hasattr(value, "item"):  # a scalar of torch or numpy
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[key] = str(value)
+            value = None
+        plain[key] = value
+    if nonfinite:
+        plain[NONFINITE] = nonfinite
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """The object of one line with its NaN and infinities put back; None if it is not a whole object."""
+    try:
+        record = json.loads(line.decode("utf-8", "surrogatepass"))
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    notes = record.pop(NONFINITE, None)
+    if isinstance(notes, dict):
+        record.update({key: float(value) for key, value in notes.items() if value in ("nan", "inf", "-inf")})
+    return record
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All objects of a file; none if there is no file.
+
+    Only the last line may be torn (a process killed while writing it): it is left out.
+
+    Raises:
+        UserError: a broken line anywhere else, or a file that cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", path) from error
+    lines = content.split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = decode(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):  # a line with its newline was written whole: it was damaged later
+            raise UserError("not a JSON object; mend or remove this line", path, number)
+    return records
+
+
+class JsonLines:
+    """Appends records that have a "step", flushed to the operating system line by line, so that a killed process loses
+    at most the line being written. A torn last line is dropped when the file is opened.
+
+    Raises:
+        UserError: the disk is full or the file cannot be written; what was written before stays readable.
+    """
+
+    once = True  # whether a step may stand only once
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._last: int | None = None
+        self._open(read_lines(self.path))
+
+    def _open(self, records: list[dict[str, Any]]) -> None:
+        content = b"".join(encode(record) for record in records)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.exists() or self.path.read_bytes() != content:
+                replace_file(self.path, content)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._last = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=None)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record. Scalars of torch and numpy are taken for the numbers that they are.
+
+        Raises:
+            ValueError: a step that is not later than the last one written (call `keep_until` when going back).
+            UserError: see the class.
+        """
+        step = int(record["step"])
+        if self._last is not None and (step <= self._last if self.once else step < self._last):
+            raise ValueError(f"step {step} after step {self._last} in {self.path}; call keep_until first when resuming")
+        line = encode(record)
+        try:
+            while line:  # an unbuffered write may take only a part
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._last = step
+
+    def keep_until(self, step: int) -> None:
+        """Drop the records of later steps: what a resumed run will write again. Atomic (temporary file, fsync, rename)."""
+        self._file.close()
+        self._open([record for record in read_lines(self.path) if record.get("step", -1) <= step])
+
+    def close(self) -> None:
+        """Write no more. Safe to call twice."""
+        self._file.close()
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"cannot be written: {error.strerror}; mend that and run the same command to go on", self.path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file new content in one step: readers, and a crash at any moment, see the old or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

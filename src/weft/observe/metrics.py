@@ -1,0 +1,46 @@
+"""`metrics.jsonl` and `samples.jsonl` of a run directory: what was measured and written at each step.
+
+A line of metrics has at least `step` (counted from 1: updates done), `tokens` (seen so far), `loss` (nats a token), `lr`,
+`grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds`, `data_seconds`;
+where validation ran, `validation_loss` (nats a token) and `validation_bits_per_byte` stand in that step's line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weft.observe.jsonlines import JsonLines, read_lines
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+
+
+class MetricsFile(JsonLines):
+    """Appends to `<run>/metrics.jsonl`; see `JsonLines`. No step stands twice."""
+
+    def __init__(self, run_directory: str | Path):
+        super().__init__(Path(run_directory) / METRICS)
+
+
+class SamplesFile(JsonLines):
+    """Appends to `<run>/samples.jsonl`: `{"step": 200, "prompt": "def ", "text": "main():"}`, one line a prompt."""
+
+    once = False
+
+    def __init__(self, run_directory: str | Path):
+        super().__init__(Path(run_directory) / SAMPLES)
+
+
+def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
+    """The metrics of a run in the order written; NaN and infinities are floats again. Empty if there are none yet.
+
+    Raises:
+        UserError: a broken line that is not the last, as `path:line`.
+    """
+    return read_lines(Path(run_directory) / METRICS)
+
+
+def read_samples(run_directory: str | Path) -> list[dict[str, Any]]:
+    """The samples of a run in the order written; as `read_metrics`."""
+    return read_lines(Path(run_directory) / SAMPLES)
