@@ -33,12 +33,12 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The object of one line with its NaN and infinities put back; None if it is not a whole object."""
+    """The object of one line with its NaN and infinities put back; None if it is not a whole object with a step."""
     try:
         record = json.loads(line.decode("utf-8", "surrogatepass"))
     except ValueError:
         return None
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         return None
     notes = record.pop(NONFINITE, None)
     if isinstance(notes, dict):
@@ -67,7 +67,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if record is not None:
             records.append(record)
         elif number < len(lines):  # a line with its newline was written whole: it was damaged later
-            raise UserError("not a JSON object; mend or remove this line", path, number)
+            raise UserError("not a JSON object with a step; mend or remove this line", path, number)
     return records
 
 
@@ -95,7 +95,7 @@ class JsonLines:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise self._unwritable(error) from error
-        self._last = max((record["step"] for record in records if isinstance(record.get("step"), int)), default=None)
+        self._last = max((record["step"] for record in records), default=None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record. Scalars of torch and numpy are taken for the numbers that they are.
@@ -116,9 +116,9 @@ class JsonLines:
         self._last = step
 
     def keep_until(self, step: int) -> None:
-        """Drop the records of later steps: what a resumed run will write again. Atomic (temporary file, fsync, rename)."""
+        """Drop the records of later steps: a resumed run will write them again. Atomic (temporary file, fsync, rename)."""
         self._file.close()
-        self._open([record for record in read_lines(self.path) if record.get("step", -1) <= step])
+        self._open([record for record in read_lines(self.path) if record["step"] <= step])
 
     def close(self) -> None:
         """Write no more. Safe to call twice."""

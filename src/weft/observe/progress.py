@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+# What a narrow terminal keeps the longest; other fields weigh 5.
+_IMPORTANCE = {"loss": 8, "tokens_per_second": 7.8}
 _NAMES = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
 
 
@@ -220,18 +222,18 @@ class LiveProgress(_Progress):
         from rich.text import Text
 
         count, width = self._count, self._console.width - 1
-        numbers = [field(name, value) for name, value in dict(count.fields).items()]
+        shown = [(field(name, value), _IMPORTANCE.get(name, 5)) for name, value in dict(count.fields).items()]
         if (speed := count.speed(average=self._ended)) is not None:
-            numbers.append(speed)
+            shown.append((speed, 7.8))
         remaining = None if self._ended else count.remaining
         share = None if not count.total else min(count.done / count.total, 1.0)
         # (text, style, importance): the least important leaves first when the terminal is narrow.
         pieces = [
             (count.description, "bold", 2),
             (count.amount(), "", 9),
-            *((number, "cyan" if i == 0 else "", 8 - i if i < 5 else 1) for i, number in enumerate(numbers)),
+            *((text, "cyan" if i == 0 else "", weight - i / 100) for i, (text, weight) in enumerate(shown)),
             ("" if remaining is None else f"ETA {duration(remaining)}", "green", 7.5),
-            (duration(count.elapsed), "dim", 0),
+            (("took " if self._ended else "") + duration(count.elapsed), "dim", 0),
         ]
         pieces = [piece for piece in pieces if piece[0]]
         percent = "" if share is None else f"{share:4.0%}"
