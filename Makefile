@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once, a minute or two) ..."
 	@rm -f $@
 	@test -x .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
 quickstart: $(STAMP) ## train a small model on the standard library's sources (MINUTES=3)
@@ -55,7 +55,7 @@ bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the pee
 	@echo "Installing litgpt into .venv-litgpt (once) ..."
 	@rm -f $@
 	@$(PYTHON) -m venv --clear .venv-litgpt
-	@.venv-litgpt/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers/litgpt-constraints.txt
+	@.venv-litgpt/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/litgpt-constraints.txt
 	@touch $@
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema

@@ -1,4 +1,4 @@
-"""What all tests share: how many threads they take, what needs a GPU, and a tiny corpus with its tokenizer and store."""
+"""What all tests share: their threads, what needs a GPU, and a tiny corpus with its tokenizer and store."""
 
 import os
 import sys
