@@ -116,7 +116,7 @@ class JsonLines:
         self._last = step
 
     def keep_until(self, step: int) -> None:
-        """Drop the records of later steps: a resumed run will write them again. Atomic (temporary file, fsync, rename)."""
+        """Drop the records of later steps: a resumed run writes them again. Atomic (temporary, fsync, rename)."""
         self._file.close()
         self._open([record for record in read_lines(self.path) if record["step"] <= step])
 
