@@ -14,7 +14,12 @@ class UserError(Exception):
         what: what is wrong and what to do about it, in one line ("...; ...").
         where: the file it is in, if it is in one.
         line: the line in that file, counted from 1.
+
+    Attributes:
+        quiet: another rank says it; this one only leaves.
     """
+
+    quiet = False
 
     def __init__(self, what: str, where: str | Path | None = None, line: int | None = None):
         self.what, self.where, self.line = what, where, line

@@ -10,11 +10,7 @@ from weft.data.loader import Batch
 
 
 class Pretrain:
-    """Cross-entropy of every token given those before it; `batch.weight` says which tokens count, and how much.
-
-    The interface of an objective: the training loop asks for the model's `inputs`, hands its outputs to `loss`, and
-    divides the sum by the `weight` of the *global* batch, so that the result does not depend on how a batch was cut.
-    """
+    """Cross-entropy of every token given those before it; `batch.weight` says which tokens count, and how much."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """The model's arguments. With `labels` it returns their log-probabilities `[batch, seq]`, never full logits."""

@@ -21,7 +21,7 @@ class Schedule:
         self.warmup_steps = warmup_steps or round((warmup_fraction or 0.0) * total_steps)
         if self.warmup_steps > total_steps:
             raise UserError(
-                f"schedule: {self.warmup_steps} warm-up steps, but the run has {total_steps}; lower schedule.warmup_steps"
+                f"schedule: {self.warmup_steps} warm-up steps in a run of {total_steps}; lower schedule.warmup_steps"
             )
 
     def __call__(self, step: int) -> float:

@@ -1,0 +1,88 @@
+"""N processes of this command on this machine, by PyTorch's elastic launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from weft.config.errors import UserError
+
+EXIT_BY_SIGNAL = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+
+
+def launch_local(command: Sequence[str], nproc: int) -> int:
+    """Run `command` as ranks 0 to `nproc` - 1 and wait for them; signals to this process reach all of them.
+
+    Each rank gets torchrun's environment, a share of the cores, and dies with this process, however that ends.
+
+    Returns:
+        0, or the exit code of the first rank that failed. What there is to say, that rank has said.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # time to save a checkpoint on SIGTERM
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    os.environ["WEFT_LAUNCHER"] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        stopped = [128 - code for code in codes if code < 0]
+        return next((code for code in sorted(codes) if code > 0), stopped[0] if stopped else 1)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def die_with_launcher() -> None:
+    """In a rank: make the kernel end this process when the launcher is gone, for a killed launcher tells nobody."""
+    launcher = os.environ.get("WEFT_LAUNCHER")
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)  # it was gone before we asked
+
+
+def default_nproc() -> int:
+    """All GPUs of this machine; one process on a machine without."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def checked_nproc(nproc: int | None) -> int:
+    """The number of processes that the user asked for.
+
+    Raises:
+        UserError: not positive, or more than there are GPUs.
+    """
+    if nproc is None:
+        return default_nproc()
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc}: at least 1 process is needed")
+    import torch
+
+    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
+        raise UserError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPUs; ask for at most that")
+    return nproc

@@ -1,0 +1,44 @@
+"""The norm of a sharded gradient, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Scale all gradients so that their common L2 norm is at most `max_norm` (Pascanu et al., 2013).
+
+    Returns:
+        The norm before clipping, of the whole gradient, the same on every rank.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return 0.0
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    # One sum for each set of axes that parameters are cut over: norms of different meshes cannot be stacked.
+    squares: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for gradient, part in zip(gradients, local, strict=True):
+        axes: tuple = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
+        squares[axes].append(torch.linalg.vector_norm(part).to(torch.float64).square())
+    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    for axes, values in squares.items():
+        subtotal = torch.stack(values).sum()
+        for mesh, dim in axes:
+            if mesh.size(dim) > 1:
+                dist.all_reduce(subtotal, group=mesh.get_group(dim))
+        total += subtotal
+    norm = total.sqrt().item()
+    if max_norm is not None and norm > max_norm:
+        for part in local:
+            part.mul_(max_norm / norm)
+    return norm

@@ -1,0 +1,130 @@
+"""The ranks of this run: who they are, which device is theirs, and the few things that all of them say together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from weft.config.errors import UserError
+from weft.config.mesh import MeshShape, ParallelSection, mesh_shape
+
+# Ranks may wait for one another while one of them writes a checkpoint or compiles; nobody tokenizes inside a run.
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, seen from one of them.
+
+    Attributes:
+        rank: this process, of `ranks`.
+        device: where its tensors are.
+        mesh: axes `dp_replicate` and `dp_shard`; all sizes may be 1.
+        data_rank: which part of the global batch it sees, of `data_ranks`.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+    mesh: DeviceMesh
+    shape: MeshShape
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank
+
+    @property
+    def data_ranks(self) -> int:
+        return self.shape.data_ranks
+
+    def sum(self, *values: float | torch.Tensor) -> list[float]:
+        """The sums of scalars over all data ranks, in float64, in one collective."""
+        device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
+        """Do `act` on all ranks (or on the first alone, whose result all get) and raise together what any of them raises.
+
+        Without it, a rank that stops at a user's mistake leaves the others waiting, and N ranks say one thing N times.
+
+        Raises:
+            UserError: the first rank's, or with the number of the first rank that raised one; quiet on other ranks.
+        """
+        result, error = None, None
+        if self.rank == 0 or not only_first:
+            try:
+                result = act()
+            except UserError as mistake:
+                error = mistake
+        if self.ranks == 1:
+            if error is not None:
+                raise error
+            return result  # type: ignore[return-value]
+        told: list = [None] * self.ranks
+        dist.all_gather_object(told, (str(error) if error else None, result if only_first else None))
+        texts = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
+        if texts:
+            rank, text = next(iter(texts.items()))
+            together = UserError(text if rank == 0 else f"rank {rank}: {text}")
+            together.quiet = self.rank != 0
+            raise together
+        return told[0][1] if only_first else result  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.ranks > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave together: gloo aborts when one rank tears down while another still talks."""
+        if dist.is_initialized():
+            self.barrier()
+            dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave without the others: some of them may be gone or stuck."""
+        if dist.is_initialized() and self.ranks == 1:
+            dist.destroy_process_group()
+
+
+def start_world(section: ParallelSection) -> World:
+    """Join the process group that torchrun's environment names, or make one of a single process; build the mesh.
+
+    Raises:
+        UserError: the mesh does not fit the number of ranks.
+    """
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    shape = mesh_shape(section, ranks)
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to that"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            # No port, no host name: a run of one process needs no network.
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(
+        device.type, (shape.dp_replicate, shape.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    return World(rank, ranks, device, mesh, shape)

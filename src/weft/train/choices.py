@@ -1,0 +1,67 @@
+"""What Weft chooses by itself, once a run: the dtype of computing, CPU threads, the allocator's habits.
+
+Results depend on the first two to the last bit, so they are saved in the run's config and taken from there on resume.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import torch
+
+from weft.config.training import TrainingSection
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
+    """`training` with `dtype: auto` and `threads` filled in for this device."""
+    threads = training.threads
+    if threads is None and device.type == "cpu":
+        threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    dtype = training.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
+    return training.model_copy(update={"dtype": dtype, "threads": threads})
+
+
+def apply_choices(training: TrainingSection) -> None:
+    """Make this process work as chosen."""
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
+    keep_freed_memory()
+
+
+def bfloat16_is_faster(device: torch.device) -> bool:
+    """True where matrix products in bfloat16 take clearly less time than in float32 (AMX, AVX512-BF16, tensor cores)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return seconds(torch.bfloat16) < 0.8 * seconds(torch.float32)
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory in the process: a step's activations come back at the same places.
+
+    Otherwise every large tensor is a fresh mapping that the kernel clears page by page, in each step anew.
+
+    Returns:
+        False where the C library is not glibc.
+    """
+    m_mmap_max, m_trim_threshold, m_top_pad = -4, -1, -2
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, 2**31 - 1) and mallopt(m_top_pad, 64 << 20))

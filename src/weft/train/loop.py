@@ -1,0 +1,202 @@
+"""The training loop: batch, loss, backward, clip, update, record, validate, save. One loop for every objective."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.save import save
+from weft.config.derive import RunLength
+from weft.config.run import RunConfig
+from weft.data.loader import Batch, BatchSource
+from weft.generate.sample import generate
+from weft.objectives.objective import Objective
+from weft.optim.schedule import Schedule
+from weft.parallel.apply import on_last_micro_batch
+from weft.parallel.gradients import clip_gradients
+from weft.parallel.world import World
+from weft.train.forward import forward_of
+from weft.train.recorder import Recorder
+from weft.train.stop import StopSignal
+from weft.train.validate import validate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: "finished"; "stopped" by a signal; or "non-finite", at a loss or gradient that is no number.
+        step: updates made; a checkpoint of them exists.
+        loss: of the last update, in nats per token; None if this session made none.
+        validation: the last measurements on held-out data.
+        signal: the number of the signal that stopped it.
+    """
+
+    status: str
+    step: int
+    loss: float | None
+    validation: dict[str, float]
+    signal: int | None = None
+
+
+@dataclass
+class Loop:
+    """All parts of a run, and the order in which they work. `run(step)` goes on after `step` updates."""
+
+    config: RunConfig
+    length: RunLength
+    world: World
+    directory: Path
+    source: BatchSource
+    held_out: Callable[[], Iterable[Batch]] | None
+    bytes_per_token: float | None
+    model: nn.Module
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    recorder: Recorder
+    prompts: list[list[int]]
+    stop_ids: frozenset[int]
+    decode: Callable[[list[int]], str] | None
+
+    def __post_init__(self) -> None:
+        self.forward = forward_of(self.model)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def run(self, step: int) -> Outcome:
+        """Train from `step` updates to the end, to a signal, or to a number that is none."""
+        loss, measured, saved_at = None, {}, step
+        batches = iter(self.source.iterate(step, self.length.steps, self.config.data.workers))
+        with StopSignal() as stop, self.recorder.progress(step):
+            while step < self.length.steps:
+                self.recorder.begin_step()
+                batch = next(batches)
+                self.recorder.data_arrived()
+                # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
+                weight, stopping = self.world.sum(self.objective.weight(batch), float(stop.received is not None))
+                if stopping:
+                    if saved_at != step:
+                        self.save(step)
+                    return Outcome("stopped", step, loss, measured, int(stop.received or 0))
+
+                loss = self.accumulate_gradients(batch, weight, step)
+                norm = clip_gradients(self.parameters, self.config.training.grad_clip)
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    self.optimizer.zero_grad()
+                    if saved_at != step:
+                        self.save(step)  # the weights that this update would have spoiled
+                    self.recorder.not_finite(step, loss, norm, batch)
+                    return Outcome("non-finite", step, loss, measured)
+                lr = self.set_learning_rate(step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                step += 1
+                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight)
+
+                if self.due(step, self.length.checkpoint_every):
+                    self.save(step)
+                    saved_at = step
+                if self.held_out is not None and self.due(step, self.length.validation_every):
+                    measured = self.validate()
+                    self.recorder.validated(step, measured)
+                if self.prompts and self.due(step, self.length.samples_every):
+                    self.write_samples(step)
+                self.recorder.write(step)
+        return Outcome("finished", step, loss, measured)
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return step % every == 0 or step == self.length.steps
+
+    def accumulate_gradients(self, batch: Batch, weight: float, step: int) -> float:
+        """Gradients of the global batch's mean loss, summed over micro-batches (and, in the last one's backward, ranks).
+
+        Args:
+            weight: the *global* batch's; the loss is divided by it before the first backward.
+
+        Returns:
+            The mean loss, in nats per token (or whatever the objective weighs).
+        """
+        if weight == 0:
+            self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        micro_batches = batch.split(self.length.micro_batch_size)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            on_last_micro_batch(self.model, number == len(micro_batches))
+            self.seed(step, micro_batch)
+            micro_batch = micro_batch.to(self.world.device)
+            outputs = self.forward(self.objective.inputs(micro_batch))
+            loss = self.objective.loss(outputs, micro_batch)
+            (loss / (weight or 1.0)).backward()
+            total += loss.detach()
+        return self.world.sum(total)[0] / (weight or 1.0)
+
+    def seed(self, step: int, batch: Batch) -> None:
+        """Randomness (dropout) is a function of seed, step and sample: nothing to save, nothing that knows of ranks."""
+        key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
+
+    def set_learning_rate(self, step: int) -> float:
+        """Scale every group's own learning rate by the schedule; returns the first group's."""
+        factor = self.schedule(step)
+        for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
+            group["lr"] = base * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def validate(self) -> dict[str, float]:
+        """The loss on the held-out data, as far as `validation.tokens` says."""
+        assert self.held_out is not None
+        return validate(
+            self.model,
+            self.forward,
+            self.objective,
+            self.held_out(),
+            self.world,
+            bytes_per_token=self.bytes_per_token,
+        )
+
+    def write_samples(self, step: int) -> None:
+        """Continue the config's prompts and note what came out. All ranks take part: the weights are shared out."""
+        settings = self.config.samples
+        texts = [list(prompt) for prompt in self.prompts]
+        self.model.eval()
+        for new in generate(
+            self.model,
+            self.prompts,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            seed=self.config.run.seed,
+            stop_ids=self.stop_ids,
+        ):
+            for text, token in zip(texts, new, strict=True):
+                if token is not None and token not in self.stop_ids:
+                    text.append(token)
+        self.model.train()
+        if self.decode is not None:
+            decoded = [self.decode(text[len(p) :]) for text, p in zip(texts, self.prompts, strict=True)]
+            self.recorder.samples(step, settings.prompts, decoded)
+
+    def save(self, step: int) -> None:
+        """A checkpoint of `step` updates: weights, optimizer state and the step, of which all else is a function."""
+        settings = self.config.checkpoint
+        model: dict[str, Any] = self.config.model.model_dump(mode="json", by_alias=True)
+        with self.recorder.saving(step):
+            save(
+                self.directory,
+                step,
+                model=self.model,
+                optimizer=self.optimizer,
+                state={"step": step, "tokens": step * self.length.tokens_per_step, "seed": self.config.run.seed},
+                architecture=model,
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+            )

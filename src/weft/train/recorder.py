@@ -1,0 +1,215 @@
+"""Everything a run says: metrics, trackers, the console, the rank's log. Only the first rank speaks and writes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.config.components import load_class
+from weft.config.derive import RunLength
+from weft.config.model import ModelSection
+from weft.config.run import RunConfig
+from weft.config.section import Component
+from weft.data.loader import Batch
+from weft.models.build import matmul_parameters
+from weft.observe.console import Console
+from weft.observe.flops import device_peak, flops_per_token, memory_bytes, mfu
+from weft.observe.logs import log_to_file
+from weft.observe.manifest import write_manifest
+from weft.observe.metrics import MetricsFile
+from weft.observe.run import RunInfo
+from weft.observe.samples import SamplesFile
+from weft.parallel.world import World
+from weft.train.choices import DTYPES
+from weft.train.run_directory import RunDirectory
+
+log = logging.getLogger("weft.train")
+
+
+class Recorder:
+    """Times the steps and writes down what happened in them.
+
+    Args:
+        step: updates made by earlier sessions; what they wrote after it is taken back, for those steps are made again.
+        digests: of the data, for the manifest.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        run: RunDirectory,
+        length: RunLength,
+        model: nn.Module,
+        step: int,
+        digests: dict[str, str],
+        console: Console,
+    ):
+        self.config, self.world, self.run, self.length, self.console = config, world, run, length, console
+        log_to_file(run.path, world.rank)
+        self.speaks = world.rank == 0
+        matmul = matmul_parameters(model)
+        section = config.model
+        layers, width = (
+            (section.num_hidden_layers, section.hidden_size) if isinstance(section, ModelSection) else (0, 0)
+        )
+        self.flops_per_token = flops_per_token(matmul, layers, width, config.data.sequence_length or 0)
+        peak = device_peak(world.device, DTYPES[config.training.dtype])
+        self.peak = peak.flops_per_second * world.ranks
+        self.warned: set[str] = set()
+        self.trackers: list[Any] = []
+        self.record: dict[str, Any] = {}
+        self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
+        self.began = time.perf_counter()
+        if not self.speaks:
+            return
+        self.metrics = MetricsFile(run.path)
+        self.metrics.keep_until(step)
+        self.written_samples = SamplesFile(run.path)
+        self.written_samples.keep_until(step)
+        info = RunInfo(run.path, run.path.name, config.as_dict(), step or None)
+        for tracker in config.log.trackers:
+            chosen = tracker if isinstance(tracker, Component) else Component(type=tracker)
+            self.trackers.append(load_class(chosen.type, "tracker")(info, **chosen.arguments))
+        parameters = sum(p.numel() for p in model.parameters())
+        write_manifest(
+            run.path,
+            config.as_dict(),
+            ranks=world.ranks,
+            mesh={"dp_replicate": world.shape.dp_replicate, "dp_shard": world.shape.dp_shard},
+            parameters=parameters,
+            matmul_parameters=matmul,
+            flops_per_token=self.flops_per_token,
+            peak_flops_per_second=self.peak,
+            peak_origin=peak.origin,
+            data_digests=digests,
+            steps=length.steps,
+            tokens_per_step=length.tokens_per_step,
+            resumed_step=step,
+        )
+        self._introduce(parameters, step)
+
+    def _introduce(self, parameters: int, step: int) -> None:
+        training, length = self.config.training, self.length
+        self.console.line(
+            f"{self.run.path}: {parameters / 1e6:,.1f}M parameters, {length.steps:,} steps of {length.tokens_per_step:,} "
+            f"tokens ({length.steps * length.tokens_per_step / 1e6:,.1f}M in all), {training.dtype} on "
+            f"{self.world.ranks} x {self.world.device.type}"
+            + (f" ({training.threads} threads)" if self.world.device.type == "cpu" else "")
+        )
+        if step:
+            self.console.line(f"goes on after step {step:,}")
+            for change in self.run.changes(self.config):
+                self.console.warning(f"changed since the run began: {change}")
+        if step >= length.steps:
+            self.console.line(
+                f"this run is finished: it has made {step:,} of {length.steps:,} steps; lengthen it (training.steps), "
+                "or --fresh starts over"
+            )
+
+    @contextmanager
+    def progress(self, step: int) -> Iterator[None]:
+        """The progress bar, and at the end the trackers' last words."""
+        try:
+            with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
+                self.bar = bar
+                yield
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
+
+    def begin_step(self) -> None:
+        """A step begins: the clock runs from before its data are asked for to after its update."""
+        self.began = time.perf_counter()
+
+    def data_arrived(self) -> None:
+        """The batch is here."""
+        self.data_seconds += time.perf_counter() - self.began
+
+    def end_step(self, step: int, *, loss: float, lr: float, grad_norm: float, weight: float) -> None:
+        """The update is made. Validation, samples and checkpoints come after it, outside of its time."""
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self.began
+        self.steps += 1
+        self.tokens += self.length.tokens_per_step
+        speed = self.tokens / self.seconds
+        self.record = {
+            "step": step,
+            "tokens": step * self.length.tokens_per_step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_second": speed,
+            "mfu": mfu(speed, self.flops_per_token, self.peak),
+            "memory_bytes": memory_bytes(self.world.device),
+            "step_seconds": self.seconds / self.steps,
+            "data_seconds": self.data_seconds / self.steps,
+            "learned_tokens": weight,
+        }
+        if self.speaks:
+            self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
+
+    def validated(self, step: int, measured: dict[str, float]) -> None:
+        """Held-out measurements join the step's line of metrics."""
+        self.record |= measured
+        if self.speaks:
+            bits = measured.get("validation_bits_per_byte")
+            self.console.line(
+                f"step {step:,}: validation loss {measured['validation_loss']:.4f}"
+                + (f", {bits:.4f} bits per byte" if bits is not None else "")
+            )
+
+    def write(self, step: int) -> None:
+        """Write the step's line, if one is due."""
+        due = step % self.config.log.every == 0 or step == self.length.steps or "validation_loss" in self.record
+        if not due:
+            return
+        if self.speaks:
+            self.metrics.write(self.record)
+            for tracker in self.trackers:
+                tracker.log(step, {k: v for k, v in self.record.items() if k != "step"})
+        log.info("%s", self.record)
+        self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
+
+    def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Text that the model wrote."""
+        if not self.speaks:
+            return
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            self.written_samples.write(step, prompt, text)
+            self.console.line(f"step {step:,}: {prompt}{text}")
+            for tracker in self.trackers:
+                tracker.text(step, f"sample_{number}", prompt + text)
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """A checkpoint is being written."""
+        began = time.perf_counter()
+        yield
+        log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
+
+    def not_finite(self, step: int, loss: float, norm: float, batch: Batch) -> None:
+        """The run ends here: say what was seen, where, and what to do."""
+        samples = [s for s in batch.samples.tolist() if s >= 0]
+        self.console.warning(
+            f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}: not finite, so this update was not made. "
+            f"The weights before it are saved as step {step}. Lower optimizer.lr, lengthen schedule's warm-up or set "
+            f"training.grad_clip, then run the same command again (this rank's samples: {samples[0]} to {samples[-1]})"
+            if samples
+            else f"step {step + 1}: the loss is {loss}: not finite; the weights before it are saved as step {step}"
+        )
+
+    def warn_once(self, text: str) -> None:
+        """A warning, the first time only of its kind."""
+        kind = text.split(":", 1)[-1]
+        log.warning(text)
+        if kind not in self.warned:
+            self.warned.add(kind)
+            self.console.warning(text)

@@ -1,0 +1,135 @@
+"""The run directory: claimed by one run at a time, resumed or begun anew, its config saved beside its results."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.load import checkpoints
+from weft.config.errors import UserError
+from weft.config.load import dump_yaml, read_saved
+from weft.config.run import RunConfig
+from weft.data.tokenizer import Tokenizer
+from weft.observe.metrics import MetricsFile
+
+# What a resumed run may differ in without a word: it changes no result.
+SILENT = ("run.", "log.", "checkpoint.", "samples.", "parallel.", "training.dtype", "training.threads")
+
+
+def claim(path: Path, *, fresh: bool) -> int:
+    """Make the run directory and lock it, for as long as this process lives. With `fresh`, set aside what it holds.
+
+    Returns:
+        The lock's file descriptor.
+
+    Raises:
+        UserError: another process trains there, or it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot make the run directory: {error.strerror}; set run.directory", path) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(
+            "another process is training in this run directory; wait for it, or give this run another run.name", path
+        ) from None
+    except OSError:
+        pass  # a file system without locks: nothing to be known there
+    if fresh:
+        set_aside(path)
+    return lock
+
+
+def set_aside(path: Path) -> None:
+    """Move what a run directory holds to `<name>.old-<n>`; nothing is deleted."""
+    parts = [part for part in path.iterdir() if part.name != ".lock"]
+    if not parts:
+        return
+    number = 1
+    while (old := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    old.mkdir()
+    for part in parts:
+        part.rename(old / part.name)
+
+
+class RunDirectory:
+    """`<run.directory>/<run.name>/` and what earlier sessions left in it.
+
+    Attributes:
+        path: the directory.
+        saved: the config of the run so far as plain data, or None for a new run.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        config_file = path / "config.yaml"
+        self.saved: dict[str, Any] | None = None
+        if config_file.exists() and checkpoints(path):  # one that stopped before its first checkpoint begins again
+            self.saved = read_saved(config_file)
+
+    def with_choices(self, config: RunConfig) -> RunConfig:
+        """`config` with what Weft chose by itself when the run began."""
+        if self.saved is None:
+            return config
+        training, before = config.training, self.saved.get("training", {})
+        kept: dict[str, Any] = {}
+        if training.dtype == "auto" and before.get("dtype"):
+            kept["dtype"] = before["dtype"]
+        if training.threads is None and before.get("threads"):
+            kept["threads"] = before["threads"]
+        return config.model_copy(update={"training": training.model_copy(update=kept)})
+
+    def changes(self, config: RunConfig) -> list[str]:
+        """What this session's config does otherwise than the run so far: `optimizer.lr: 0.003 -> 0.001`."""
+        if self.saved is None:
+            return []
+        before, now = flat(self.saved), flat(config.as_dict())
+        return [
+            f"{key}: {before.get(key)} -> {now.get(key)}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and not key.startswith(SILENT)
+        ]
+
+    def write_config(self, config: RunConfig) -> None:
+        """Save the resolved config, and the tokenizer beside it, so that the directory is enough to go on from."""
+        replace_text(self.path / "config.yaml", dump_yaml(config))
+        if config.tokenizer:
+            into = self.path / "tokenizer"
+            if not into.exists():
+                partial = self.path / ".tokenizer.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(config.tokenizer, partial)
+                partial.rename(into)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's own copy of its tokenizer, if it has one."""
+        path = self.path / "tokenizer"
+        return Tokenizer.load(path) if path.exists() else None
+
+    def metrics(self, from_step: int) -> MetricsFile:
+        """`metrics.jsonl`, with what an earlier session wrote after `from_step` taken back: those steps are made again."""
+        metrics = MetricsFile(self.path)
+        metrics.keep_until(from_step)
+        return metrics
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -1,0 +1,195 @@
+"""From a checked config to a trained model: the wiring of all rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from weft.checkpoint.load import checkpoints, load, resolve
+from weft.config.components import load_class
+from weft.config.data import DatasetSection
+from weft.config.derive import RunLength, derive
+from weft.config.errors import UserError
+from weft.config.run import RunConfig
+from weft.config.training import TrainingSection
+from weft.data.loader import Batch, BatchSource, Dataset, StoreDataset, validation_batches
+from weft.data.store import StoreInfo, TokenStore
+from weft.models.roles import parameter_roles
+from weft.observe.console import Console
+from weft.optim.groups import parameter_groups
+from weft.parallel.apply import parallelize
+from weft.parallel.world import World, start_world
+from weft.train.choices import DTYPES, apply_choices, choose
+from weft.train.loop import Loop, Outcome
+from weft.train.recorder import Recorder
+from weft.train.run_directory import RunDirectory, claim
+
+
+class Trainer:
+    """Trains what a `RunConfig` describes, alone or as one rank of a torchrun job.
+
+    Args:
+        config: from `RunConfig.load`.
+        fresh: set aside what the run directory holds, and start over. Otherwise `fit` goes on from its last checkpoint.
+        console: where to speak; by default stderr, by the first rank.
+    """
+
+    def __init__(self, config: RunConfig, *, fresh: bool = False, console: Console | None = None):
+        self.config, self.fresh = config, fresh
+        self.console = console or Console(speaks=int(os.environ.get("RANK", 0)) == 0)
+
+    def fit(self) -> Outcome:
+        """Train to the end of the run, or to a signal.
+
+        Returns:
+            How it ended; a checkpoint of its last step exists in the run directory.
+
+        Raises:
+            UserError: whatever the user can mend: data, sizes, a damaged checkpoint, a full disk.
+        """
+        world = start_world(self.config.parallel)
+        try:
+            run, config = prepare(self.config, world, fresh=self.fresh)
+            data = world.agree(lambda: open_data(config, world))
+            model, optimizer = build(config, world)
+            step = world.agree(lambda: restore(config, run, model, optimizer))
+            outcome = wire(config, world, run, data, model, optimizer, step, self.console).run(step)
+            world.close()
+            return outcome
+        except BaseException:
+            world.abandon()
+            raise
+
+
+def prepare(config: RunConfig, world: World, *, fresh: bool) -> tuple[RunDirectory, RunConfig]:
+    """Claim the run directory; fill in what Weft chooses, once a run and alike on all ranks."""
+    path = config.run_directory
+    world.agree(lambda: claim(path, fresh=fresh), only_first=True)
+    run = RunDirectory(path)
+    config = run.with_choices(config)
+    chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
+    config = config.model_copy(update={"training": TrainingSection(**chosen)})
+    apply_choices(config.training)
+    return run, config
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learned from and measured on, as functions of the step."""
+
+    length: RunLength
+    source: BatchSource
+    held_out: Callable[[], Iterable[Batch]] | None
+    bytes_per_token: float | None
+    digests: dict[str, str]
+
+
+def open_data(config: RunConfig, world: World) -> Data:
+    """Open the stores (or the user's datasets) and work out the run's length."""
+    train, info = open_dataset(config.data.train, config)
+    tokens = len(train) * config.data.sequence_length
+    length = derive(config, train_tokens=tokens, train_samples=len(train), data_ranks=world.data_ranks)
+    source = BatchSource(
+        train,
+        rows=length.sequences_per_step,
+        rank=world.data_rank,
+        ranks=world.data_ranks,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+    digests = {"train": info.digest} if info else {}
+    if config.data.validation is None:
+        return Data(length, source, None, None, digests)
+    held_out, held_info = open_dataset(config.data.validation, config)
+    limit = config.validation.tokens
+    batches = partial(
+        validation_batches,
+        held_out,
+        rows=(config.validation.micro_batch_size or length.micro_batch_size) * world.data_ranks,
+        rank=world.data_rank,
+        ranks=world.data_ranks,
+        limit=None if limit is None else max(1, limit // config.data.sequence_length),
+    )
+    if held_info:
+        digests["validation"] = held_info.digest
+    bytes_per_token = held_info.bytes / held_info.tokens if held_info and held_info.bytes else None
+    return Data(length, source, batches, bytes_per_token, digests)
+
+
+def open_dataset(chosen: str | DatasetSection, config: RunConfig) -> tuple[Dataset, StoreInfo | None]:
+    """A token store's sequences, or a dataset of the user's own."""
+    if isinstance(chosen, DatasetSection):
+        return load_class(chosen.type, "dataset")(**chosen.arguments), None
+    store = TokenStore.open(chosen)
+    return StoreDataset(store, config.data.sequence_length), store.info
+
+
+def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The sharded model at its initial weights, and its optimizer."""
+    model = parallelize(
+        config.model,
+        config.parallel,
+        world,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.run.seed,
+        compile=config.training.compile,
+        activation_checkpointing=config.training.activation_checkpointing,
+    )
+    groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
+    optimizer = load_class(config.optimizer.type, "optimizer")(groups, **config.optimizer.arguments)
+    return model, optimizer
+
+
+def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the run's last checkpoint; or start from the one that `model.from` names.
+
+    Returns:
+        The number of updates made so far.
+    """
+    if checkpoints(run.path):
+        return int(load(resolve(run.path), model=model, optimizer=optimizer)["step"])
+    if config.model.from_ is not None:
+        load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
+    return 0
+
+
+def wire(
+    config: RunConfig,
+    world: World,
+    run: RunDirectory,
+    data: Data,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    console: Console,
+) -> Loop:
+    """Put the parts together, and write down what this run is."""
+    world.agree(lambda: run.write_config(config), only_first=True)
+    tokenizer = run.tokenizer()
+    recorder = Recorder(config, world, run, data.length, model, step, data.digests, console)
+    schedule = load_class(config.schedule.type, "schedule")(data.length.steps, **config.schedule.arguments)
+    prompts = config.samples.prompts
+    if prompts and tokenizer is None:
+        raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
+    return Loop(
+        config=config,
+        length=data.length,
+        world=world,
+        directory=run.path,
+        source=data.source,
+        held_out=data.held_out,
+        bytes_per_token=data.bytes_per_token,
+        model=model,
+        objective=load_class(config.objective.type, "objective")(**config.objective.arguments),
+        optimizer=optimizer,
+        schedule=schedule,
+        recorder=recorder,
+        prompts=[tokenizer.encode(p) or [tokenizer.eod_id] for p in prompts] if tokenizer else [],
+        stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
+        decode=tokenizer.decode if tokenizer else None,
+    )
