@@ -12,7 +12,8 @@ HELP = "train a model as a YAML file says; go on if it was interrupted"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train what FILE describes, in the run directory <run.directory>/<run.name>. If that holds a checkpoint, "
-        "training goes on from the last whole one. SIGTERM and Ctrl-C save a checkpoint and leave: the same command goes on."
+        "training goes on from the last whole one. SIGTERM and Ctrl-C save a checkpoint and leave; the same command "
+        "goes on."
     )
     parser.epilog = (
         "examples:\n"

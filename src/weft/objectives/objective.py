@@ -22,5 +22,5 @@ class Objective(Protocol):
         ...
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The sum over what `weight` counts. `outputs`: log-probabilities `[batch, seq]`, or logits without `labels`."""
+        """The sum over what `weight` counts. `outputs`: log-probabilities `[batch, seq]`; without `labels`, logits."""
         ...

@@ -55,7 +55,7 @@ class World:
         return total.tolist()
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """Do `act` on all ranks (or on the first alone, whose result all get) and raise together what any of them raises.
+        """Do `act` on all ranks (or on the first, whose result all get) and raise together what any of them raises.
 
         Without it, a rank that stops at a user's mistake leaves the others waiting, and N ranks say one thing N times.
 

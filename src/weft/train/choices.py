@@ -35,7 +35,7 @@ def apply_choices(training: TrainingSection) -> None:
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
-    """True where matrix products in bfloat16 take clearly less time than in float32 (AMX, AVX512-BF16, tensor cores)."""
+    """True where matrix products take clearly less time in bfloat16 than in float32 (AMX, tensor cores)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
 

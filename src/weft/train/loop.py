@@ -118,7 +118,7 @@ class Loop:
         return step % every == 0 or step == self.length.steps
 
     def accumulate_gradients(self, batch: Batch, weight: float, step: int) -> float:
-        """Gradients of the global batch's mean loss, summed over micro-batches (and, in the last one's backward, ranks).
+        """Gradients of the global batch's mean loss, summed over micro-batches and, in the last one's backward, ranks.
 
         Args:
             weight: the *global* batch's; the loss is divided by it before the first backward.

@@ -98,9 +98,9 @@ class Recorder:
     def _introduce(self, parameters: int, step: int) -> None:
         training, length = self.config.training, self.length
         self.console.line(
-            f"{self.run.path}: {parameters / 1e6:,.1f}M parameters, {length.steps:,} steps of {length.tokens_per_step:,} "
-            f"tokens ({length.steps * length.tokens_per_step / 1e6:,.1f}M in all), {training.dtype} on "
-            f"{self.world.ranks} x {self.world.device.type}"
+            f"{self.run.path}: {parameters / 1e6:,.1f}M parameters, {length.steps:,} steps of "
+            f"{length.tokens_per_step:,} tokens ({length.steps * length.tokens_per_step / 1e6:,.1f}M in all), "
+            f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
             + (f" ({training.threads} threads)" if self.world.device.type == "cpu" else "")
         )
         if step:

@@ -13,7 +13,6 @@ from weft.config.errors import UserError
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.tokenizer import Tokenizer
-from weft.observe.metrics import MetricsFile
 
 # What a resumed run may differ in without a word: it changes no result.
 SILENT = ("run.", "log.", "checkpoint.", "samples.", "parallel.", "training.dtype", "training.threads")
@@ -113,12 +112,6 @@ class RunDirectory:
         """The run's own copy of its tokenizer, if it has one."""
         path = self.path / "tokenizer"
         return Tokenizer.load(path) if path.exists() else None
-
-    def metrics(self, from_step: int) -> MetricsFile:
-        """`metrics.jsonl`, with what an earlier session wrote after `from_step` taken back: those steps are made again."""
-        metrics = MetricsFile(self.path)
-        metrics.keep_until(from_step)
-        return metrics
 
 
 def replace_text(path: Path, text: str) -> None:
