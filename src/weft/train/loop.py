@@ -146,11 +146,11 @@ class Loop:
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 
     def set_learning_rate(self, step: int) -> float:
-        """Scale every group's own learning rate by the schedule; returns the first group's."""
+        """Scale every group's own learning rate by the schedule; returns that of the config."""
         factor = self.schedule(step)
         for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * factor
-        return self.optimizer.param_groups[0]["lr"]
+        return self.optimizer.defaults["lr"] * factor
 
     def validate(self) -> dict[str, float]:
         """The loss on the held-out data, as far as `validation.tokens` says."""

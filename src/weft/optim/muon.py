@@ -1,0 +1,116 @@
+"""Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) beside AdamW."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# Coefficients of the quintic iteration: they push singular values to about 1 in five steps, not exactly to 1.
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(torch.optim.AdamW):
+    """Momentum whose direction is orthogonalized, for hidden matrices; AdamW for everything else.
+
+    Matrices are the parameters of groups with `role: matrix`. Their update is the momentum's nearest (semi-)orthogonal
+    matrix times `sqrt(max(1, rows / columns))`, so `lr` means the same for every shape.
+
+    Args:
+        lr: of matrices.
+        momentum: of matrices, Nesterov's.
+        ns_steps: Newton-Schulz iterations, in bfloat16 (float64 for float64 parameters).
+        weight_decay: decoupled, for matrices and, in the AdamW part, wherever it is not off.
+        embedding_lr, head_lr, other_lr: AdamW's, for the parameters of these roles.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        params,
+        *,
+        lr: Annotated[float, Gt(0)] = 0.02,
+        momentum: Annotated[float, Ge(0), Lt(1)] = 0.95,
+        ns_steps: Annotated[int, Ge(1)] = 5,
+        weight_decay: Annotated[float, Ge(0)] = 0.0,
+        embedding_lr: Annotated[float, Gt(0)] = 1e-2,
+        head_lr: Annotated[float, Gt(0)] = 3e-3,
+        other_lr: Annotated[float, Gt(0)] = 3e-3,
+        betas: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]] = (0.9, 0.95),
+        eps: Annotated[float, Gt(0)] = 1e-10,
+    ):
+        rates = {"matrix": lr, "embedding": embedding_lr, "head": head_lr}
+        groups = [{**group, "lr": rates.get(group["role"], other_lr)} for group in params]
+        self.momentum, self.ns_steps = momentum, ns_steps
+        super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of all groups."""
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["role"] != "matrix"]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group["role"] == "matrix":
+                self._step_matrices(group)
+        return loss
+
+    def _step_matrices(self, group: dict) -> None:
+        by_shape: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape[parameter.shape].append(parameter)
+        for shape, parameters in by_shape.items():
+            # Alike shapes go through the iteration as one batch: fewer, larger matrix products.
+            directions = torch.stack([whole(self._momentum(p)) for p in parameters])
+            updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[0] / shape[1]) ** 0.5)
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(alike(update.to(parameter.dtype), parameter), alpha=-group["lr"])
+
+    def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(parameter.grad, 1 - self.momentum)
+        return torch.lerp(parameter.grad, buffer, self.momentum)
+
+
+def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    """About the nearest semi-orthogonal matrices, by a quintic Newton-Schulz iteration.
+
+    Args:
+        matrices: `[count, rows, columns]`, float32 or float64.
+
+    Returns:
+        The same shape, bfloat16 (float64 for float64): singular values between about 0.7 and 1.2.
+    """
+    a, b, c = QUINTIC
+    x = matrices if matrices.dtype == torch.float64 else matrices.to(torch.bfloat16)
+    tall = x.size(1) > x.size(2)
+    if tall:
+        x = x.mT
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full matrix: orthogonalizing needs all of it on one rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def alike(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`tensor` cut as `parameter` is. Every rank has the whole, so nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
