@@ -1,0 +1,215 @@
+"""Model FLOP/s utilisation (MFU), by one definition, and what devices can do at most."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+DEFINITION = (
+    "MFU = tokens/s x (6 x matmul parameters + 12 x layers x width x sequence) / peak FLOP/s of all devices used. "
+    "Tokens are counted once per data-parallel group. Embedding look-ups are no matmul; recomputation is not counted."
+)
+
+
+def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
+    """Floating-point operations of forward and backward for one token of a dense decoder.
+
+    `6 x matmul_parameters` (2 forward, 4 backward) and, for the scores and sums of attention, `12 x layers x width x
+    sequence`; the causal half is not taken off. This is the count of PaLM's appendix B (Chowdhery et al., 2022).
+
+    Args:
+        matmul_parameters: parameters used in matrix products (an embedding table only if it is also the head).
+        layers, width: number of blocks; heads x head size (the hidden size, usually).
+        sequence: tokens per sequence.
+    """
+    return 6 * matmul_parameters + 12 * layers * width * sequence
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak_total: float) -> float:
+    """The share of the devices' peak that the model's own arithmetic used: 0 to 1.
+
+    Args:
+        tokens_per_second: of the whole job, every token once.
+        flops_per_token: from `flops_per_token`.
+        peak_total: FLOP/s, the sum over all devices of the job.
+    """
+    return tokens_per_second * flops_per_token / peak_total
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that one device (on CPU: one process with its threads) can do.
+
+    Attributes:
+        flops_per_second: dense, in the dtype asked for.
+        origin: where the number is from: `table: NVIDIA H100 SXM, bfloat16`, or `measured with a matmul ...`.
+    """
+
+    flops_per_second: float
+    origin: str
+
+
+# Dense TFLOP/s as makers state them: bfloat16, float16, float32 (TF32 where tensor cores have it: Weft turns it on),
+# fp8, float64; None: the device lacks it or no figure is published, so it is measured. The first pattern that matches
+# torch's name for the device wins. Consumer cards: with float32 accumulation, which is what training uses.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float64)
+_TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
+    ("NVIDIA GB300", r"\bGB300\b", (2500, 2500, 1250, 5000, None)),
+    ("NVIDIA B300", r"\bB300\b", (2250, 2250, 1125, 4500, None)),
+    ("NVIDIA GB200", r"\bGB200\b", (2500, 2500, 1250, 5000, 40)),
+    ("NVIDIA B200", r"\bB200\b", (2250, 2250, 1125, 4500, 37)),
+    ("NVIDIA H200 NVL", r"\bH200 NVL\b", (835.5, 835.5, 417.7, 1671, 60)),
+    ("NVIDIA H200 SXM", r"\bH200\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
+    ("NVIDIA GH200", r"\bGH200\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
+    ("NVIDIA H100 PCIe", r"\bH100 PCIe\b", (756.5, 756.5, 378, 1513, 51.2)),
+    ("NVIDIA H100 NVL", r"\bH100 NVL\b", (835.5, 835.5, 417.7, 1671, 60)),
+    ("NVIDIA H100 SXM", r"\bH100\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
+    ("NVIDIA H800", r"\bH800\b(?!.*PCIe)", (989.4, 989.4, 494.7, 1978.9, None)),
+    ("NVIDIA H20", r"\bH20\b", (148, 148, 74, 296, None)),
+    ("NVIDIA A100", r"\bA100\b", (312, 312, 156, None, 19.5)),
+    ("NVIDIA A800", r"\bA800\b", (312, 312, 156, None, None)),
+    ("NVIDIA A30", r"\bA30\b", (165, 165, 82, None, 10.3)),
+    ("NVIDIA A40", r"\bA40\b", (149.7, 149.7, 74.8, None, None)),
+    ("NVIDIA A10", r"\bA10\b", (125, 125, 62.5, None, None)),
+    ("NVIDIA A10G", r"\bA10G\b", (70, 70, 35, None, None)),
+    ("NVIDIA L40S", r"\bL40S\b", (362, 362, 183, 733, None)),
+    ("NVIDIA L40", r"\bL40\b", (181, 181, 90.5, 362, None)),
+    ("NVIDIA L4", r"\bL4\b", (121, 121, 60, 242, None)),
+    ("NVIDIA RTX 6000 Ada", r"\bRTX 6000 Ada\b", (364.2, 364.2, 182.1, 728.5, None)),
+    ("NVIDIA RTX A6000", r"\bRTX A6000\b", (154.8, 154.8, 77.4, None, None)),
+    ("NVIDIA RTX 5090", r"\bRTX 5090$", (209.5, 209.5, 104.8, 419, None)),
+    ("NVIDIA RTX 4090", r"\bRTX 4090$", (165.2, 165.2, 82.6, 330.3, None)),
+    ("NVIDIA RTX 3090", r"\bRTX 3090$", (71, 71, 35.6, None, None)),
+    ("NVIDIA V100S PCIe", r"\bV100S\b", (None, 130, 16.4, None, 8.2)),
+    ("NVIDIA V100 PCIe", r"\bV100-PCIE", (None, 112, 14, None, 7)),
+    ("NVIDIA V100 SXM2", r"\bV100\b", (None, 125, 15.7, None, 7.8)),
+    ("NVIDIA T4", r"\bT4\b", (None, 65, 8.1, None, None)),
+    ("AMD MI355X", r"\bMI355X", (2516.6, 2516.6, 157.3, 5033.2, 78.6)),
+    ("AMD MI350X", r"\bMI350X", (2306.9, 2306.9, 144.2, 4613.7, 72.1)),
+    ("AMD MI325X", r"\bMI325X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
+    ("AMD MI300X", r"\bMI300X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
+    ("AMD MI300A", r"\bMI300A", (980.6, 980.6, 122.6, 1961.2, 122.6)),
+    # torch sees each of the two dies of these modules as a device of its own: half of the module's figure.
+    ("AMD MI250X, one of two dies", r"\bMI250X", (191.5, 191.5, 47.9, None, 47.9)),
+    ("AMD MI250, one of two dies", r"\bMI250\b", (181, 181, 45.3, None, 45.3)),
+]
+
+
+def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
+    """The stated peak of a device by torch's name for it; None if it is not in the table.
+
+    Slices of a device (MIG) and laptop versions under a desktop card's name are not in it.
+    """
+    if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
+        return None
+    for name, pattern, peaks in _TABLE:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            teraflops = dict(zip(_DTYPES, peaks, strict=True)).get(_table_dtype(dtype))
+            return None if teraflops is None else Peak(teraflops * 1e12, f"table: {name}, {_name(dtype)}")
+    return None
+
+
+def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
+    """The peak of a device in a dtype: from the table, or measured there and then (half a second).
+
+    On CPU it is what this process reaches with the threads it has been given (`torch.get_num_threads()`): call it after
+    setting them, on all ranks of a machine at the same time, and add up.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        stated = table_peak(torch.cuda.get_device_name(device), dtype)
+        if stated is not None:
+            return stated
+    if dtype.itemsize == 1:  # no plain matmul takes it
+        peak = measured_peak(device, torch.bfloat16)
+        return Peak(peak.flops_per_second, f"{peak.origin}, for want of one in {_name(dtype)}")
+    return measured_peak(device, dtype)
+
+
+def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.4) -> Peak:
+    """The best of many square matrix products in `dtype`, of several sizes, in about `seconds`.
+
+    Small sizes are repeated until the large ones cannot be ruled out: on a busy CPU a single product may take a hundred
+    times as long as the next, and a peak that is too low would make the MFU a lie.
+
+    Raises:
+        RuntimeError: the device has no matrix product in this dtype.
+    """
+    device = torch.device(device)
+    sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
+    best, best_size = 0.0, sizes[0]
+    began = time.perf_counter()
+    for number, size in enumerate(sizes, start=1):
+        if best and 2 * 2 * size**3 / best > seconds:  # the first product and one more would not fit
+            break
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.mm(a, b)  # sets the kernel up as well
+        for run in range(64):
+            _wait(device)
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            _wait(device)
+            end = time.perf_counter()
+            if (rate := 2 * size**3 / (end - start)) > best:
+                best, best_size = rate, size
+            if run >= 2 and end - began > seconds * number / len(sizes):
+                break
+    threads = torch.get_num_threads()
+    by = f"on {threads} CPU thread{'s' * (threads != 1)}" if device.type == "cpu" else f"on one {_device_name(device)}"
+    return Peak(best, f"measured with a {best_size} x {best_size} {_name(dtype)} matmul {by}")
+
+
+def total_peak(peaks: list[Peak]) -> Peak:
+    """The sum over the devices of a job, one `Peak` for each; its origin says how many of which."""
+    origins: dict[str, int] = {}
+    for peak in peaks:
+        origins[peak.origin] = origins.get(peak.origin, 0) + 1
+    said = "; ".join(f"{count} x {origin}" if len(peaks) > 1 else origin for origin, count in origins.items())
+    return Peak(sum(peak.flops_per_second for peak in peaks), said)
+
+
+def memory_bytes(device: torch.device | str) -> int:
+    """The most memory used so far, in bytes: what `memory_kind` says."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/status", "rb") as status:  # not getrusage: that remembers the parent's size through exec
+            for line in status:
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024
+
+
+def memory_kind(device: torch.device | str) -> str:
+    """What `memory_bytes` counts on this device, in words."""
+    if torch.device(device).type == "cuda":
+        return "peak memory allocated on the first rank's GPU"
+    return "peak resident memory of the first rank's process"
+
+
+def _table_dtype(dtype: torch.dtype) -> torch.dtype:
+    eight_bits = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+    return torch.float8_e4m3fn if dtype in eight_bits else dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} device"
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,67 @@
+"""A log file for each rank: `<run>/logs/rank-00000.log`. Python's warnings go there, not over the progress bar."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from weft.config.errors import UserError
+
+FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
+LOGGER = logging.getLogger("weft")
+_handler: logging.FileHandler | None = None
+
+
+def log_path(run_directory: str | Path, rank: int = 0) -> Path:
+    """Where a rank's log is."""
+    return Path(run_directory) / "logs" / f"rank-{rank:05d}.log"
+
+
+def start_log(run_directory: str | Path, rank: int = 0) -> logging.Logger:
+    """Append this process's log, local time stamps, to the run directory; and return the logger to write to.
+
+    Everything that libraries log from INFO (torch: WARNING) up goes there as well, and so do Python's warnings. A
+    second call turns to the new directory.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    global _handler
+    path = log_path(run_directory, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _FailSilent(path, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}; free space or set run.directory", path) from error
+    handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
+    stop_log()
+    _handler = handler
+    root = logging.getLogger()
+    root.addHandler(handler)
+    if root.level > logging.INFO or root.level == logging.NOTSET:
+        root.setLevel(logging.INFO)
+    LOGGER.propagate = True
+    logging.captureWarnings(True)
+    warnings.simplefilter("default", append=True)
+    return LOGGER
+
+
+def stop_log() -> None:
+    """Close this process's log; warnings go to stderr again."""
+    global _handler
+    if _handler is not None:
+        logging.captureWarnings(False)
+        logging.getLogger().removeHandler(_handler)
+        _handler.close()
+        _handler = None
+
+
+class _FailSilent(logging.FileHandler):
+    """A full disk must not turn each log line into a traceback on the console: the checkpoint or the metrics file will
+    say it once, as an error."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
