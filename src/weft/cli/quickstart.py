@@ -1,0 +1,182 @@
+"""`weft quickstart`: from this interpreter's own library to a model that writes code, by Weft's public verbs."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import lzma
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+HELP = "train a small model on Python's standard library in a few minutes"
+HELD_OUT_PERCENT = 5
+VOCABULARY = 4096
+TRIAL_STEPS = 14
+
+RUN_YAML = """\
+# Written by `weft quickstart`; yours to change. `weft train {name}` goes on, or starts anew with --fresh.
+run: {{name: quickstart, directory: {home}/runs, seed: 1}}
+model:
+  hidden_size: 320
+  num_hidden_layers: 6
+  num_attention_heads: 5
+  intermediate_size: 864
+  max_position_embeddings: 1024
+  qk_norm: true
+  initialization: muon_zero
+tokenizer: {home}/tokenizer
+data: {{train: {home}/train, validation: {home}/heldout, sequence_length: 256}}
+optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.005}}
+schedule: {{type: wsd, warmup_steps: 10, decay_fraction: 0.6}}
+training: {{steps: {steps}, batch_tokens: 4096, micro_batch_size: 16, compile: true}}
+validation: {{every: {quarter}, tokens: 32768}}
+samples: {{prompts: ["def "], every: {quarter}, max_new_tokens: 48, temperature: 0.7}}
+checkpoint: {{every: {quarter}, keep_last: 2}}
+log: {{every: 1}}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Takes the Python standard library of the running interpreter (thousands of files, no download), holds out "
+        f"{HELD_OUT_PERCENT}% of the files, trains a tokenizer, packs, trains a small Llama-style model, validates it "
+        "against gzip and xz, and lets it write. Every step is one of Weft's verbs, shown as it runs; the run's YAML "
+        "file stays for you to open. Ctrl-C at any time: the same command goes on."
+    )
+    parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (default: 3)")
+    parser.add_argument("--directory", default="quickstart", help="where everything is kept (default: quickstart)")
+    parser.add_argument("--fresh", action="store_true", help="start over: train again for --minutes")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.config.errors import UserError
+
+    if args.minutes <= 0:
+        raise UserError(f"--minutes {args.minutes}: the time to train must be positive; 3 is a good start")
+    began, home = time.perf_counter(), Path(args.directory)
+    yaml, run_directory = home / "run.yaml", home / "runs" / "quickstart"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot be made: {error.strerror}; choose another --directory", home) from None
+
+    train_files, held_out_files = split_library(home)
+    say(
+        f"corpus: Python's standard library, {len(train_files):,} files to learn from, {len(held_out_files):,} held out"
+    )
+    listed = ["--files-from", str(home / "train.txt")]
+    if not (home / "tokenizer" / "tokenizer.json").exists():
+        weft("data", "train-tokenizer", *listed, "--vocab-size", str(VOCABULARY), "--out", str(home / "tokenizer"))
+    for name in ("train", "heldout"):
+        if not (home / name / "store.json").exists():
+            files = ["--files-from", str(home / f"{name}.txt"), "--tokenizer", str(home / "tokenizer")]
+            weft("data", "pack", *files, "--out", str(home / name))
+
+    fresh = args.fresh and yaml.exists()
+    if not yaml.exists() or fresh:
+        steps = steps_for(args.minutes, home)
+        text = RUN_YAML.format(name=yaml, home=home, steps=steps, quarter=max(1, steps // 4))
+        partial = home / ".run.yaml"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(yaml)
+        say(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
+    weft("train", str(yaml), *(["--fresh"] if fresh else []))
+    weft("generate", str(run_directory), "def ", "--max-new-tokens", "120", "--temperature", "0.6", "--seed", "1")
+    weft("report", str(run_directory))
+    summary(home, yaml, run_directory, held_out_files, time.perf_counter() - began)
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def weft(*arguments: str) -> None:
+    """Run a verb as the user would. Its exit code, if it is not 0, ends this command with it."""
+    say("\n$ weft " + " ".join(f'"{a}"' if " " in a else a for a in arguments))
+    process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            continue  # the verb got the signal too: let it save and leave
+    if code:
+        if code in (-2, 130, 143, -15):
+            say("stopped; `weft quickstart` goes on from here")
+        raise SystemExit(128 - code if code < 0 else code)
+
+
+def split_library(home: Path) -> tuple[list[Path], list[Path]]:
+    """The standard library's Python files, 5% of them held out by a hash of their path; both lists are written down."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if skipped & set(name.parts) or not path.is_file() or not readable(path):
+            continue
+        digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).digest()
+        parts[int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT].append(path)
+    for name, files in zip(("train", "heldout"), parts, strict=True):
+        (home / f"{name}.txt").write_text("".join(f"{path}\n" for path in files), encoding="utf-8")
+    return parts
+
+
+def readable(path: Path) -> bool:
+    """UTF-8 text: a few of the library's test files are in other encodings on purpose."""
+    try:
+        path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def steps_for(minutes: float, home: Path) -> int:
+    """How many steps fit into the time, by making some (which also warms the compiler's cache)."""
+    text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, quarter=10 * TRIAL_STEPS)
+    trial = home / "trial.yaml"
+    trial.write_text(text, encoding="utf-8")
+    say(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
+    weft(
+        "train",
+        str(trial),
+        "run.name=.trial",
+        "--fresh",
+        "data.validation=null",
+        "samples.prompts=[]",
+        "log.trackers=[]",
+    )
+    lines = (home / "runs" / ".trial" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    seconds = statistics.median(json.loads(line)["step_seconds"] for line in lines[3:])
+    return max(20, round(minutes * 60 / seconds))
+
+
+def summary(home: Path, yaml: Path, run_directory: Path, held_out_files: list[Path], seconds: float) -> None:
+    """The end: bits per byte beside two compressors', and what to try next."""
+    lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    last = next(line for line in reversed(lines) if "validation_bits_per_byte" in line)
+    text = b"".join(path.read_bytes() for path in held_out_files)
+    bits = 8 / len(text)
+    rows = [
+        ("gzip -9", len(gzip.compress(text, 9)) * bits),
+        ("xz -9", len(lzma.compress(text, preset=9)) * bits),
+        ("this model", last["validation_bits_per_byte"]),
+    ]
+    print(f"\nheld-out bits per byte ({len(held_out_files):,} files, {len(text) / 1e6:.1f} MB; less is better)")
+    for name, value in rows:
+        print(f"  {name:12} {value:.3f}  {'=' * round(20 * value)}")
+    print(
+        f"\nrun directory: {run_directory}  ({last['step']:,} steps, {last['tokens'] / 1e6:.2f}M tokens; "
+        f"all in all {seconds / 60:.1f} minutes)\n\ntry next:\n"
+        f'  weft generate {run_directory} "class " "import " --temperature 0.8\n'
+        f"  weft train {yaml} run.name=longer training.steps={4 * last['step']}\n"
+        f"  open {run_directory / 'report.html'}   (or: tensorboard --logdir {home / 'runs'})",
+        flush=True,
+    )
