@@ -144,8 +144,8 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
     best, best_size = 0.0, sizes[0]
     began = time.perf_counter()
     for number, size in enumerate(sizes, start=1):
-        if best and 2 * 2 * size**3 / best > seconds:  # the first product and one more would not fit
-            break
+        if best and (2 * 2 * size**3 / best > seconds or time.perf_counter() - began > seconds):
+            break  # the first product and one more would not fit
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.mm(a, b)  # sets the kernel up as well
         for run in range(64):
@@ -156,7 +156,7 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
             end = time.perf_counter()
             if (rate := 2 * size**3 / (end - start)) > best:
                 best, best_size = rate, size
-            if run >= 2 and end - began > seconds * number / len(sizes):
+            if end - began > seconds * number / len(sizes) and (run >= 2 or end - began > 2 * seconds):
                 break
     threads = torch.get_num_threads()
     by = f"on {threads} CPU thread{'s' * (threads != 1)}" if device.type == "cpu" else f"on one {_device_name(device)}"

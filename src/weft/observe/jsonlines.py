@@ -75,14 +75,15 @@ class JsonLines:
     """Appends records that have a "step", flushed to the operating system line by line, so that a killed process loses
     at most the line being written. A torn last line is dropped when the file is opened.
 
+    Args:
+        once: whether a step may stand only once.
+
     Raises:
         UserError: the disk is full or the file cannot be written; what was written before stays readable.
     """
 
-    once = True  # whether a step may stand only once
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, once: bool = True):
+        self.path, self.once = Path(path), once
         self._last: int | None = None
         self._open(read_lines(self.path))
 

@@ -19,7 +19,7 @@ def log_path(run_directory: str | Path, rank: int = 0) -> Path:
     return Path(run_directory) / "logs" / f"rank-{rank:05d}.log"
 
 
-def start_log(run_directory: str | Path, rank: int = 0) -> logging.Logger:
+def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
     """Append this process's log, local time stamps, to the run directory; and return the logger to write to.
 
     Everything that libraries log from INFO (torch: WARNING) up goes there as well, and so do Python's warnings. A

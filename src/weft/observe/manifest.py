@@ -23,39 +23,42 @@ MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")
 
 
-def write_manifest(run_directory: str | Path, config: Any, *, step: int = 0, **facts: Any) -> Path:
+def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int = 0, **facts: Any) -> Path:
     """Begin a session in the run's manifest (atomically). The first rank calls it when training begins or goes on.
 
     The top of the file tells what holds now; `sessions` has one entry for each time that the run was started: when,
     from which step, by which command, code, versions and hardware.
 
     Args:
-        config: the `RunConfig`; its name and seed are noted (the whole is in `config.yaml`).
-        step: updates made before this session.
-        facts: whatever else is known, as JSON: world_size, mesh, data (digests by name), chosen (what Weft chose by
-            itself), parameters, matmul_parameters, flops_per_token, peak_flops_per_second, peak_origin, memory_kind ...
+        config: the `RunConfig`, or its `as_dict()`; name, seed, dtype and threads are noted (all is in `config.yaml`).
+        resumed_step: updates made before this session.
+        facts: whatever else is known, as JSON: ranks, mesh, steps, data_digests, parameters, matmul_parameters,
+            flops_per_token, peak_flops_per_second (of all devices), peak_origin, memory_kind ...
 
     Raises:
         UserError: the file cannot be written.
     """
     path = Path(run_directory) / MANIFEST
+    config = config if isinstance(config, dict) else config.as_dict()
     sessions = read_manifest(run_directory).get("sessions", [])
     command = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
     session = {
         "started": now(),
-        "step": step,
+        "step": resumed_step,
         "command": shlex.join(command),
         "working_directory": os.getcwd(),
         "git": git_state(),
         "versions": versions(),
         "hardware": hardware(),
-        "world_size": facts.get("world_size", 1),
+        "ranks": facts.get("ranks", 1),
     }
     manifest = {
-        "name": config.run.name,
-        "seed": config.run.seed,
+        "name": config["run"].get("name") or Path(run_directory).name,
+        "seed": config["run"].get("seed"),
+        "dtype": config.get("training", {}).get("dtype"),
+        "threads": config.get("training", {}).get("threads"),
         "started": sessions[0]["started"] if sessions else session["started"],
-        **{key: session[key] for key in ("command", "working_directory", "git", "versions", "hardware", "world_size")},
+        **{key: session[key] for key in ("command", "working_directory", "git", "versions", "hardware", "ranks")},
         **facts,
         "sessions": [*sessions, session],
     }

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and `samples.jsonl` of a run directory: what was measured and written at each step.
+"""`metrics.jsonl` of a run directory: what was measured at each step.
 
 A line of metrics has at least `step` (counted from 1: updates done), `tokens` (seen so far), `loss` (nats a token),
 `lr`, `grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds`,
@@ -14,7 +14,6 @@ from typing import Any
 from weft.observe.jsonlines import JsonLines, read_lines
 
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
 
 
 class MetricsFile(JsonLines):
@@ -24,15 +23,6 @@ class MetricsFile(JsonLines):
         super().__init__(Path(run_directory) / METRICS)
 
 
-class SamplesFile(JsonLines):
-    """Appends to `<run>/samples.jsonl`: `{"step": 200, "prompt": "def ", "text": "main():"}`, one line a prompt."""
-
-    once = False
-
-    def __init__(self, run_directory: str | Path):
-        super().__init__(Path(run_directory) / SAMPLES)
-
-
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
     """The metrics of a run in the order written; NaN and infinities are floats again. Empty if there are none yet.
 
@@ -40,8 +30,3 @@ def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
         UserError: a broken line that is not the last, as `path:line`.
     """
     return read_lines(Path(run_directory) / METRICS)
-
-
-def read_samples(run_directory: str | Path) -> list[dict[str, Any]]:
-    """The samples of a run in the order written; as `read_metrics`."""
-    return read_lines(Path(run_directory) / SAMPLES)

@@ -23,3 +23,22 @@ class RunInfo:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     resumed_step: int | None = None
+
+
+_SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds"}
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """A step's numbers under the names that trackers show: train/loss, validation/loss, speed/tokens_per_second, ...
+
+    The step itself, text and missing values are left out; NaN and infinities stay.
+    """
+    named = {}
+    for name, value in metrics.items():
+        if name == "step" or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if name.startswith("validation_"):
+            named["validation/" + name.removeprefix("validation_")] = float(value)
+        else:
+            named[("speed/" if name in _SPEED else "train/") + name] = float(value)
+    return named

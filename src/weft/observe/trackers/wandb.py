@@ -1,0 +1,77 @@
+"""Weights & Biases, online or offline; files in `<run>/wandb`. Needs `pip install 'weft-train[wandb]'`."""
+
+from __future__ import annotations
+
+import html
+from typing import Any, Literal
+
+from weft.config.errors import UserError
+from weft.observe.run import RunInfo, scalars
+
+
+class WandB:
+    """Follows a run as one wandb run, through all its sessions: its id is kept in the run directory.
+
+    wandb takes no step twice: of those that a resumed run makes again it keeps the first values, which are the same.
+
+    Args:
+        run: the run.
+        project, entity, group, tags: as in `wandb.init`; by default project "weft" and your own entity.
+        mode: online; offline (then `wandb sync` the folder it names); disabled does nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        *,
+        project: str = "weft",
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] = "online",
+        group: str | None = None,
+        tags: list[str] | None = None,
+    ):
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("log.trackers: wandb is not installed; pip install 'weft-train[wandb]'") from error
+        self.failures = (wandb.Error,)
+        identity = run.path / "wandb" / "run-id.txt"
+        known = identity.read_text(encoding="utf-8").strip() if identity.exists() else None
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                group=group,
+                tags=tags,
+                mode=mode,
+                name=run.name,
+                dir=str(run.path),
+                config=run.config,
+                id=known if run.resumed_step is not None else None,
+                resume="allow" if run.resumed_step is not None and known else None,
+                # The bar is ours; and a second run of the same process (a sweep, a test) is a run of its own.
+                settings=wandb.Settings(silent=True, console="off"),
+                reinit="create_new",
+            )
+        except wandb.Error as error:
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            raise UserError(f"log.trackers: wandb: {reason}; run `wandb login`, or set mode: offline") from error
+        self._wandb = wandb
+        if mode != "disabled":
+            identity.parent.mkdir(parents=True, exist_ok=True)
+            identity.write_text(self._run.id + "\n", encoding="utf-8")
+        folder = str(self._run.dir).removesuffix("/files")
+        self.place = {"online": self._run.url, "offline": f"wandb sync {folder}"}.get(mode)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        """Note the numbers of one step."""
+        self._run.log(scalars(metrics), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Note a text under `samples/<name>`."""
+        page = self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+        self._run.log({f"samples/{name}": page}, step=step)
+
+    def close(self) -> None:
+        """Send what is left (offline: write it)."""
+        self._run.finish()
