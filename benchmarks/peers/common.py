@@ -1,0 +1,167 @@
+"""What every measured process shares: the shapes, the data, the optimizer's settings, and how a step is timed.
+
+A peer is a program that takes one JSON object as its argument and prints another as its last line. It needs only torch
+and numpy from here, so that it can live in an environment of its own.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+VOCABULARY = 32_000
+# In Hugging Face's words, which are Weft's too.
+SHAPES = {
+    "14m": {  # 14.0M parameters, 8.2M of them the embedding that is also the head
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 688,
+        "tie_word_embeddings": True,
+    },
+    "60m": {  # 58.1M parameters, embedding and head 16.4M each
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 1376,
+        "tie_word_embeddings": False,
+    },
+}
+for shape in SHAPES.values():
+    shape |= {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
+
+
+def matmul_parameters(shape: dict) -> int:
+    """Parameters used in matrix products: all of the blocks' matrices, and the head."""
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    kv_width = width // heads * shape["num_key_value_heads"]
+    block = 2 * width * width + 2 * width * kv_width + 3 * width * shape["intermediate_size"]
+    return shape["num_hidden_layers"] * block + width * shape["vocab_size"]
+
+
+def flops_per_token(shape: dict, sequence: int) -> int:
+    """Of forward and backward: 6 x matmul parameters + 12 x layers x width x sequence."""
+    return 6 * matmul_parameters(shape) + 12 * shape["num_hidden_layers"] * shape["hidden_size"] * sequence
+
+
+def job() -> dict:
+    """The JSON object this process was started with; sets the number of threads."""
+    import torch
+
+    asked = json.loads(sys.argv[1])
+    torch.set_num_threads(asked["threads"])
+    return asked
+
+
+def windows(asked: dict):
+    """The shared sequences, uint16 [rows, sequence + 1]: random tokens, the same for everyone."""
+    import numpy as np
+
+    return np.load(asked["data"], mmap_mode="r", allow_pickle=False)
+
+
+def batch(asked: dict, step: int):
+    """Step `step`'s (tokens, labels), int64 [batch, sequence] each, on the device."""
+    import torch
+
+    rows = windows(asked)
+    first = step * asked["batch"] % (len(rows) - asked["batch"] + 1)
+    block = torch.from_numpy(rows[first : first + asked["batch"]].astype("int64"))
+    return block[:, :-1].to(asked["device"]).contiguous(), block[:, 1:].to(asked["device"]).contiguous()
+
+
+def optimizer(model):
+    """AdamW as every peer runs it: the fused one, the fastest on CPU and GPU alike."""
+    import torch
+
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class Clock:
+    """Notes the time at the end of each step; a step lasts from one end to the next, whatever happens between."""
+
+    def __init__(self, asked: dict):
+        self.asked, self.ends = asked, []
+
+    def tick(self) -> None:
+        if self.asked["device"] == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of the steps after the warm-up."""
+        steps = [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
+        return steps[self.asked["warmup"] - 1 :][: self.asked["steps"]]
+
+
+def bare_loop(asked: dict, model, loss_of) -> None:
+    """The least a training loop can be: forward and loss under autocast, backward, clip, update. Prints the result.
+
+    Args:
+        loss_of: (model, tokens, labels) -> the mean loss.
+    """
+    import torch
+
+    model.to(asked["device"]).train()
+    adamw = optimizer(model)
+    if asked["compile"]:
+        model = torch.compile(model)
+    clock, losses = Clock(asked), []
+    for step in range(asked["warmup"] + asked["steps"]):
+        tokens, labels = batch(asked, step)
+        with torch.autocast(asked["device"], torch.bfloat16, enabled=asked["dtype"] == "bf16"):
+            loss = loss_of(model, tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+        clock.tick()
+    report(asked, model, clock, losses)
+
+
+def report(asked: dict, model, clock: Clock, losses: list[float]) -> None:
+    """Print what was measured, as the one line that the benchmark reads."""
+    import torch
+
+    done = {
+        "seconds": clock.seconds(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "peak_bytes": torch.cuda.max_memory_allocated() if asked["device"] == "cuda" else peak_resident_bytes(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(done), flush=True)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process has had at once."""
+    import resource
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's name and number of usable cores."""
+    import platform
+
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = names[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {available_cores()} cores"

@@ -1,0 +1,252 @@
+"""Training tokens/s of the same shape, batch and precision in Weft and its peers.
+
+The peers: Hugging Face `Trainer`, a bare PyTorch loop over Hugging Face's Llama, and one over litgpt's GPT.
+
+    .venv/bin/python benchmarks/train_throughput.py [--sizes 14m,60m] [--rounds 3] [--minutes 25] [--quick]
+
+Every measurement is a process of its own, with the same threads, data and number of steps. The peers take turns
+(A B C D, A B C D, ...), so that a slow minute of the machine hits all of them; the table has each one's median step
+over all rounds. Writes a table (.md) and all numbers (.json) into benchmarks/results. See benchmarks/README.md.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor  # noqa: E402
+
+SEQUENCE = 256
+# (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
+PLAN = {"14m": (16, (2, 8), (2, 4)), "60m": (8, (2, 4), (1, 3))}
+PEERS = {  # name in the table, program, which environment runs it
+    "weft": ("Weft", "weft_trainer.py", "own"),
+    "trainer": ("Hugging Face Trainer", "hf_trainer.py", "own"),
+    "hf": ("bare loop, Hugging Face's Llama", "hf_loop.py", "own"),
+    "litgpt": ("bare loop, litgpt's GPT", "litgpt_loop.py", "litgpt"),
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Training tokens/s of Weft and its peers.")
+    parser.add_argument("--sizes", default="14m,60m", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--only", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after so many")
+    parser.add_argument("--steps", type=int, help="measured steps, in place of each size's own number")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--quick", action="store_true", help="one round of 14m with two steps: does it work at all?")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--litgpt-python", type=Path, default=HERE.parent / ".venv-litgpt/bin/python")
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds, args.steps = "14m", 1, args.steps or 2
+    for name, known in (
+        ("sizes", SHAPES),
+        ("dtypes", ("bf16", "fp32")),
+        ("modes", ("eager", "compiled")),
+        ("only", PEERS),
+    ):
+        values = getattr(args, name).split(",")
+        if unknown := set(values) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        setattr(args, name, values)
+    return args
+
+
+def make_data(work: Path) -> Path:
+    """Random tokens from a fixed seed: what is in them does not change how long a step takes."""
+    import numpy as np
+
+    path = work / "tokens.npy"
+    rows = np.random.default_rng(0).integers(0, VOCABULARY, size=(512, SEQUENCE + 1), dtype=np.uint16)
+    np.save(path, rows, allow_pickle=False)
+    return path
+
+
+def run(program: str, asked: dict, python: str, args: argparse.Namespace) -> dict | str:
+    """The program's last line as JSON; or, in a word, why there is none."""
+    source = str(HERE.parent / "src")
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(args.threads),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "peers"), source, os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        done = subprocess.run(
+            [python, str(HERE / "peers" / program), json.dumps(asked)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=asked["work"],
+        )
+    except subprocess.TimeoutExpired:
+        return "took more than 10 minutes"
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        return f"exit code {done.returncode}: {lines[-1][:200]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Round after round until the rounds or the minutes are used up."""
+    work = HERE / "work"
+    work.mkdir(exist_ok=True)
+    began = time.monotonic()
+    base = {"data": str(make_data(work)), "work": str(work), "threads": args.threads, "device": args.device}
+    base |= {"sequence": SEQUENCE}
+
+    peaks = {}
+    for dtype in args.dtypes:
+        asked = base | {"dtype": dtype, "seconds": 0.5 if args.quick else 2.0}
+        peak = run("matmul_peak.py", asked, sys.executable, args)
+        if isinstance(peak, str):
+            sys.exit(f"the matmul peak in {dtype}: {peak}")
+        peaks[dtype] = peak["flops_per_second"]
+        print(f"matmul peak in {dtype}: {peaks[dtype] / 1e9:,.0f} GFLOP/s", flush=True)
+
+    cells, failed, whole_rounds = {}, {}, 0
+    for number in range(args.rounds):
+        for size, dtype, mode, peer in product(args.sizes, args.dtypes, args.modes, args.only):
+            key = f"{size} {dtype} {mode} {peer}"
+            if key in failed:
+                continue
+            if time.monotonic() - began > 60 * args.minutes:
+                print(f"{args.minutes:g} minutes are over: stopping in round {number + 1} of {args.rounds}", flush=True)
+                return result(args, cells, failed, peaks, whole_rounds)
+            _, program, environment = PEERS[peer]
+            python = sys.executable if environment == "own" else str(args.litgpt_python)
+            if not Path(python).exists():
+                failed[key] = "its environment is not there (make bench makes it)"
+                continue
+            rows, *steps = PLAN[size]
+            warmup, measured = steps[dtype == "fp32"]
+            asked = base | {"size": size, "dtype": dtype, "compile": mode == "compiled", "batch": rows}
+            asked |= {"warmup": warmup, "steps": args.steps or measured}
+            got = run(program, asked, python, args)
+            if isinstance(got, str):
+                failed[key] = got
+                print(f"round {number + 1}: {key}: FAILED: {got}", flush=True)
+                continue
+            cells.setdefault(key, []).append(got)
+            speed = rows * SEQUENCE / statistics.median(got["seconds"])
+            print(f"round {number + 1}: {key}: {speed:,.0f} tokens/s", flush=True)
+        whole_rounds += 1
+    return result(args, cells, failed, peaks, whole_rounds)
+
+
+def result(args, cells: dict, failed: dict, peaks: dict, whole_rounds: int) -> dict:
+    """All that was measured, and on what."""
+    import torch
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for package in ("weft", "transformers"):
+        try:
+            versions[package] = __import__(package).__version__
+        except ImportError:
+            versions[package] = "absent"
+    pins = (HERE / "peers" / "litgpt-constraints.txt").read_text()
+    versions["litgpt"] = re.search(r"^litgpt==(.+)$", pins, re.M).group(1)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else processor()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "threads": args.threads,
+        "versions": versions,
+        "sequence": SEQUENCE,
+        "sequences_a_step": {size: PLAN[size][0] for size in args.sizes},
+        "whole_rounds": whole_rounds,
+        "quick": args.quick,
+        "matmul_peak_flops_per_second": peaks,
+        "cells": cells,
+        "failed": failed,
+    }
+
+
+def table(args: argparse.Namespace, found: dict) -> str:
+    """The result as a page of Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines = [
+        "# Training throughput",
+        "",
+        f"{found['device']}, {found['threads']} threads; {versions}; {found['date'][:10]}.",
+        "",
+        f"Sequences of {SEQUENCE} tokens, vocabulary {VOCABULARY:,}, AdamW (fused), clipping; bf16 is compute over float32 "
+        f"state. Median step over {found['whole_rounds']} whole rounds, the peers taking turns, each in a fresh process.",
+    ]
+    if found["quick"]:
+        lines += ["", "**A quick look, not a measurement**: one round of two steps."]
+    for size, dtype in product(args.sizes, args.dtypes):
+        rows = found["sequences_a_step"][size]
+        flops = flops_per_token(SHAPES[size], SEQUENCE)
+        peak = found["matmul_peak_flops_per_second"][dtype]
+        speeds, memory = {}, {}
+        for mode, peer in product(args.modes, args.only):
+            runs = found["cells"].get(f"{size} {dtype} {mode} {peer}")
+            if runs:
+                speeds[peer, mode] = rows * SEQUENCE / statistics.median(s for r in runs for s in r["seconds"])
+                memory[peer, mode] = statistics.median(r["peak_bytes"] for r in runs)
+        if not speeds:
+            continue
+        parameters = next(iter(runs for k, runs in found["cells"].items() if k.startswith(f"{size} ")))[0]["parameters"]
+        lines += [
+            "",
+            f"## {parameters / 1e6:.1f}M parameters, {dtype}",
+            "",
+            f"{rows} sequences a step; the machine's matmul peak: {peak / 1e9:,.0f} GFLOP/s.",
+            "",
+            "| | tokens/s | of the matmul peak | x Trainer | Weft is x faster | memory (MiB) |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for (peer, mode), speed in sorted(speeds.items(), key=lambda item: -item[1]):
+            # Like is compared with like: eager with eager, compiled with compiled.
+            trainer, weft = speeds.get(("trainer", mode)), speeds.get(("weft", mode))
+            lines.append(
+                f"| {PEERS[peer][0]}, {mode} | {speed:,.0f} | {speed * flops / peak:.0%} "
+                f"| {f'{speed / trainer:.2f}' if trainer else '-'} | {f'{weft / speed:.2f}' if weft else '-'} "
+                f"| {memory[peer, mode] / 2**20:,.0f} |"
+            )
+        best = {peer: max((s for (p, _), s in speeds.items() if p == peer), default=None) for peer in args.only}
+        if best.get("weft"):
+            others = [f"{best['weft'] / s:.2f} x {PEERS[p][0]}" for p, s in best.items() if s and p != "weft"]
+            if others:
+                lines += ["", f"Weft's best against each one's best: {', '.join(others)}."]
+    if found["failed"]:
+        lines += ["", "Not measured:", ""] + [f"- {key}: {why}" for key, why in found["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def slug(device: str) -> str:
+    """A file name's part from a device's name."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((R|TM)\)", "", device).lower()).strip("-")
+
+
+def main() -> int:
+    args = arguments()
+    found = measure(args)
+    page = table(args, found)
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"train_throughput-{slug(found['device'])}" + ("-quick" if args.quick else "")
+    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / f"{name}.md").write_text(page)
+    print(f"\n{page}\nwritten to {args.out / name}.md and .json")
+    return 0 if found["cells"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
