@@ -1,0 +1,1 @@
+"""The exchangeable parts of a decoder."""

@@ -1,0 +1,186 @@
+"""Continuing prompts, token by token."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from weft.config.errors import UserError
+from weft.generate.cache import KVCache
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_ids: Collection[int] = frozenset(),
+    cache: bool = True,
+) -> Iterator[list[int | None]]:
+    """Continue several prompts at once.
+
+    What a prompt gets depends on the seed and on the prompt, not on its neighbours: each draws from a generator of its
+    own (the same prompt twice: two generators). The model is put into eval mode while this runs.
+
+    Args:
+        model: called as `model(tokens=, positions=, cache=)`, or without a cache `model(tokens=, positions=,
+            segments=)`. A sharded one works when all ranks call this with the same arguments.
+        prompts: token ids, at least one each; lengths may differ.
+        max_new_tokens: a prompt's most new tokens.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens only.
+        top_p: draw from the smallest set of likeliest tokens with together at least this probability
+            (Holtzman et al., 2020).
+        stop_ids: tokens that end a prompt's continuation; they are yielded.
+        cache: keep keys and values; without, every step computes everything again (for checking).
+
+    Yields:
+        A step's new token for each prompt, None for those that have ended. Ends when all have.
+
+    Raises:
+        UserError: an empty prompt, settings out of range, or more tokens than the model has learned positions for.
+    """
+    check(prompts, max_new_tokens, temperature, top_k, top_p)
+    check_length(model, max(map(len, prompts)) + max_new_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        yield from _generate(
+            model,
+            prompts,
+            max_new_tokens,
+            Sampler(prompts, temperature, top_k, top_p, seed),
+            frozenset(stop_ids),
+            cache,
+        )
+    finally:
+        model.train(was_training)
+
+
+def _generate(model, prompts, max_new_tokens, sampler, stop_ids, use_cache):
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    starts = torch.tensor([width - len(p) for p in prompts])
+    padded = bool(starts.any())
+    # Rows end together: padding stands on the left, and every step appends one column to all rows.
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(device)  # [batch, width]
+    starts = starts.to(device)
+    store = KVCache(width + max_new_tokens - 1, starts if padded else None) if use_cache else None
+    finished = [False] * len(prompts)
+    fed = tokens
+    for step in range(max_new_tokens):
+        logits = next_logits(model, fed, store, starts, step + width)
+        new = sampler(logits, finished)
+        yield [None if done else token for token, done in zip(new, finished, strict=True)]
+        finished = [done or token in stop_ids for token, done in zip(new, finished, strict=True)]
+        if all(finished):
+            return
+        column = torch.tensor(new, device=device).unsqueeze(1)
+        if store is None:
+            tokens = torch.cat((tokens, column), dim=1)
+            fed = tokens
+        else:
+            fed = column
+
+
+def next_logits(
+    model: nn.Module, tokens: torch.Tensor, cache: KVCache | None, starts: torch.Tensor, length: int
+) -> torch.Tensor:
+    """The last column's logits `[batch, vocab]`. `length`: columns with those in the cache."""
+    # FSDP keeps what it gathers; tensors of inference mode would be of no use to the next training step.
+    sharded = hasattr(model, "unshard")
+    # Blocks compiled for training have fixed shapes; here every step has another.
+    with torch.no_grad() if sharded else torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        columns = torch.arange(length - tokens.shape[1], length, device=tokens.device)
+        positions = (columns.unsqueeze(0) - starts.unsqueeze(1)).clamp(min=0)
+        if cache is not None:
+            return model(tokens=tokens, positions=positions, cache=cache)[:, -1]
+        segments = (columns.unsqueeze(0) >= starts.unsqueeze(1)).long()
+        return model(tokens=tokens, positions=positions, segments=segments)[:, -1]
+
+
+class Sampler:
+    """Draws each row's next token from its own generator."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        seed: int,
+    ):
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.generators = []
+        seen: Counter[tuple[int, ...]] = Counter()
+        for prompt in map(tuple, prompts):
+            key = hashlib.sha256(repr((seed, seen[prompt], prompt)).encode()).digest()
+            self.generators.append(torch.Generator().manual_seed(int.from_bytes(key[:8], "little")))
+            seen[prompt] += 1
+
+    def __call__(self, logits: torch.Tensor, finished: Sequence[bool]) -> list[int]:
+        """`[batch, vocab]` -> a token a row; rows that have finished draw nothing and get an arbitrary one."""
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        uniform = torch.tensor(
+            [
+                0.0 if done else torch.rand((), generator=g, dtype=torch.float64).item()
+                for g, done in zip(self.generators, finished, strict=True)
+            ],
+            dtype=torch.float64,
+        ).to(logits.device)
+        return draw(logits, uniform, self.temperature, self.top_k, self.top_p).tolist()
+
+
+def draw(
+    logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> torch.Tensor:
+    """Invert the cumulative distribution at `uniform` `[batch]` in [0, 1); `[batch, vocab]` -> tokens `[batch]`."""
+    order = None
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits, order = logits.topk(top_k, dim=-1)  # descending
+    elif top_p is not None and top_p < 1:
+        logits, order = logits.sort(dim=-1, descending=True)
+    mass = (logits.to(torch.float64) / temperature).softmax(-1).cumsum(-1)  # [batch, candidates]
+    total = mass[:, -1:]
+    if top_p is not None and top_p < 1:
+        kept = (mass < top_p * total).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)  # the last one kept
+        total = mass.gather(-1, kept)
+    chosen = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True).clamp(max=mass.shape[-1] - 1)
+    return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
+
+
+def check(prompts, max_new_tokens, temperature, top_k, top_p) -> None:
+    """Raise UserError for settings that mean nothing."""
+    if not prompts or not all(len(p) for p in prompts):
+        raise UserError("a prompt without tokens; begin it with the end-of-document token")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; give at least 1")
+    if not temperature >= 0:
+        raise UserError(f"temperature is {temperature}; give 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k is {top_k}; give at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}; give more than 0 and at most 1")
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Raise UserError where the model cannot count that far; warn where it has only not learned to."""
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or length <= limit:
+        return
+    if getattr(config, "position", None) == "learned":
+        raise UserError(
+            f"prompt and new tokens are {length} positions, the model has {limit}; shorten the prompt or ask for fewer"
+        )
+    warnings.warn(f"{length} positions; the model was made for {limit} (max_position_embeddings)", stacklevel=3)

@@ -1,0 +1,55 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.config.model import ModelSection
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (So et al., 2021)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": relu2,
+}
+
+
+class MLP(nn.Module):
+    """down(act(up(x))), or gated (Shazeer, 2020): down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelSection):
+        super().__init__()
+        width, inner, bias = config.hidden_size, intermediate_size(config), config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias) if config.mlp == "gated" else None
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.hidden_dropout = config.hidden_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[batch, seq, width]` -> `[batch, seq, width]`"""
+        if self.gate_proj is None:
+            inner = self.activation(self.up_proj(x))
+        else:
+            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        return F.dropout(self.down_proj(inner), self.hidden_dropout, self.training)
+
+
+def intermediate_size(config: ModelSection) -> int:
+    """The MLP's inner width; by default 4 x width, or 8/3 x width if gated (as many weights), in multiples of 8."""
+    if config.intermediate_size is not None:
+        return config.intermediate_size
+    if config.mlp == "plain":
+        return 4 * config.hidden_size
+    return -(-8 * config.hidden_size // 24) * 8

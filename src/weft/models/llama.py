@@ -1,0 +1,90 @@
+"""Llama (Touvron et al., 2023): RMSNorm, rotary positions, gated SiLU, grouped keys and values."""
+
+PRESETS = {
+    # For tests: trains in seconds.
+    "llama-tiny": {
+        "family": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 176,
+        "max_position_embeddings": 2048,
+    },
+    # 13.8M parameters with 8,192 words, 22.9M with 32,000.
+    "llama-14m": {
+        "family": "llama",
+        "hidden_size": 384,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    # 58M with 32,000 words.
+    "llama-60m": {
+        "family": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "intermediate_size": 1376,
+        "max_position_embeddings": 2048,
+    },
+    # 134M with 32,000 words.
+    "llama-125m": {
+        "family": "llama",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 2048,
+        "max_position_embeddings": 2048,
+    },
+    # 368M with 32,000 words.
+    "llama-350m": {
+        "family": "llama",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 2736,
+        "max_position_embeddings": 2048,
+    },
+    # The sizes of Llama 3.2 1B and 3B, without their scaling of the rotations to 128k positions.
+    "llama-1b": {
+        "family": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama-3b": {
+        "family": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    # Llama 3 8B.
+    "llama-8b": {
+        "family": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+}

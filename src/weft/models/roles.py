@@ -1,0 +1,38 @@
+"""What each parameter is, for weight decay, learning rates and optimizers that treat matrices apart."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.models.decoder import Decoder
+from weft.models.layers.norm import NORMS
+
+NORM_TYPES = (*NORMS.values(), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def parameter_roles(model: nn.Module) -> dict[str, str]:
+    """The role of every parameter by its name: "embedding", "head", "norm", "bias", "matrix" or "other".
+
+    Any model works: the type of the module that holds a parameter decides. A norm's bias is "norm"; a head tied to the
+    embedding is "embedding"; a head is known as one only in the built-in decoder.
+    """
+    roles: dict[str, str] = {}
+    names = {name for name, _ in model.named_parameters()}
+    head = model.lm_head if isinstance(model, Decoder) else None
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if full not in names:
+                continue  # another name of a shared parameter
+            if isinstance(module, nn.Embedding):
+                role = "embedding"
+            elif isinstance(module, NORM_TYPES):
+                role = "norm"
+            elif name == "bias":
+                role = "bias"
+            elif module is head:
+                role = "head"
+            else:
+                role = "matrix" if parameter.dim() == 2 else "other"
+            roles[full] = role
+    return roles
