@@ -1,0 +1,265 @@
+"""`report.html`: one page, whole in itself, of what a run did and how it went."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.config.errors import UserError
+from weft.observe.charts import Chart, Series, make_chart
+from weft.observe.flops import DEFINITION
+from weft.observe.jsonlines import replace_file
+from weft.observe.manifest import MANIFEST, now, read_manifest
+from weft.observe.metrics import METRICS, read_metrics
+from weft.observe.progress import duration
+from weft.observe.samples import read_samples
+
+REPORT = "report.html"
+CONFIG = "config.yaml"
+
+
+def build_report(run_directory: str | Path) -> Path:
+    """Write `<run>/report.html` from what is in the run directory; the run may still be going on.
+
+    Returns:
+        The page's path. It needs no network and no other file.
+
+    Raises:
+        UserError: not a run directory, a damaged file in it, or the page cannot be written.
+    """
+    run = Path(run_directory)
+    if not run.is_dir():
+        raise UserError("no such run directory; give the folder that `weft train` made", run)
+    if not any((run / name).exists() for name in (METRICS, MANIFEST, CONFIG)):
+        raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}", run)
+    # Lazily: only this needs it.
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.get_template("report.html.j2").render(**gather(run))
+    path = run / REPORT
+    try:
+        replace_file(path, page.encode("utf-8", "replace"))
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}", path) from error
+    return path
+
+
+def gather(run: Path) -> dict[str, Any]:
+    """All that the page shows, as plain data and charts."""
+    metrics, manifest = read_metrics(run), read_manifest(run)
+    sessions = manifest.get("sessions", [])
+    resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
+    charts = make_charts(metrics, resumes, manifest)
+    samples: dict[int, list[dict[str, str]]] = {}
+    for sample in read_samples(run):
+        texts = {"prompt": str(sample.get("prompt", "")), "text": str(sample.get("text", ""))}
+        samples.setdefault(sample["step"], []).append(texts)
+    config = run / CONFIG
+    return {
+        "name": manifest.get("name") or run.resolve().name,
+        "directory": str(run),
+        "status": status(metrics, manifest),
+        "manifest": manifest,
+        "sessions": sessions,
+        "resumes": resumes,
+        "tiles": tiles(metrics, manifest),
+        "charts": charts,
+        "readouts": {chart.key: chart.readout for chart in charts},
+        "definition": DEFINITION,
+        "peak": peak_text(manifest),
+        "samples": dict(sorted(samples.items(), reverse=True)),
+        "config": config.read_text(encoding="utf-8", errors="replace") if config.exists() else None,
+        "facts": facts(manifest),
+        "lines": len(metrics),
+        "weft": weft.__version__,
+        "made": now().replace("T", " "),
+    }
+
+
+def make_charts(metrics: list[dict[str, Any]], resumes: list[int], manifest: dict[str, Any]) -> list[Chart]:
+    """The page's curves, without those that have no numbers."""
+
+    def series(key: str, name: str, scale: float = 1.0, **more: Any) -> Series:
+        rows = [(m["step"], m[key] * scale) for m in metrics if isinstance(m.get(key), int | float)]
+        return Series(name, [s for s, _ in rows], [v for _, v in rows], **more)
+
+    memory = str(manifest.get("memory_kind") or "")
+    every = [
+        make_chart(
+            "loss",
+            "Loss, nats per token",
+            [series("loss", "loss", smooth=True), series("validation_loss", "validation", kind="validation")],
+            text=lambda v: f"{v:.4f}",
+            resumes=resumes,
+            width=1136,
+            height=380,
+        ),
+        make_chart(
+            "lr", "Learning rate", [series("lr", "lr")], text=lambda v: f"{v:.3e}", from_zero=True, resumes=resumes
+        ),
+        make_chart(
+            "grad_norm",
+            "Gradient norm, before clipping",
+            [series("grad_norm", "norm")],
+            text=lambda v: f"{v:.4g}",
+            from_zero=True,
+            allow_log=True,
+            resumes=resumes,
+        ),
+        make_chart(
+            "speed",
+            "Tokens per second, whole job",
+            [series("tokens_per_second", "tokens/s")],
+            text=lambda v: f"{v:,.0f}",
+            from_zero=True,
+            resumes=resumes,
+        ),
+        make_chart(
+            "mfu",
+            "MFU, percent",
+            [series("mfu", "MFU", 100.0)],
+            text=lambda v: f"{v:.1f}%",
+            axis=lambda v: f"{v:g}%",
+            from_zero=True,
+            resumes=resumes,
+        ),
+        make_chart(
+            "memory",
+            "Peak memory, GB",
+            [series("memory_bytes", "memory", 1e-9)],
+            text=lambda v: f"{v:,.2f} GB",
+            from_zero=True,
+            resumes=resumes,
+            note=memory,
+        ),
+        make_chart(
+            "bits",
+            "Validation, bits per byte",
+            [series("validation_bits_per_byte", "bits per byte", kind="validation")],
+            text=lambda v: f"{v:.4f}",
+            resumes=resumes,
+        ),
+    ]
+    return [chart for chart in every if chart is not None]
+
+
+def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[str, str]]:
+    """The headline numbers: label, value, and a word on what it is."""
+    found: list[dict[str, str]] = []
+
+    def tile(label: str, value: str, note: str = "") -> None:
+        found.append({"label": label, "value": value, "note": note})
+
+    def last(key: str) -> tuple[float, int] | None:
+        return next(((m[key], m["step"]) for m in reversed(metrics) if isinstance(m.get(key), int | float)), None)
+
+    def median(key: str) -> float | None:
+        values = [m[key] for m in metrics if isinstance(m.get(key), int | float) and math.isfinite(m[key])]
+        return statistics.median(values) if values else None
+
+    if (loss := last("loss")) is not None:
+        tile("Loss", f"{loss[0]:.4f}", f"at step {loss[1]:,}, nats per token")
+    if (held_out := last("validation_loss")) is not None:
+        best = min((m["validation_loss"] for m in metrics if _finite(m.get("validation_loss"))), default=None)
+        note = f"at step {held_out[1]:,}"
+        tile("Validation loss", f"{held_out[0]:.4f}", note if best is None else f"{note}; best {best:.4f}")
+    if (bits := last("validation_bits_per_byte")) is not None:
+        tile("Bits per byte", f"{bits[0]:.3f}", f"held out, at step {bits[1]:,}")
+    if (tokens := last("tokens")) is not None:
+        of = manifest.get("steps"), manifest.get("tokens_per_step")
+        whole = f"of {_count(of[0] * of[1])} planned" if all(isinstance(n, int) for n in of) else ""
+        tile("Tokens", _count(tokens[0]), whole)
+    if (speed := median("tokens_per_second")) is not None:
+        tile("Tokens/s", f"{speed:,.0f}", "median, whole job")
+    if (used := median("mfu")) is not None:
+        tile(
+            "MFU", f"{used:.1%}", "median; peak " + peak_text(manifest, brief=True) if peak_text(manifest) else "median"
+        )
+    if (
+        memory := max((m["memory_bytes"] for m in metrics if _finite(m.get("memory_bytes"))), default=None)
+    ) is not None:
+        tile("Peak memory", f"{memory / 1e9:,.2f} GB", str(manifest.get("memory_kind", "")))
+    if (parameters := manifest.get("parameters")) is not None:
+        tile("Parameters", _count(parameters))
+    if (wall := wall_seconds(manifest)) is not None:
+        tile("Wall time", duration(wall), f"{len(manifest['sessions'])} session{'s' * (len(manifest['sessions']) > 1)}")
+    elif metrics and (seconds := step_seconds(metrics)):
+        tile("Time in steps", duration(seconds), "without validation and saving")
+    return found
+
+
+def wall_seconds(manifest: dict[str, Any]) -> float | None:
+    """Seconds from start to end over all sessions; None if one has no noted end (it goes on, or was killed)."""
+    total = 0.0
+    for session in manifest.get("sessions", []):
+        try:
+            begun, ended = (datetime.fromisoformat(session[key]) for key in ("started", "ended"))
+        except (KeyError, TypeError, ValueError):
+            return None
+        total += (ended - begun).total_seconds()
+    return total if manifest.get("sessions") else None
+
+
+def step_seconds(metrics: list[dict[str, Any]]) -> float:
+    """Seconds spent in steps: each line's mean step time times the steps since the line before."""
+    total, before = 0.0, 0
+    for line in metrics:
+        if _finite(line.get("step_seconds")):
+            total += line["step_seconds"] * (line["step"] - before)
+        before = line["step"]
+    return total
+
+
+def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
+    """How far the run is, in words."""
+    step, steps = (metrics[-1]["step"] if metrics else 0), manifest.get("steps")
+    said = (manifest.get("sessions") or [{}])[-1].get("status")
+    if said == "finished" or (steps is not None and step >= steps):
+        return f"finished: {step:,} steps"
+    so_far = f"step {step:,} of {steps:,}" if isinstance(steps, int) else f"step {step:,}"
+    return f"{said or 'unfinished'}: {so_far}"
+
+
+def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
+    """The peak behind the MFU and where the number is from; empty if the manifest has none."""
+    peak, origin = manifest.get("peak_flops_per_second"), str(manifest.get("peak_origin", ""))
+    if not _finite(peak) or not peak:
+        return ""
+    amount = f"{peak / 1e12:,.1f} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.0f} GFLOP/s"
+    if brief:
+        return f"{amount}, {'measured' if 'measured' in origin else 'from the table'}"
+    return f"{amount} over all devices used ({origin})"
+
+
+def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """The manifest as rows of a table: nested keys joined with dots; without the sessions, which have their own."""
+    rows: list[tuple[str, str]] = []
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        elif value is not None and value != []:
+            listed = ", ".join(map(str, value)) if isinstance(value, list) else value
+            rows.append((prefix, f"{listed:,}" if isinstance(listed, int) and abs(listed) > 9999 else str(listed)))
+
+    walk("", {key: value for key, value in manifest.items() if key != "sessions"})
+    return rows
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _count(number: float) -> str:
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:,.2f}{letter}"
+    return f"{number:,.0f}"
