@@ -1,0 +1,251 @@
+"""The files of a checkpoint: their names, their checksums, and how they appear and go as one.
+
+A checkpoint is a directory `step-%08d`. While it is written it is called `.step-%08d.partial`, while it is deleted
+`.step-%08d.old`: a visible name always means a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "checkpoints"
+CHECKSUMS = "checksums.json"
+INDEX = "index.json"
+OPTIMIZER = "optimizer.json"
+MODEL = "model.json"
+STATE = "state.json"
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a whole checkpoint's name; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    return folder / f".{checkpoint_name(step)}.partial"
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether this is what a killed save or a killed deletion left."""
+    return _LEFTOVER.fullmatch(path.name) is not None
+
+
+def listed(folder: Path) -> list[Path]:
+    """The checkpoints in a folder by their names, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+# ---- writing
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file must be: its SHA-256 in hexadecimal and its size in bytes."""
+
+    sha256: str
+    bytes: int
+
+
+def write_json(path: Path, value: Any) -> Digest:
+    """Write and fsync a JSON file."""
+    data = (json.dumps(value, indent=None if path.name == INDEX else 2) + "\n").encode()
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def write_checksums(directory: Path, digests: dict[str, Digest]) -> None:
+    files = {name: {"sha256": digest.sha256, "bytes": digest.bytes} for name, digest in sorted(digests.items())}
+    write_json(directory / CHECKSUMS, {"files": files, "digest": _digest_of(files)})
+
+
+def _digest_of(files: dict) -> str:
+    """The list's own checksum, so that damage in the list is not taken for damage in a file."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Make a directory's entries outlive a power cut. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def appear(partial: Path, target: Path) -> None:
+    """Give a written directory its whole name, in one rename; a checkpoint already there is exchanged for it."""
+    sync_directory(partial)
+    if target.exists():
+        _exchange(partial, target)  # now `partial` is the replaced one
+        sync_directory(target.parent)
+        remove(partial)
+    else:
+        os.rename(partial, target)
+        sync_directory(target.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two directories' names. At once where the system can (Linux); else with an instant without `other`."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_cwd, exchange = -100, 2
+    if rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
+        return
+    old = other.with_name(f".{other.name}.old")
+    os.rename(other, old)
+    os.rename(one, other)
+    os.rename(old, one)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: it loses its whole name first, so that half of it is never taken for one.
+
+    A file that cannot be deleted is a warning: what is left has a name that the next save tries again.
+    """
+    try:
+        if step_of(path) is not None:
+            old = path.with_name(f".{path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+            path = old
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warnings.warn(f"{path}: could not be deleted: {error.strerror or error}", stacklevel=2)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed saves and deletions left."""
+    for path in list(folder.iterdir()):
+        if is_leftover(path):
+            remove(path)
+
+
+def prune(folder: Path, newest: Path, keep_last: int, keep_every: int | None) -> None:
+    """Delete all checkpoints but the `keep_last` of the highest steps, each `keep_every`-th step's, and `newest`."""
+    found = listed(folder)
+    kept = set(found[-keep_last:] if keep_last > 0 else []) | {newest}
+    for path in found:
+        step = step_of(path)
+        if path not in kept and not (keep_every and step is not None and step % keep_every == 0):
+            remove(path)
+
+
+# ---- checking
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file of a checkpoint."""
+
+    file: Path
+    what: str
+
+
+def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
+    path = directory / CHECKSUMS
+    try:
+        content = json.loads(path.read_bytes())
+        files = content["files"]
+        if content["digest"] != _digest_of(files):
+            return Damage(path, "its contents are not what was written")
+        digests = {name: Digest(entry["sha256"], entry["bytes"]) for name, entry in files.items()}
+    except FileNotFoundError:
+        return Damage(path, "the file is missing")
+    except OSError as error:
+        return Damage(path, f"it cannot be read: {error.strerror or error}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Damage(path, "it is not the JSON that was written")
+    for name in digests:
+        if os.path.basename(name) != name:
+            return Damage(path, f"it names a file outside the checkpoint ({name})")
+    return digests
+
+
+# Files found whole, by what stat() says of them: one process need not hash the same bytes twice.
+_whole: set[tuple] = set()
+
+
+def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
+    try:
+        stat = path.stat()
+        if stat.st_size != digest.bytes:
+            return Damage(path, f"it has {stat.st_size:,} bytes of {digest.bytes:,}")
+        identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, digest.sha256)
+        if not contents or identity in _whole:
+            return None
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return Damage(path, "the file is missing")
+    except OSError as error:
+        return Damage(path, f"it cannot be read: {error.strerror or error}")
+    if found != digest.sha256:
+        return Damage(path, "its contents are not what was written (SHA-256 differs)")
+    _whole.add(identity)
+    return None
+
+
+def threads() -> int:
+    """Threads for reading, writing and hashing: SHA-256 gets through 1 to 2 GB/s on each."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def find_damage(directory: Path, *, contents: bool = True, part: int = 0, parts: int = 1) -> Damage | None:
+    """The first damaged file of a checkpoint; None if it is whole.
+
+    Args:
+        contents: hash the files; False looks at their presence and sizes only.
+        part, parts: hash every `parts`-th file from `part` on (ranks share the work); all files' sizes are checked.
+    """
+    digests = read_checksums(directory)
+    if isinstance(digests, Damage):
+        return digests
+    names = sorted(digests)
+    for name in names:
+        if (damage := _check(directory / name, digests[name], contents=False)) is not None:
+            return damage
+    return _first_damage(directory, digests, names[part::parts]) if contents else None
+
+
+def _first_damage(directory: Path, digests: dict[str, Digest], names: Iterable[str]) -> Damage | None:
+    with ThreadPoolExecutor(threads()) as pool:
+        for damage in pool.map(lambda name: _check(directory / name, digests[name], contents=True), names):
+            if damage is not None:
+                pool.shutdown(cancel_futures=True)
+                return damage
+    return None
+
+
+def last_whole(folder: Path, before: int | None = None, contents: bool = True) -> Path | None:
+    """The undamaged checkpoint of the highest step (below `before`); `contents` as in `find_damage`."""
+    for path in reversed(listed(folder)):
+        step = step_of(path)
+        if (before is None or (step is not None and step < before)) and find_damage(path, contents=contents) is None:
+            return path
+    return None

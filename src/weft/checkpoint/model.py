@@ -1,0 +1,76 @@
+"""`weft.load_model`: a trained model out of a run directory or a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from weft.checkpoint import files
+from weft.checkpoint.load import load, read_json, resolve
+from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
+from weft.config.errors import UserError
+from weft.config.model import CustomModelSection, ModelSection
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a run's newest checkpoint, or of one checkpoint, ready to be used.
+
+    Args:
+        path: a run directory or a checkpoint.
+        device: where to put it.
+        dtype: of its floating-point parameters and buffers; default: as they were saved.
+
+    Returns:
+        A module in evaluation mode, from token ids [batch, seq] to logits [batch, seq, vocab].
+
+    Raises:
+        UserError: no checkpoint there, or a damaged one.
+    """
+    from weft.models.build import build_model
+
+    checkpoint = resolve(path)
+    section = architecture(checkpoint)
+    saved = {
+        name.removeprefix(MODEL_PREFIX): getattr(torch, entry["dtype"])
+        for name, entry in read_json(checkpoint, files.INDEX)["tensors"].items()
+    }
+    if isinstance(section, CustomModelSection):
+        # The user's class may compute values while it is built: it is built where there are any.
+        with torch.device(device):
+            model = build_model(section)
+        model.to(device)
+    else:
+        from weft.models.initialize import rematerialize_buffers
+
+        with torch.device("meta"):
+            model = build_model(section)
+        tied = [names for _, names in model_tensors(model).values()]
+        model.to_empty(device=device)
+        for first, *others in tied:  # `to_empty` makes two of a tied weight
+            for name in others:
+                module, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+        rematerialize_buffers(model)
+    for name, (tensor, _) in model_tensors(model).items():
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else saved.get(name, tensor.dtype)
+        tensor.data = tensor.data.to(wanted)
+    load(checkpoint, model=model)
+    return model.eval()
+
+
+def architecture(checkpoint: Path) -> ModelSection | CustomModelSection:
+    """The model section that a checkpoint was trained with. Raises UserError if it is not one."""
+    content = read_json(checkpoint, files.MODEL)
+    try:
+        # `from` has done its work: the weights are here.
+        content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
+        kind = CustomModelSection if ":" in content.get("type", "") else ModelSection
+        return kind.model_validate(content)
+    except (ValidationError, AttributeError, TypeError) as error:
+        lines = str(error).splitlines()
+        raise UserError(
+            f"no model section of this version of Weft ({' '.join(lines[1:3]) or error})", checkpoint / files.MODEL
+        ) from error
