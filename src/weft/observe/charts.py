@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_POINTS = 1000  # more would not be seen: a chart is less than a thousand dots wide
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 62, 28, 12, 30
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Series:
         name: in the read-out.
         steps, values: of equal length, steps growing.
         kind: "train" or "validation" (colour; validation has a mark at each point).
-        smooth: draw the running mean over the numbers, which are then faint.
+        smooth: draw the running mean over the numbers, which are then drawn faint.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Chart:
     curves: list[Curve]
     resumes: list[tuple[float, int]]
     bad: list[tuple[float, int]]  # where a value was not finite
+    per_point: int = 1  # how many logged steps one point is the mean of
 
     @property
     def readout(self) -> dict[str, Any]:
@@ -97,18 +98,19 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [f * 10.0**e for e in exponents if e % every == 0 for f in factors if low <= f * 10.0**e <= high]
 
 
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the last `window` finite values (fewer at the beginning); NaN where the value itself is not finite."""
-    means, last, total = [], [], 0.0
+def neighbour_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the finite ones among `window` neighbours, half on each side (a mean of the past would lag behind the
+    curve); NaN where the value itself is not finite."""
+    sums, counts = [0.0], [0]
     for value in values:
-        if not math.isfinite(value):
-            means.append(math.nan)
-            continue
-        last.append(value)
-        total += value
-        if len(last) > window:
-            total -= last.pop(0)
-        means.append(total / len(last))
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    means = []
+    for at, value in enumerate(values):
+        reach = min(window // 2, at, len(values) - 1 - at)  # the same on both sides, or the ends would bend
+        low, high = at - reach, at + reach + 1
+        means.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if math.isfinite(value) else math.nan)
     return means
 
 
@@ -190,7 +192,7 @@ def make_chart(
     def y(value: float) -> float:
         return round(box[3] - (scale(value) - scale(low)) / (scale(high) - scale(low)) * (box[3] - box[1]), 1)
 
-    curves, bad = [], []
+    curves, bad, per_point = [], [], 1
     for one in series:
         points = _points(one)
         xs = [x(step) for step in points.steps]
@@ -208,9 +210,9 @@ def make_chart(
             )
         window = len(points.values) // 50
         if one.smooth and window >= 2:
-            means = running_mean(points.values, window)
+            means = neighbour_mean(points.values, window)
             curve.mean_path = _path(xs, [y(v) if math.isfinite(v) else None for v in means])
-            notes.append(f"bold: the mean of the last {window} points")
+            notes.append(f"bold: the mean of {2 * (window // 2) + 1} neighbouring points")
         if one.kind == "validation" or sum(v is not None for v in ys) == 1:
             curve.marks = [(a, b) for a, b in zip(xs, ys, strict=True) if b is not None]
         curve.readout = {"x": xs, "y": ys, "t": labels, "s": points.labels}
@@ -232,6 +234,7 @@ def make_chart(
         curves=curves,
         resumes=[(x(step), step) for step in resumes if x_low <= step <= x_high],
         bad=bad[:: max(1, len(bad) // 200)],
+        per_point=per_point,
     )
 
 

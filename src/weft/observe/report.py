@@ -71,6 +71,7 @@ def gather(run: Path) -> dict[str, Any]:
         "resumes": resumes,
         "tiles": tiles(metrics, manifest),
         "charts": charts,
+        "per_point": max((chart.per_point for chart in charts), default=1),
         "readouts": {chart.key: chart.readout for chart in charts},
         "definition": DEFINITION,
         "peak": peak_text(manifest),
@@ -222,7 +223,7 @@ def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
     step, steps = (metrics[-1]["step"] if metrics else 0), manifest.get("steps")
     said = (manifest.get("sessions") or [{}])[-1].get("status")
     if said == "finished" or (steps is not None and step >= steps):
-        return f"finished: {step:,} steps"
+        return f"finished: {step:,} step{'s' * (step != 1)}"
     so_far = f"step {step:,} of {steps:,}" if isinstance(steps, int) else f"step {step:,}"
     return f"{said or 'unfinished'}: {so_far}"
 
