@@ -205,9 +205,7 @@ def make_chart(
                 f"{label} ({text(a)} to {text(b)})" if math.isfinite(a) else label
                 for label, a, b in zip(labels, points.least, points.greatest, strict=True)
             ]
-            notes.append(
-                f"each point is the mean of {points.per_point} logged steps, the band their least and greatest"
-            )
+            per_point = max(per_point, points.per_point)
         window = len(points.values) // 50
         if one.smooth and window >= 2:
             means = neighbour_mean(points.values, window)

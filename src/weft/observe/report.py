@@ -180,13 +180,10 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
     if (speed := median("tokens_per_second")) is not None:
         tile("Tokens/s", f"{speed:,.0f}", "median, whole job")
     if (used := median("mfu")) is not None:
-        tile(
-            "MFU", f"{used:.1%}", "median; peak " + peak_text(manifest, brief=True) if peak_text(manifest) else "median"
-        )
-    if (
-        memory := max((m["memory_bytes"] for m in metrics if _finite(m.get("memory_bytes"))), default=None)
-    ) is not None:
-        tile("Peak memory", f"{memory / 1e9:,.2f} GB", str(manifest.get("memory_kind", "")))
+        peak = peak_text(manifest, brief=True)
+        tile("MFU", f"{used:.1%}", f"median; peak {peak}" if peak else "median")
+    if memory := [m["memory_bytes"] for m in metrics if _finite(m.get("memory_bytes"))]:
+        tile("Peak memory", f"{max(memory) / 1e9:,.2f} GB", str(manifest.get("memory_kind", "")))
     if (parameters := manifest.get("parameters")) is not None:
         tile("Parameters", _count(parameters))
     if (wall := wall_seconds(manifest)) is not None:
