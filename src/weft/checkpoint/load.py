@@ -176,7 +176,7 @@ def _match_model(
         elif key in targets:
             copies.append((tensor, targets[key]))
         else:
-            targets[key] = tensor
+            targets[key] = tensor.detach()  # the same storage; autograd forbids filling it from several threads
     _raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, not in this model")
     return copies
 

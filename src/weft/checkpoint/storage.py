@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Numbers the ranks. Raises OSError when the disk has no room for it all: better now than half written."""
-        needed = sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+        needed = sum(_size(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.directory).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)")
@@ -202,8 +203,8 @@ class SafetensorsWriter(StorageWriter):
 
 
 def _size(item: WriteItem) -> int:
-    """Bytes of a planned piece."""
-    return item.tensor_storage_size() or 0
+    """Bytes of a planned piece (`item.tensor_storage_size()` is the whole tensor's)."""
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _groups(items: Sequence[WriteItem]) -> list[list[WriteItem]]:

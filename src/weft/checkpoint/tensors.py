@@ -47,6 +47,7 @@ def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
 
 def whole_values(tensor: Tensor) -> Tensor:
     """The tensor, ready to be saved: a DTensor that is a sum still to be made is summed."""
+    tensor = tensor.detach()
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         return tensor.redistribute(placements=placements)
