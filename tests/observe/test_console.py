@@ -117,7 +117,11 @@ def test_a_total_need_not_be_known():
     with progress:
         clock.now += 1
         progress.update(30)
-    assert lines == ["reading 0 documents", "reading 30 documents  30 documents/s", "reading 30 documents  30 documents/s  took 1s"]
+    assert lines == [
+        "reading 0 documents",
+        "reading 30 documents  30 documents/s",
+        "reading 30 documents  30 documents/s  took 1s",
+    ]
 
 
 def test_a_slow_first_step_does_not_spoil_the_estimate_for_ever():
@@ -140,7 +144,15 @@ def test_a_field_stays_until_it_is_given_anew_or_removed():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.04, "0.0s"), (0.8, "0.8s"), (44.6, "45s"), (80, "1m20s"), (3599.7, "1h00m"), (7500, "2h05m"), (273600, "3d04h")],
+    [
+        (0.04, "0.0s"),
+        (0.8, "0.8s"),
+        (44.6, "45s"),
+        (80, "1m20s"),
+        (3599.7, "1h00m"),
+        (7500, "2h05m"),
+        (273600, "3d04h"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
@@ -204,12 +216,19 @@ def on_a_terminal(columns, **environment):
         "c = Console(interval=0)\n"
         "c.line('[bold]begin[/bold]')\n"
         "with c.progress(4, 'training') as p:\n"
-        "    for i in range(4): time.sleep(.1); p.update(i + 1, loss=3.25, tokens_per_second=12345.); c.line(f'note {i}')\n"
+        "    for i in range(4):\n"
+        "        time.sleep(.1); p.update(i + 1, loss=3.25, tokens_per_second=12345.); c.line(f'note {i}')\n"
         "    print('print still goes to stdout')\n"
         "c.result('end')\n"
     )
     main, side = pty.openpty()
-    known = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8", **environment}
+    known = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLUMNS": str(columns),
+        "PYTHONIOENCODING": "utf-8",
+        **environment,
+    }
     process = subprocess.Popen([sys.executable, "-c", code], stderr=side, stdout=subprocess.PIPE, env=known)
     os.close(side)
     shown = b""
@@ -259,4 +278,9 @@ def test_importing_the_console_is_cheap():
 def test_tables_line_up():
     out = io.StringIO()
     Console(out=out).table(["name", "bits"], [["gzip -9", 2.04], ["this model", 1.7], ["none", None]])
-    assert out.getvalue().splitlines() == ["name        bits", "gzip -9     2.04", "this model   1.7", "none           -"]
+    assert out.getvalue().splitlines() == [
+        "name        bits",
+        "gzip -9     2.04",
+        "this model   1.7",
+        "none           -",
+    ]
