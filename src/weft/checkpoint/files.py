@@ -126,6 +126,8 @@ def remove(path: Path) -> None:
 
     A file that cannot be deleted is a warning: what is left has a name that the next save tries again.
     """
+    if not path.exists():
+        return
     try:
         if step_of(path) is not None:
             old = path.with_name(f".{path.name}.old")
@@ -133,8 +135,6 @@ def remove(path: Path) -> None:
             os.rename(path, old)
             path = old
         shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
     except OSError as error:
         warnings.warn(f"{path}: could not be deleted: {error.strerror or error}", stacklevel=2)
 

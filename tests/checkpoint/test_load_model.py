@@ -1,0 +1,79 @@
+"""`weft.load_model`: out of a checkpoint alone comes the model that was saved."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_cases import write
+from torch import nn
+
+import weft
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.models.build import build_model
+from weft.models.initialize import initialize
+
+TINY = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def saved(run, dtype=torch.float32, **more):
+    section = ModelSection(**TINY, **more)
+    model = build_model(section).to(dtype)
+    initialize(model, seed=3)
+    write(run, model, None, architecture=section.model_dump(mode="json", by_alias=True))
+    return model.eval()
+
+
+class Tokens(nn.Module):
+    """A user's model: a table that it computes itself, and which no checkpoint holds."""
+
+    def __init__(self, vocab_size: int, width: int = 4):
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.register_buffer("table", torch.arange(width) / 10, persistent=False)
+
+    def forward(self, tokens):
+        return (self.embed(tokens) + self.table) @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_same_logits_from_a_run_and_from_a_checkpoint(tmp_path, tied, dtype):
+    model = saved(tmp_path, dtype, tie_word_embeddings=tied, hidden_dropout=0.5, **{"from": "somewhere/gone"})
+    tokens = torch.randint(0, 40, (2, 7))
+    for path in (tmp_path, str(tmp_path / "checkpoints" / "step-00000003")):
+        loaded = weft.load_model(path)
+        assert not loaded.training
+        assert not any(p.is_meta for p in loaded.parameters())
+        assert torch.equal(loaded(tokens), model(tokens))
+        assert loaded(tokens).shape == (2, 7, 40)
+        assert {p.dtype for p in loaded.parameters()} == {dtype}
+
+
+def test_dtype(tmp_path):
+    model = saved(tmp_path)
+    loaded = weft.load_model(tmp_path, dtype=torch.bfloat16)
+    expected = model.state_dict()
+    assert all(torch.equal(value, expected[name].bfloat16()) for name, value in loaded.state_dict().items())
+
+
+def test_a_model_of_the_users_own(tmp_path):
+    pytest.importorskip("weft.config.components")
+    torch.manual_seed(0)
+    model = Tokens(11, width=6).double()
+    write(tmp_path, model, None, architecture={"type": "test_load_model:Tokens", "vocab_size": 11, "width": 6})
+    tokens = torch.randint(0, 11, (2, 3))
+    loaded = weft.load_model(tmp_path)
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_an_architecture_that_is_none(tmp_path):
+    write(tmp_path, nn.Linear(2, 2), None, architecture={"type": "decoder", "width": 3})
+    with pytest.raises(UserError, match=r"model\.json: no model section of this version of Weft"):
+        weft.load_model(tmp_path)
+
+
+def test_model_json_is_the_resolved_section(tmp_path):
+    saved(tmp_path)
+    content = json.loads((tmp_path / "checkpoints" / "step-00000003" / "model.json").read_text())
+    assert content["hidden_size"] == 16
