@@ -212,13 +212,16 @@ def test_a_broken_pipe_on_stderr_does_not_stop():
 def on_a_terminal(columns, **environment):
     """What a small run shows on a terminal of so many columns, and on a stdout that is no terminal."""
     code = (
-        "import time; from weft.observe.console import Console\n"
+        "import os, sys, time; from weft.observe.console import Console\n"
         "c = Console(interval=0)\n"
         "c.line('[bold]begin[/bold]')\n"
         "with c.progress(4, 'training') as p:\n"
         "    for i in range(4):\n"
         "        time.sleep(.1); p.update(i + 1, loss=3.25, tokens_per_second=12345.); c.line(f'note {i}')\n"
         "    print('print still goes to stdout')\n"
+        "    with c.progress(2, 'inner') as q: q.update(1)\n"
+        "    if not os.fork(): print('\\nchild', file=sys.stderr, flush=True); os._exit(0)\n"
+        "    os.wait()\n"
         "c.result('end')\n"
     )
     main, side = pty.openpty()
@@ -250,6 +253,7 @@ def test_a_bar_on_a_terminal_of_any_width(columns):
     lines = [line for line in re.split(r"[\r\n]+", ESCAPE.sub("", shown)) if line.strip()]
     assert "[bold]begin[/bold]" in shown  # no markup in what is said
     assert "note 2" in shown
+    assert "child" in shown
     bars = [line for line in lines if "4/4" in line]
     assert bars
     assert "100%" in bars[-1]

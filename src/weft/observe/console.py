@@ -33,6 +33,7 @@ class Console:
         self.speaks = speaks
         self._out, self._err, self._interval = out, _Forgiving(err), interval
         self._rich: Any = None
+        self._bar: LiveProgress | None = None
 
     @property
     def live(self) -> bool:
@@ -87,8 +88,11 @@ class Console:
         """
         if not self.speaks:
             return SilentProgress()
+        if self._bar is not None and self._bar.showing:
+            return SilentProgress()  # within another: one bar at a time
         if self.live:
-            return LiveProgress(self._rich_console(), total, description, unit, start)
+            self._bar = LiveProgress(self._rich_console(), total, description, unit, start)
+            return self._bar
         return PlainProgress(self._say, total, description, unit, start, self._interval)
 
     def _say(self, text: str, style: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -189,8 +190,17 @@ class PlainProgress(_Progress):
         self._say("  ".join(parts))
 
 
+def _leave_to_the_parent() -> None:
+    """In a forked child (a data worker): speak past the parent's bar, whose lock its thread may hold for ever here."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
+
+
 class LiveProgress(_Progress):
     """A bar that redraws itself four times a second, cut to the terminal's width: what matters least goes first."""
+
+    _watching_forks = False
 
     def __init__(self, console: Any, total: int | None, description: str, unit: str, start: int):
         self._console, self._count = console, Count(total, description, unit, start)
@@ -200,6 +210,9 @@ class LiveProgress(_Progress):
     def __enter__(self):
         from rich.live import Live
 
+        if not LiveProgress._watching_forks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_leave_to_the_parent)
+            LiveProgress._watching_forks = True
         self._live = Live(
             self,
             console=self._console,
@@ -217,6 +230,11 @@ class LiveProgress(_Progress):
         self._ended = True
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
+
+    @property
+    def showing(self) -> bool:
+        """Whether the bar is on the terminal now."""
+        return self._live is not None and not self._ended
 
     def __rich__(self) -> Any:
         from rich.text import Text
