@@ -36,6 +36,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     saved = {
         name.removeprefix(MODEL_PREFIX): getattr(torch, entry["dtype"])
         for name, entry in read_json(checkpoint, files.INDEX)["tensors"].items()
+        if name.startswith(MODEL_PREFIX)
     }
     if isinstance(section, CustomModelSection):
         # The user's class may compute values while it is built: it is built where there are any.
@@ -54,6 +55,9 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
         rematerialize_buffers(model)
+    floating = {kind for kind in saved.values() if kind.is_floating_point}
+    if dtype is not None or len(floating) == 1:
+        model.to(dtype or floating.pop())  # also what no checkpoint holds
     for name, (tensor, _) in model_tensors(model).items():
         wanted = dtype if dtype is not None and tensor.is_floating_point() else saved.get(name, tensor.dtype)
         tensor.data = tensor.data.to(wanted)
