@@ -18,7 +18,11 @@ class DataSection(Section):
     """Token stores (directories that `weft data pack` wrote) and how they become batches."""
 
     train: str | DatasetSection = Field(description="the token store to learn from, or {type: module:Class, ...}")
-    validation: str | DatasetSection | None = Field(None, description="held-out data of the same kinds; none: no validation")
-    sequence_length: int | None = Field(None, ge=1, description="tokens per sequence; default: min(1024, max_position_embeddings)")
+    validation: str | DatasetSection | None = Field(
+        None, description="held-out data of the same kinds; none: no validation"
+    )
+    sequence_length: int | None = Field(
+        None, ge=1, description="tokens per sequence; default: min(1024, max_position_embeddings)"
+    )
     shuffle: bool = True
     workers: int = Field(0, ge=0, description="processes that read ahead, per rank; 0 reads in the training process")

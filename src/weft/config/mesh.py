@@ -42,7 +42,9 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
         if size == 0:
             raise UserError(f"parallel.{name}: 0 ranks; use 1 for an axis that is not wanted, or -1 to fill it")
     if replicate == -1 and shard == -1:
-        raise UserError("parallel: only one of dp_replicate and dp_shard can be -1; set the other, for example dp_replicate: 1")
+        raise UserError(
+            "parallel: only one of dp_replicate and dp_shard can be -1; set the other, for example dp_replicate: 1"
+        )
     known = shard if replicate == -1 else replicate
     if replicate == -1 or shard == -1:
         if ranks % known:

@@ -21,7 +21,9 @@ class ModelSection(Section):
 
     type: Literal["decoder"] = Field("decoder", description="the built-in decoder; or module:Class of your own")
     preset: str | None = Field(None, description="a family with sizes; the other keys override it")
-    from_: str | None = Field(None, alias="from", description="a run or checkpoint whose shape and weights to start from")
+    from_: str | None = Field(
+        None, alias="from", description="a run or checkpoint whose shape and weights to start from"
+    )
     load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
     family: str = Field("llama", description="whose weight names it has in Hugging Face's files")
 
@@ -31,7 +33,9 @@ class ModelSection(Section):
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int | None = Field(None, ge=1, description="default: num_attention_heads")
     head_dim: int | None = Field(None, ge=1, description="default: hidden_size / num_attention_heads")
-    intermediate_size: int | None = Field(None, ge=1, description="width of the MLP; default: 8/3 (gated) or 4 x hidden_size")
+    intermediate_size: int | None = Field(
+        None, ge=1, description="width of the MLP; default: 8/3 (gated) or 4 x hidden_size"
+    )
     max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
 
     position: Literal["rope", "learned"] = "rope"
@@ -39,7 +43,9 @@ class ModelSection(Section):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
     qk_norm: bool = Field(False, description="RMS-normalize queries and keys per head, before RoPE")
-    mlp: Literal["gated", "plain"] = Field("gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))")
+    mlp: Literal["gated", "plain"] = Field(
+        "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
+    )
     hidden_act: Activation = "silu"
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
     mlp_bias: bool = False

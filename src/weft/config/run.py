@@ -37,7 +37,8 @@ class LogSection(Section):
 
     every: int = Field(1, ge=1, description="steps between two lines of metrics")
     trackers: list[str | Component] = Field(
-        default=["tensorboard"], description="tensorboard, wandb, mlflow, or module:Class; or {type: ..., its arguments}"
+        default=["tensorboard"],
+        description="tensorboard, wandb, mlflow, or module:Class; or {type: ..., its arguments}",
     )
 
 

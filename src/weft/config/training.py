@@ -16,20 +16,27 @@ class TrainingSection(Section):
     tokens: int | None = Field(None, ge=1, description="tokens to train on, rounded up to whole steps")
     epochs: float | None = Field(None, gt=0, description="passes over the training store, rounded up to whole steps")
     batch_tokens: int | None = Field(None, ge=1, description="tokens per step over all ranks; default: 32 sequences")
-    micro_batch_size: int | None = Field(None, ge=1, description="sequences per forward and rank; default: up to 8,192 tokens")
+    micro_batch_size: int | None = Field(
+        None, ge=1, description="sequences per forward and rank; default: up to 8,192 tokens"
+    )
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = Field(
-        "auto", description="of computing; state is float32 (float64 if that). auto: bfloat16 where the device is faster in it"
+        "auto",
+        description="of computing; state is float32 (float64 if that). auto: bfloat16 where the device is faster in it",
     )
     compile: bool = Field(False, description="compile each block with torch.compile")
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no clipping")
-    activation_checkpointing: Literal["none", "full"] = Field("none", description="full: recompute each block in backward")
+    activation_checkpointing: Literal["none", "full"] = Field(
+        "none", description="full: recompute each block in backward"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: what was found fastest")
 
 
 class ValidationSection(Section):
     """When to measure the loss on `data.validation`."""
 
-    every: int | None = Field(None, ge=1, description="steps between; default: a tenth of the run, and always at the end")
+    every: int | None = Field(
+        None, ge=1, description="steps between; default: a tenth of the run, and always at the end"
+    )
     tokens: int | None = Field(None, ge=1, description="measure on the first so many tokens; default: all")
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per forward; default: training's")
 

@@ -1,0 +1,162 @@
+"""Parts chosen by `type:`: where they are found, and what their constructors take.
+
+A built-in is a file: `type: muon` is the first public class of `weft/optim/muon.py`. A part of the user's own is
+`module:Class`. Weft gives the first arguments itself (an optimizer's parameters, say); every other argument of
+`__init__` is a configuration key, with its annotation as type and its default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from weft.config.errors import UserError
+from weft.config.source import Argument, ClassSource, Module, NotFound, find_class, signature
+from weft.config.suggest import did_you_mean
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Room:
+    """One kind of part.
+
+    Attributes:
+        folder: of the built-ins, below `src/weft`; None if all are the user's own.
+        injected: what Weft gives by position, before the configuration keys.
+    """
+
+    folder: str | None
+    injected: tuple[str, ...] = ()
+
+
+ROOMS = {
+    "optimizer": Room("optim", ("params",)),
+    "schedule": Room("optim/schedules", ("total_steps",)),
+    "objective": Room("objectives"),
+    "tracker": Room("observe/trackers", ("run",)),
+    "model": Room(None),
+    "dataset": Room(None),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component's class, as far as its source tells.
+
+    Attributes:
+        arguments: the configuration keys.
+        injected: names of the arguments that Weft gives.
+        accepts_any: other keys are taken too.
+    """
+
+    module: str
+    name: str
+    arguments: dict[str, Argument]
+    injected: tuple[str, ...]
+    accepts_any: bool
+    doc: str
+
+
+@cache
+def built_ins(room: str) -> dict[str, str]:
+    """Short names of a room's built-in parts -> their modules."""
+    folder = ROOMS[room].folder
+    if folder is None:
+        return {}
+    found = {}
+    for path in sorted((_PACKAGE / folder).glob("*.py")):
+        source = None if path.name.startswith("_") else _built_in_class(room, path)
+        if source is not None:
+            found[path.stem] = source.module.name
+    return found
+
+
+def _built_in_class(room: str, path: Path) -> ClassSource | None:
+    """The part that a file holds; None for a file of helpers, or of the interface that parts meet."""
+    chosen = ROOMS[room]
+    source = Module.parse(f"weft.{(chosen.folder or '').replace('/', '.')}.{path.stem}", path).first_public_class()
+    if source is None or "Protocol" in source.bases:
+        return None
+    takes = signature(source).positional
+    return source if takes[: len(chosen.injected)] == chosen.injected else None
+
+
+def find_part(type_: str, room: str) -> Part:
+    """What a `type:` means, read from source; nothing is imported.
+
+    Raises:
+        UserError: no such part; says what there is.
+    """
+    chosen = ROOMS[room]
+    module, name = _locate(type_, room)
+    if name is None:
+        source: ClassSource | None = _built_in_class(
+            room, _PACKAGE / (chosen.folder or "") / f"{module.split('.')[-1]}.py"
+        )
+        assert source is not None
+        name = source.node.name
+    else:
+        try:
+            source = find_class(module, name)
+        except NotFound as error:
+            raise UserError(f"{type_!r}: {error}{_hint(module, name)}") from None
+    if source is None:
+        return Part(module, name, {}, (), True, "")
+    takes = signature(source)
+    injected = takes.positional[: len(chosen.injected)]
+    arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
+    return Part(module, name, arguments, injected, takes.accepts_any, source.doc)
+
+
+def _locate(type_: str, room: str) -> tuple[str, str | None]:
+    """Module and class; the class is None for a built-in."""
+    module, colon, name = type_.partition(":")
+    if colon:
+        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise UserError(
+                f"{type_!r} is no module:Class; write the module as Python imports it, such as my_package.my_module:MyClass"
+            )
+        return module, name
+    known = built_ins(room)
+    short = type_.replace("-", "_")
+    if short not in known:
+        own = "a class of your own is module:Class"
+        if not known:
+            raise UserError(f"unknown {room} {type_!r}; {own}")
+        hint = did_you_mean(short, known)
+        raise UserError(f"unknown {room} {type_!r}{hint} (there are {', '.join(known)}; {own})")
+    return known[short], None
+
+
+def _hint(module: str, name: str) -> str:
+    """Near names of modules here, or of classes in the module."""
+    here = [path.stem for path in Path.cwd().glob("*.py")]
+    if module not in here and not (Path.cwd() / module.split(".")[0]).exists():
+        return did_you_mean(module, here) or "; it is looked for in the working directory and on PYTHONPATH"
+    return ""
+
+
+def load_class(type_: str, room: str) -> type:
+    """Import the class that a `type:` means. The working directory is on the import path.
+
+    Raises:
+        UserError: there is no such module or class.
+    """
+    module, name = _locate(type_, room)
+    if name is None:
+        name = find_part(type_, room).name
+    elif (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        missing = f"no module {error.name!r}"
+        raise UserError(f"{type_!r}: {missing}; install it, or put its folder on PYTHONPATH") from error
+    if not isinstance(found, type):
+        raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name")
+    return found

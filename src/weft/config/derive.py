@@ -1,0 +1,109 @@
+"""What follows from a config, the data's size and the number of ranks: steps, rows, micro-batches, intervals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weft.config.errors import UserError
+from weft.config.run import RunConfig
+
+DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set
+DEFAULT_MICRO_BATCH_TOKENS = 8192  # enough to fill matrix products, little enough to fit
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The numbers of a run.
+
+    Attributes:
+        steps: optimizer updates.
+        sequences_per_step: of the global batch.
+        sequence_length: tokens per sequence.
+        rows_per_rank: sequences that each data rank gets in a step, padding rows among them.
+        micro_batch_size: sequences per forward and rank.
+        accumulation: forwards per step and rank.
+        epochs: passes over the training data; None if its size is not known.
+        validation_every, checkpoint_every, samples_every: steps between.
+    """
+
+    steps: int
+    sequences_per_step: int
+    sequence_length: int
+    rows_per_rank: int
+    micro_batch_size: int
+    accumulation: int
+    epochs: float | None
+    validation_every: int
+    checkpoint_every: int
+    samples_every: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the global batch."""
+        return self.sequences_per_step * self.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+
+def batch_sequences(config: RunConfig) -> int:
+    """Sequences of the global batch."""
+    length = sequence_length(config)
+    return DEFAULT_SEQUENCES if config.training.batch_tokens is None else max(1, config.training.batch_tokens // length)
+
+
+def sequence_length(config: RunConfig) -> int:
+    """Tokens per sequence; a loaded config has it set."""
+    if config.data.sequence_length is not None:
+        return config.data.sequence_length
+    return min(1024, getattr(config.model, "max_position_embeddings", None) or 1024)
+
+
+def derive(
+    config: RunConfig, *, train_tokens: int | None = None, train_samples: int | None = None, data_ranks: int = 1
+) -> RunLength:
+    """The run's numbers.
+
+    Args:
+        config: a checked config.
+        train_tokens: tokens in the training data; only a run given in epochs needs it, or `train_samples`.
+        train_samples: sequences in the training data; by default `(train_tokens - 1) // sequence_length`.
+        data_ranks: ranks that see different data.
+
+    Raises:
+        UserError: the run is given in epochs and the size of the data is not known; or it has no step.
+    """
+    training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
+    if train_samples is None and train_tokens is not None:
+        train_samples = max(0, (train_tokens - 1) // length)
+    if training.steps is not None:
+        steps = training.steps
+    elif training.tokens is not None:
+        steps = math.ceil(training.tokens / (sequences * length))
+    elif training.epochs is not None:
+        if train_samples is None:
+            raise UserError("training.epochs: the size of the training data is not known; set training.steps")
+        steps = math.ceil(round(training.epochs * train_samples, 6) / sequences)
+    else:
+        raise UserError("training: how long is the run? Set steps, tokens or epochs")
+    if steps < 1:
+        raise UserError("training: the run has no step; the training data hold no whole sequence")
+    rows = math.ceil(sequences / data_ranks)
+    micro = min(rows, training.micro_batch_size or max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
+    tenth = max(1, steps // 10)
+    validation = config.validation.every or tenth
+    return RunLength(
+        steps=steps,
+        sequences_per_step=sequences,
+        sequence_length=length,
+        rows_per_rank=rows,
+        micro_batch_size=micro,
+        accumulation=math.ceil(rows / micro),
+        epochs=steps * sequences / train_samples if train_samples else None,
+        validation_every=validation,
+        checkpoint_every=config.checkpoint.every or tenth,
+        samples_every=config.samples.every or validation,
+    )
