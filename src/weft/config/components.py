@@ -119,7 +119,7 @@ def _locate(type_: str, room: str) -> tuple[str, str | None]:
     if colon:
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
             raise UserError(
-                f"{type_!r} is no module:Class; write the module as Python imports it, such as my_package.my_module:MyClass"
+                f"{type_!r} is no module:Class; write the module as Python imports it, as my_package.module:MyClass"
             )
         return module, name
     known = built_ins(room)

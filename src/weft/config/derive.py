@@ -79,16 +79,18 @@ def derive(
     training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
     if train_samples is None and train_tokens is not None:
         train_samples = max(0, (train_tokens - 1) // length)
-    if training.steps is not None:
-        steps = training.steps
-    elif training.tokens is not None:
-        steps = math.ceil(training.tokens / (sequences * length))
-    elif training.epochs is not None:
-        if train_samples is None:
-            raise UserError("training.epochs: the size of the training data is not known; set training.steps")
-        steps = math.ceil(round(training.epochs * train_samples, 6) / sequences)
-    else:
-        raise UserError("training: how long is the run? Set steps, tokens or epochs")
+    steps = count_steps(
+        steps=training.steps,
+        tokens=training.tokens,
+        epochs=training.epochs,
+        sequences=sequences,
+        length=length,
+        samples=train_samples,
+    )
+    if steps is None:
+        if training.epochs is None:
+            raise UserError("training: how long is the run? set one of steps, tokens or epochs")
+        raise UserError("training.epochs: the size of the training data is not known; set training.steps")
     if steps < 1:
         raise UserError("training: the run has no step; the training data hold no whole sequence")
     rows = math.ceil(sequences / data_ranks)
@@ -107,3 +109,22 @@ def derive(
         checkpoint_every=config.checkpoint.every or tenth,
         samples_every=config.samples.every or validation,
     )
+
+
+def count_steps(
+    *,
+    steps: int | None,
+    tokens: int | None,
+    epochs: float | None,
+    sequences: int,
+    length: int,
+    samples: int | None,
+) -> int | None:
+    """Optimizer updates of a run of `sequences` x `length` tokens a step; None if that cannot be known."""
+    if steps is not None:
+        return steps
+    if tokens is not None:
+        return math.ceil(tokens / (sequences * length))
+    if epochs is not None and samples is not None:
+        return math.ceil(round(epochs * samples, 6) / sequences)
+    return None

@@ -55,7 +55,7 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
         replicate, shard = (ranks // shard, shard) if replicate == -1 else (replicate, ranks // replicate)
     if replicate * shard != ranks:
         raise UserError(
-            f"parallel: dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but there are {ranks} ranks; "
+            f"parallel: dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but there are {ranks}; "
             f"set dp_shard: -1 to fill, or start {replicate * shard} (--nproc {replicate * shard})"
         )
     return MeshShape(replicate, shard)

@@ -16,7 +16,7 @@ class ObjectiveSection(Component):
 
 
 class OptimizerSection(Component):
-    """How weights move. Built in: files of `weft/optim/`. `lr`, `betas`, `weight_decay`, ...: that class's arguments."""
+    """How weights move. Built in: files of `weft/optim/`. `lr`, `betas`, ...: that class's arguments."""
 
     type: str = "adamw"
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(

@@ -77,6 +77,12 @@ class RunConfig(Section):
 
         return load_run_config(Path(path), overrides, check_data=check_data)
 
+    def __eq__(self, other: object) -> bool:
+        """Equal if all sections are, wherever their values came from."""
+        if not isinstance(other, RunConfig):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in RunConfig.model_fields)
+
     @property
     def run_directory(self) -> Path:
         """`<run.directory>/<run.name>`."""

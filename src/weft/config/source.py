@@ -45,7 +45,7 @@ MISSING = _Missing()  # no default, or none that can be read from the source
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor. `type` is a typing object, Any where the source does not say (or nothing plain)."""
+    """One argument of a constructor. `type` is a typing object, or Any where the source does not say."""
 
     name: str
     type: Any
@@ -267,7 +267,7 @@ def _short(path: Path) -> str:
 
 
 def signature(source: ClassSource, depth: int = _DEPTH) -> Signature:
-    """The arguments of a class's constructor: its own, its dataclass fields, or those of its first base that has one."""
+    """The arguments of a class's constructor: its own, its fields, or those of its first base that has one."""
     if any(_last_name(d.func if isinstance(d, ast.Call) else d) == "dataclass" for d in source.node.decorator_list):
         return _dataclass_signature(source, depth)
     init = _method(source.node, "__init__")
@@ -357,7 +357,7 @@ def _literal(node: ast.expr, module: Module) -> Any:
 
 
 def read_type(node: ast.expr, module: Module, depth: int = _DEPTH) -> Any:
-    """An annotation as a typing object. What is not plain data (a Tensor, a callable) is Any, and left out of unions."""
+    """An annotation as a typing object. What is no plain data (a Tensor, a callable) is Any, and left out of unions."""
     if depth <= 0:
         return Any
     if isinstance(node, ast.Constant):

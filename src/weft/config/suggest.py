@@ -190,20 +190,17 @@ def unknown_key(section: str, key: str, known: Iterable[str], everywhere: Iterab
     """
     known, everywhere = list(known), set(everywhere)
     within = f"{section}." if section else ""
+    target = ELSEWHERE.get(key.lower().replace("-", "_"), "")
+    inside = target.removeprefix(within) if target.startswith(within) else ""
+    note = f" ({NOTES[target]})" if target in NOTES else ""
+    if inside in known:
+        return f"unknown key; did you mean {inside!r}?{note}"
     near = nearest(key, known, cutoff=0.75)
-    target = ELSEWHERE.get(key.lower().replace("-", "_"))
-    if near is None and target is not None:
-        inside = target.removeprefix(within) if target.startswith(within) else None
-        note = f" ({NOTES[target]})" if target in NOTES else ""
-        if inside in known:
-            return f"unknown key; did you mean {inside!r}?{note}"
-        if target in everywhere and inside is None:
-            return f"unknown key; did you mean {target!r}?{note}"
+    if near is None and target in everywhere:
+        return f"unknown key; did you mean {target!r}?{note}"
     if near is None:
         at_home = sorted(name for name in everywhere if name.rpartition(".")[2] == key and name != within + key)
-        if at_home:
-            return f"unknown key; did you mean {at_home[0]!r}?"
-        near = nearest(key, known, cutoff=0.5)
+        near = at_home[0] if at_home else nearest(key, known, cutoff=0.5)
     if near is not None:
         return f"unknown key; did you mean {near!r}?"
     listed = ", ".join(sorted(known)[:24]) + (", ..." if len(known) > 24 else "")

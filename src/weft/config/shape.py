@@ -1,0 +1,121 @@
+"""`model.preset` and `model.from`: the keys that a name or a checkpoint stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from weft.config.draft import node_of
+from weft.config.errors import Problem
+from weft.config.model import ModelSection
+from weft.config.presets import presets
+from weft.config.suggest import did_you_mean
+from weft.config.tree import Node, merge
+
+# Keys that change which tensors there are, or how they are cut.
+SHAPE = (
+    "type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "position", "norm", "qk_norm", "mlp", "attention_bias", "mlp_bias", "tie_word_embeddings",
+)  # fmt: skip
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
+    """The tree with its `model` whole.
+
+    Returns:
+        The tree, and whether the model is known: if not, a problem has been noted, and missing keys are no news.
+    """
+    model = tree.get("model")
+    if model is None or not model.is_mapping:
+        return tree, True
+    # From here on, nothing is left of which file said it.
+    model = Node(model.value, model.file, model.line)
+    preset, source = model.get("preset"), model.get("from")
+    known = True
+    if source is not None and source.value is not None:
+        merged = _from_checkpoint(model, source, problems)
+    elif preset is not None and preset.value is not None:
+        merged = _from_preset(model, preset, problems)
+    else:
+        merged = model
+        optional = model.get("load_optimizer")
+        if optional is not None and optional.value is True:
+            problems.append(
+                optional.problem("model.load_optimizer", "there is no model.from to load one of; remove the key")
+            )
+    if merged is None:
+        known, merged = False, model
+    return Node({**tree.value, "model": merged}, tree.file, tree.line), known
+
+
+def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | None:
+    known = presets()
+    if not isinstance(preset.value, str):
+        return model  # the section's check says that it must be text
+    if preset.value not in known:
+        hint = did_you_mean(preset.value, known)
+        problems.append(
+            preset.problem(
+                "model.preset",
+                f"unknown preset {preset.value!r}{hint or '; choose one'} (there are {', '.join(known)})",
+            )
+        )
+        return None
+    base = node_of(known[preset.value], preset, f"preset {preset.value}")
+    chosen = model.get("type")
+    if chosen is not None and chosen.value != "decoder":
+        problems.append(
+            preset.problem("model.preset", f"a preset is the decoder's, not {chosen.value}'s; remove one of them")
+        )
+        return None
+    return merge(base, model)
+
+
+def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node | None:
+    if not isinstance(source.value, str):
+        return model
+    found = newest_checkpoint(Path(source.value))
+    if isinstance(found, str):
+        problems.append(source.problem("model.from", f"{source.value}: {found}"))
+        return None
+    try:
+        content = json.loads((found / "model.json").read_bytes())
+        assert isinstance(content, dict)
+    except (OSError, ValueError, AssertionError):
+        problems.append(source.problem("model.from", f"{found / 'model.json'} cannot be read; name another checkpoint"))
+        return None
+    shape: dict[str, Any] = {k: v for k, v in content.items() if k not in ("from", "from_", "load_optimizer")}
+    fixed = set(SHAPE) if ":" not in str(shape.get("type", "")) else {"type"}
+    if shape.get("position") == "learned":
+        fixed.add("max_position_embeddings")
+    before = len(problems)
+    for name, node in model.value.items():
+        default = ModelSection.model_fields[name].default if name in ModelSection.model_fields else None
+        has = shape.get(name, default)
+        if name == "preset" and node.plain() not in (None, has):
+            problems.append(node.problem("model.preset", "model.from already says the shape; remove one of them"))
+        elif name in fixed and node.plain() != has:
+            what = f"{found} has {has}, and model.from takes its shape from there; remove the key"
+            problems.append(node.problem(f"model.{name}", what))
+    if len(problems) > before:
+        return None
+    return merge(node_of(shape, source, f"checkpoint {found}"), model)
+
+
+def newest_checkpoint(path: Path) -> Path | str:
+    """The checkpoint that a path means: itself, or the newest of a run directory; else what is wrong, in words."""
+    if not path.exists():
+        near = ""
+        if path.parent.is_dir():
+            near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
+        return f"there is no such run or checkpoint{near or '; check the path'}"
+    if (path / "model.json").is_file():
+        return path
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    if not folder.is_dir():
+        return "this is neither a run directory nor a checkpoint; name one"
+    steps = [(int(match[1]), p) for p in folder.iterdir() if (match := _STEP.fullmatch(p.name))]
+    return max(steps)[1] if steps else "this run has no checkpoint yet; train it until it has saved one"
