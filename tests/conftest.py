@@ -1,6 +1,8 @@
 """What all tests share: their threads, what needs a GPU, and a tiny corpus with its tokenizer and store."""
 
+import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -58,3 +60,104 @@ def _same_start():
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
+
+
+# --- A corpus of made-up words, its tokenizer and its token stores: made once per worker, by the public commands. ---
+
+
+def _prose(seed: int, documents: int) -> list[str]:
+    """Seeded documents of a few sentences; some words are common and some rare, as in a language."""
+    chooser = random.Random(seed)
+    syllables = ["ka", "lo", "mi", "ren", "sta", "tu", "vo", "shi", "pra", "el"]
+    words = ["".join(random.Random(i).choices(syllables, k=1 + i % 3)) for i in range(400)]
+    frequency = [1 / (rank + 2) for rank in range(len(words))]
+    texts = []
+    for _ in range(documents):
+        sentences = (chooser.choices(words, frequency, k=chooser.randint(4, 14)) for _ in range(chooser.randint(3, 9)))
+        texts.append(" ".join(" ".join(sentence).capitalize() + "." for sentence in sentences) + "\n")
+    return texts
+
+
+def _weft(*command: str | Path) -> None:
+    from weft.cli.main import main
+
+    code = main([str(part) for part in command])
+    assert code == 0, f"weft {' '.join(map(str, command))}: exit code {code}"
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory) -> Path:
+    """A folder with `train/` (150 text files and 150 JSON lines) and `heldout/` (30 text files)."""
+    corpus = tmp_path_factory.mktemp("corpus")
+    for part, seed, documents in (("train", 1, 150), ("heldout", 2, 30)):
+        (corpus / part).mkdir()
+        for number, text in enumerate(_prose(seed, documents)):
+            (corpus / part / f"{number:03}.txt").write_text(text, encoding="utf-8")
+    lines = [json.dumps({"text": text}) for text in _prose(3, 150)]
+    (corpus / "train" / "more.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return corpus
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_corpus, tmp_path_factory) -> Path:
+    """The folder of a byte-level BPE tokenizer with 512 entries."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "tok"
+    _weft("data", "train-tokenizer", tiny_corpus / "train", "--vocab-size", "512", "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tiny_corpus, tiny_tokenizer, tmp_path_factory) -> Path:
+    """The folder of the training token store."""
+    folder = tmp_path_factory.mktemp("store") / "store"
+    _weft("data", "pack", tiny_corpus / "train", "--tokenizer", tiny_tokenizer, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_heldout(tiny_corpus, tiny_tokenizer, tmp_path_factory) -> Path:
+    """The folder of the held-out token store."""
+    folder = tmp_path_factory.mktemp("heldout") / "heldout"
+    _weft("data", "pack", tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", folder)
+    return folder
+
+
+@pytest.fixture
+def run_yaml(tmp_path, tiny_tokenizer, tiny_store, tiny_heldout):
+    """Writes a run's YAML file into `tmp_path`: `run_yaml(training={"steps": 3}, samples=...) -> Path`.
+
+    A mapping is merged into the section of that name; anything else replaces it, and None leaves it out. The run
+    directory is `tmp_path/runs/demo`.
+    """
+
+    def write(name: str = "run.yaml", **changes) -> Path:
+        sections = {
+            "run": {"name": "demo", "directory": str(tmp_path / "runs"), "seed": 7},
+            "model": {"preset": "llama-tiny", "vocab_size": 512},
+            "tokenizer": str(tiny_tokenizer),
+            "data": {"train": str(tiny_store), "validation": str(tiny_heldout), "sequence_length": 64},
+            "objective": {"type": "pretrain"},
+            "optimizer": {"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+            "schedule": {"type": "cosine", "warmup_steps": 5},
+            "training": {
+                "steps": 30,
+                "batch_tokens": 1024,
+                "micro_batch_size": 4,
+                "dtype": "float32",
+                "compile": False,
+                "grad_clip": 1.0,
+            },
+            "parallel": {"dp_shard": -1},
+            "checkpoint": {"every": 10, "keep_last": 2},
+            "log": {"every": 1},
+        }
+        for section, change in changes.items():
+            old = sections.get(section)
+            sections[section] = old | change if isinstance(old, dict) and isinstance(change, dict) else change
+        path = tmp_path / name
+        # One section a line, so that messages with file:line can be checked; JSON is YAML.
+        lines = [f"{section}: {json.dumps(value)}\n" for section, value in sections.items() if value is not None]
+        path.write_text("".join(lines))
+        return path
+
+    return write

@@ -1,0 +1,184 @@
+"""What Weft's loop adds to a bare step with the same model, optimizer and batch. The goal: under 1%.
+
+    .venv/bin/python benchmarks/loop_overhead.py [--sizes tiny,14m] [--steps 40]
+
+A run is wired as `Trainer.fit` wires it. Its steps (data, seeding, accumulation, clipping, learning rate, metrics file,
+console, log) take turns with bare ones (forward, backward, clip, update) on the same model: both see the same minute of
+the machine, and the difference of the medians is the loop's. `tiny` has hardly any arithmetic and so shows the fixed
+cost per step; a user's share of it is the figure of `14m`.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+from common import SHAPES, VOCABULARY, available_cores, processor  # noqa: E402
+
+SHAPES["tiny"] = SHAPES["14m"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPES["tiny"] |= {"num_key_value_heads": 2, "intermediate_size": 172, "vocab_size": 512}
+SEQUENCES = {"tiny": 4, "14m": 16, "60m": 8}
+SEQUENCE, WARMUP = 256, 5
+
+
+class Rows:
+    """Random sequences, as a dataset of the user's own."""
+
+    def __init__(self, vocab_size: int = VOCABULARY):
+        import numpy as np
+
+        self.rows = np.random.default_rng(0).integers(0, vocab_size, size=(512, SEQUENCE))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {"tokens": self.rows[i]}
+
+
+class Turns:
+    """A tracker. Called at the end of each of the loop's steps, it notes the time and takes a bare step in between."""
+
+    bare_step = None  # set once the model is there
+    looped: list[float]
+    bare: list[float]
+
+    def __init__(self, run):
+        Turns.looped, Turns.bare = [], []
+        self.began = None
+
+    def log(self, step, values):
+        now = time.perf_counter()
+        if self.began is not None:
+            Turns.looped.append(now - self.began)
+        Turns.bare_step(step)
+        self.began = time.perf_counter()
+        Turns.bare.append(self.began - now)
+
+    def text(self, step, name, text):
+        pass
+
+    def close(self):
+        pass
+
+
+def config(size: str, steps: int, threads: int, directory: str) -> dict:
+    rows = SEQUENCES[size]
+    return {
+        "run": {"name": size, "directory": directory},
+        "model": SHAPES[size],
+        "data": {
+            "train": {"type": "loop_overhead:Rows", "vocab_size": SHAPES[size]["vocab_size"]},
+            "sequence_length": SEQUENCE,
+        },
+        "optimizer": {"type": "adamw", "lr": 1e-4},
+        "training": {
+            "steps": steps,
+            "batch_tokens": rows * SEQUENCE,
+            "micro_batch_size": rows,
+            "dtype": "auto",
+            "threads": threads,
+        },
+        "checkpoint": {"every": steps},
+        "log": {"trackers": ["loop_overhead:Turns"]},
+    }
+
+
+def bare_step_of(loop):
+    """Forward, backward, clip and update of the loop's own model, on one batch prepared beforehand."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    batch = loop.source.batch(0).to(loop.world.device)
+    rows = SEQUENCE * len(batch.tokens)
+    local = {}
+
+    def step(_):
+        logprobs = loop.model(batch.tokens, batch.positions, batch.segments, labels=batch.labels)
+        loss = -(logprobs * batch.weight).sum() / rows
+        loss.backward()
+        grads = [p.grad for p in loop.parameters]
+        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])).item()
+        if norm > 1.0:
+            for grad in grads:
+                grad.mul_(1.0 / norm)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        local["loss"] = loss.item()
+
+    return step
+
+
+def measure(size: str, steps: int, threads: int) -> dict:
+    import weft
+    from weft.observe.console import Console
+    from weft.parallel.world import start_world
+    from weft.train import trainer
+
+    work = HERE / "work"
+    work.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as directory:
+        path = Path(directory) / "run.yaml"
+        path.write_text(json.dumps(config(size, WARMUP + steps + 1, threads, directory)))
+        checked = weft.RunConfig.load(path)
+        world = start_world(checked.parallel)
+        run, checked = trainer.prepare(checked, world, fresh=False)
+        data = trainer.open_data(checked, world)
+        model, optimizer = trainer.build(checked, world)
+        loop = trainer.wire(checked, world, run, data, model, optimizer, 0, Console(speaks=True))
+        Turns.bare_step = staticmethod(bare_step_of(loop))
+        loop.run(0)
+        world.close()
+    # The last step's time has the last checkpoint in it.
+    looped, bare = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-1]
+    added = statistics.median(a - b for a, b in zip(looped, bare, strict=True))
+    return {
+        "size": size,
+        "dtype": checked.training.dtype,
+        "looped_ms": 1e3 * statistics.median(looped),
+        "bare_ms": 1e3 * statistics.median(bare),
+        "added_ms": 1e3 * added,
+        "added_share": added / statistics.median(bare),
+        "steps": len(looped),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What Weft's loop adds to a bare step.")
+    parser.add_argument("--sizes", default="tiny,14m", help=f"of {', '.join(SEQUENCES)}")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    found = [measure(size, args.steps, args.threads) for size in args.sizes.split(",")]
+    lines = [
+        "# What the loop adds to a bare step",
+        "",
+        f"{processor()}, {args.threads} threads; {datetime.date.today()}; medians of {args.steps} pairs.",
+        "",
+        "| model | bare step | Weft's loop | added | share |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found:
+        name = f"{row['size']}, {SEQUENCES[row['size']] * SEQUENCE:,} tokens a step, {row['dtype']}"
+        times = " | ".join(f"{row[key]:.2f} ms" for key in ("bare_ms", "looped_ms", "added_ms"))
+        lines.append(f"| {name} | {times} | {row['added_share']:.2%} |")
+    page = "\n".join(lines) + "\n"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "loop_overhead.md").write_text(page)
+    (args.out / "loop_overhead.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{page}")
+    return 0
+
+
+if __name__ == "__main__":
+    # The run's config names the classes above as `loop_overhead:...`: they are to be this module's, not a copy's.
+    sys.modules["loop_overhead"] = sys.modules["__main__"]
+    raise SystemExit(main())
