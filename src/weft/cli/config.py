@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _CHECK = (
-    "Reads FILE with all that it extends, checks every key, and opens the headers of the tokenizer and the token stores. "
+    "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' headers. "
     "All problems are told in one pass, each with file, line and what to do. Exit code 0 if there is none, 2 otherwise."
 )
 _SHOW = "Prints FILE with everything that it extends, presets, overrides, defaults and derived values, as YAML."

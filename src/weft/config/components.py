@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 from weft.config.errors import UserError
-from weft.config.source import Argument, ClassSource, Module, NotFound, find_class, signature
+from weft.config.signature import Argument, signature
+from weft.config.source import ClassSource, Module, NotFound, find_class
 from weft.config.suggest import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -109,6 +110,11 @@ def find_part(type_: str, room: str) -> Part:
         return Part(module, name, {}, (), True, "")
     takes = signature(source)
     injected = takes.positional[: len(chosen.injected)]
+    if len(injected) < len(chosen.injected) and not takes.any_positional:
+        raise UserError(
+            f"{type_!r}: Weft makes it as {name}({', '.join(chosen.injected)}, ...), "
+            f"but it takes no argument by position; begin its __init__ with self, {chosen.injected[0]}"
+        )
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
     return Part(module, name, arguments, injected, takes.accepts_any, source.doc)
 

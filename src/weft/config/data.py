@@ -24,5 +24,5 @@ class DataSection(Section):
     sequence_length: int | None = Field(
         None, ge=1, description="tokens per sequence; default: min(1024, max_position_embeddings)"
     )
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="a new order of sequences in each epoch, keyed by run.seed")
     workers: int = Field(0, ge=0, description="processes that read ahead, per rank; 0 reads in the training process")

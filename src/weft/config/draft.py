@@ -13,7 +13,7 @@ from weft.config.components import Part, find_part
 from weft.config.errors import Problem, UserError
 from weft.config.run import RunConfig
 from weft.config.section import Component
-from weft.config.source import MISSING
+from weft.config.signature import MISSING
 from weft.config.suggest import unknown_key
 from weft.config.tree import Node
 from weft.config.values import INVALID, check_value, show, spell
@@ -266,7 +266,7 @@ class Draft:
 
 def as_type(default: Any, kind: Any) -> Any:
     """A default as a value of its own type: 0 for a float is 0.0."""
-    value = check_value(_node_of(default), kind, "", [])
+    value = INVALID if kind is Any else check_value(_node_of(default), kind, "", [])
     return default if value is INVALID else value
 
 

@@ -29,8 +29,8 @@ class ModelSection(Section):
 
     vocab_size: int | None = Field(None, ge=1, description="rows of the embedding; default: the tokenizer's")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
-    num_hidden_layers: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1, description="blocks of attention and MLP")
+    num_attention_heads: int = Field(ge=1, description="query heads of each block")
     num_key_value_heads: int | None = Field(None, ge=1, description="default: num_attention_heads")
     head_dim: int | None = Field(None, ge=1, description="default: hidden_size / num_attention_heads")
     intermediate_size: int | None = Field(
@@ -38,30 +38,32 @@ class ModelSection(Section):
     )
     max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
 
-    position: Literal["rope", "learned"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    position: Literal["rope", "learned"] = Field(
+        "rope", description="rotations of queries and keys, or a learned table"
+    )
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="before each part of a block, and at the end")
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
     qk_norm: bool = Field(False, description="RMS-normalize queries and keys per head, before RoPE")
     mlp: Literal["gated", "plain"] = Field(
         "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
     )
-    hidden_act: Activation = "silu"
+    hidden_act: Activation = Field("silu", description="the MLP's nonlinearity")
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
-    mlp_bias: bool = False
+    mlp_bias: bool = Field(False, description="biases in the MLP")
     tie_word_embeddings: bool = Field(False, description="the output head is the embedding's matrix")
     logit_softcap: float | None = Field(None, gt=0, description="logits = cap * tanh(logits / cap); none by default")
 
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1, description="on attention's weights")
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="on what each block adds to the residual stream")
-    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+    embedding_dropout: float = Field(0.0, ge=0, lt=1, description="on the embedded tokens")
 
     initialization: Initialization = Field(
         "scaled",
         description="normal: N(0, initializer_range); scaled: that, output projections divided by sqrt(2 x layers), as "
         "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero",
     )
-    initializer_range: float = Field(0.02, gt=0)
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
 
 
 class CustomModelSection(Component):

@@ -19,13 +19,9 @@ def presets(folder: Path = _FAMILIES) -> dict[str, dict[str, Any]]:
         if "PRESETS" not in source:
             continue
         for node in ast.parse(source).body:
-            targets = (
-                node.targets
-                if isinstance(node, ast.Assign)
-                else [node.target]
-                if isinstance(node, ast.AnnAssign)
-                else []
-            )
-            if node and any(isinstance(target, ast.Name) and target.id == "PRESETS" for target in targets):
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "PRESETS" for target in targets):
                 found.update(ast.literal_eval(node.value))
     return found

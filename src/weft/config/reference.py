@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import types
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -18,8 +19,8 @@ from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
 from weft.config.section import Component
+from weft.config.signature import MISSING, Argument
 from weft.config.size import in_words, model_size
-from weft.config.source import MISSING, Argument
 from weft.config.values import describe, spell
 
 _OWN_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
@@ -78,7 +79,7 @@ def _add_parts(definition: dict[str, Any], room: str, *, required: bool) -> None
             chosen["required"] = ["type"]
         part = find_part(name, room)
         arguments = {key: _argument_schema(argument) for key, argument in part.arguments.items()}
-        then: dict[str, Any] = {"properties": {**{key: True for key in own}, **arguments}}
+        then: dict[str, Any] = {"properties": {**dict.fromkeys(own, True), **arguments}}
         if not part.accepts_any:
             then["additionalProperties"] = False
         rules.append({"if": chosen, "then": then})
@@ -109,15 +110,16 @@ data: {train: store, validation: heldout}
 training: {tokens: 1e9}
 ```
 
-- **Inherit**: `extends: base.yaml`, or a list of files; paths are relative to the file. Mappings merge, lists and values are
-  replaced, the child wins. A section that names another `type` starts anew: the base's arguments were another class's.
+- **Inherit**: `extends: base.yaml`, or a list of files; paths are relative to the file. Mappings merge, lists
+  and values are replaced, the child wins. A section that names another `type` starts anew: the base's arguments were
+  another class's.
 - **Override**: `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; values are YAML.
 - **Model**: `model: llama-60m`, or `model: {preset: llama-60m, num_hidden_layers: 8}`, or every size by itself, or
   `model: {from: runs/demo}` to begin from another run's weights, or a class of your own.
 - **A part of your own**: `type: my_package.module:MyClass`. The working directory is on the import path. The class's
   arguments are the keys, with their annotations as types; they are read from its source and checked like all others.
-- **Numbers** are YAML 1.2's: `3e-4`, `1_000_000`; `1e9` is a whole number where one is asked for. `null` stands only where
-  the table says "or null".
+- **Numbers** are YAML 1.2's: `3e-4`, `1_000_000`; `1e9` is a whole number where one is asked for. `null` stands only
+  where the table says "or null".
 """
 
 
@@ -174,24 +176,25 @@ def _row(name: str, info: FieldInfo) -> str:
     default = "required" if info.is_required() else ""
     if not info.is_required() and section is None and info.default is not None:
         default = f"`{spell(info.get_default(call_default_factory=True))}`"
-    kind = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
-    return f"| `{name}` | {_kind(kind)} | {default} | {_prose(info.description or '')} |"
+    return f"| `{name}` | {_kind(info.annotation, info.metadata)} | {default} | {_prose(info.description or '')} |"
 
 
 def _table(rows: list[str]) -> str:
     return "| key | value | default | |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
-def _kind(kind: Any) -> str:
+def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     """A type with its bounds, in words."""
     origin = get_origin(kind)
     if origin is Annotated:
-        inner, *bounds = get_args(kind)
+        inner, *more = get_args(kind)
+        return _kind(inner, [*bounds, *more])
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_kind(branch, bounds) for branch in get_args(kind)))
+    if bounds and kind is not type(None):
         words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "multiple_of": "multiple of"}
         said = [f"{words[key]} {getattr(bound, key)}" for bound in bounds for key in words if hasattr(bound, key)]
-        return _kind(inner) + (f", {', '.join(said)}" if said else "")
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_kind(branch) for branch in get_args(kind)))
+        return _kind(kind) + (f" {', '.join(said)}" if said else "")
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if origin is list and get_args(kind):

@@ -21,7 +21,7 @@ class RunSection(Section):
 
     name: str | None = Field(None, description="default: the file's name without .yaml")
     directory: str = Field("runs", description="where run directories are kept")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of weights, order of samples, dropout")
 
 
 class CheckpointSection(Section):

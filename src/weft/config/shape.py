@@ -37,15 +37,13 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
     known = True
     if source is not None and source.value is not None:
         merged = _from_checkpoint(model, source, problems)
-    elif preset is not None and preset.value is not None:
-        merged = _from_preset(model, preset, problems)
     else:
-        merged = model
         optional = model.get("load_optimizer")
         if optional is not None and optional.value is True:
-            problems.append(
-                optional.problem("model.load_optimizer", "there is no model.from to load one of; remove the key")
-            )
+            what = "there is no model.from to load one of; remove the key"
+            problems.append(optional.problem("model.load_optimizer", what))
+        named = preset is not None and preset.value is not None
+        merged = _from_preset(model, preset, problems) if named else model
     if merged is None:
         known, merged = False, model
     return Node({**tree.value, "model": merged}, tree.file, tree.line), known
@@ -88,7 +86,7 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
         problems.append(source.problem("model.from", f"{found / 'model.json'} cannot be read; name another checkpoint"))
         return None
     shape: dict[str, Any] = {k: v for k, v in content.items() if k not in ("from", "from_", "load_optimizer")}
-    fixed = set(SHAPE) if ":" not in str(shape.get("type", "")) else {"type"}
+    fixed: set[str] = set(SHAPE) if ":" not in str(shape.get("type", "")) else {"type"}
     if shape.get("position") == "learned":
         fixed.add("max_position_embeddings")
     before = len(problems)

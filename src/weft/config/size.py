@@ -9,7 +9,7 @@ from weft.config.model import ModelSection
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters. `matmul`: of those that stand in matrix products; embedding look-ups do not, a tied head does."""
+    """Numbers of parameters; `matmul`: of those in matrix products (a look-up is none, a tied head is one)."""
 
     parameters: int
     matmul: int
@@ -50,7 +50,7 @@ def model_size(section: ModelSection, vocab_size: int | None = None) -> ModelSiz
 
 
 def inner_width(section: ModelSection) -> int:
-    """The MLP's width: as set; else four times the residual stream, or for a gated one 8/3, rounded up to a multiple of 8."""
+    """The MLP's width: as set; else 4 times the residual stream's, or 8/3 for a gated one, up to a multiple of 8."""
     if section.intermediate_size is not None:
         return section.intermediate_size
     return 4 * section.hidden_size if section.mlp == "plain" else -(-8 * section.hidden_size // 24) * 8

@@ -46,5 +46,5 @@ class SamplesSection(Section):
 
     prompts: list[str] = Field(default=[], description="what to continue; none: no samples")
     every: int | None = Field(None, ge=1, description="steps between; default: with validation, and always at the end")
-    max_new_tokens: int = Field(64, ge=1)
-    temperature: float = Field(0.8, ge=0)
+    max_new_tokens: int = Field(64, ge=1, description="length of each")
+    temperature: float = Field(0.8, ge=0, description="0: always the likeliest token")

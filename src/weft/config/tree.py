@@ -260,7 +260,8 @@ def merge(base: Node, child: Node, key: str = "", types: dict[str, str] | None =
     merged = dict(base.value)
     for name, node in child.value.items():
         merged[name] = merge(merged[name], node, f"{key}.{name}" if key else name, types) if name in merged else node
-    return Node(merged, child.file, child.line, replaces=base.replaces)
+    place = base if child.file == COMMAND_LINE else child
+    return Node(merged, place.file, place.line, replaces=base.replaces)
 
 
 def _other_type(base: Node, child: Node, default: str | None) -> bool:

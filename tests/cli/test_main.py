@@ -1,0 +1,193 @@
+"""`weft` itself: help at once, clear words for mistakes, exit codes."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+import weft
+from weft.cli import main as cli
+from weft.config.errors import ConfigError, Problem, UserError
+
+RUN = "model: {preset: llama-tiny, vocab_size: 512}\ndata: {train: store}\ntraining: {steps: 10}\n"
+
+
+def weft_command(*arguments, **settings):
+    environment = {**os.environ, **settings.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, "-m", "weft", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        **settings,
+    )
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """A verb of the test's own: `weft report` runs what is given."""
+
+    def install(run, add_arguments=lambda parser: None):
+        import types
+
+        module = types.ModuleType("weft_test_verb")
+        module.HELP, module.run, module.add_arguments = "for a test", run, add_arguments
+        monkeypatch.setitem(sys.modules, "weft_test_verb", module)
+        monkeypatch.setitem(cli.TABLE, "report", ("weft_test_verb", "for a test"))
+
+    return install
+
+
+def test_help_names_every_verb_and_is_quick():
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        done = weft_command("--help")
+        times.append(time.perf_counter() - began)
+        assert done.returncode == 0
+    assert min(times) < 0.3
+    for name in ("train", "generate", "data", "config", "report", "quickstart"):
+        assert f" {name} " in done.stdout
+    assert done.stdout.count("\n  weft ") == 3
+
+
+def test_help_imports_no_verb_and_nothing_heavy():
+    program = (
+        "import sys; from weft.cli.main import main; main(['--help']); "
+        "heavy = {'pydantic', 'torch', 'ruamel'}; "
+        "print([m for m in sys.modules if m.startswith('weft.cli.') or m.split('.')[0] in heavy])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['weft.cli.main']"
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weft {weft.__version__}\n"
+
+
+def test_no_verb_or_a_wrong_one_is_a_mistake(capsys):
+    assert cli.main([]) == 2
+    assert "usage: weft" in capsys.readouterr().err
+    assert cli.main(["trian", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "weft: there is no verb 'trian'; did you mean 'train'? (weft --help lists them)\n"
+    assert cli.main(["zzz"]) == 2
+    assert "verbs are quickstart, data," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb_name", [v for v in cli.TABLE if v not in ("data", "generate")])
+def test_every_verb_has_help_that_needs_no_torch(verb_name):
+    program = (
+        f"import sys; from weft.cli.main import main; code = main([{verb_name!r}, '--help']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: weft {verb_name}")
+
+
+def test_help_before_a_verb(capsys):
+    assert cli.main(["help", "config"]) == 0
+    assert capsys.readouterr().out.startswith("usage: weft config")
+
+
+def test_a_users_mistake_is_one_line_and_2(verb, capsys):
+    def run(args):
+        raise UserError("this is wrong; do that", "run.yaml", 3)
+
+    verb(run)
+    assert cli.main(["report"]) == 2
+    assert capsys.readouterr().err == "run.yaml:3: this is wrong; do that\n"
+
+
+def test_a_mistake_that_another_rank_tells_is_quiet(verb, capsys, monkeypatch):
+    error = UserError("told elsewhere")
+    error.quiet = True
+
+    def run(args):
+        raise error
+
+    verb(run)
+    assert cli.main(["report"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("local", "lines"), [("0", 1), ("1", 0), (None, 1)])
+def test_of_ranks_that_read_one_file_the_first_speaks(verb, capsys, monkeypatch, local, lines):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+
+    def run(args):
+        raise ConfigError([Problem("a.b", "wrong", "run.yaml", 1)])
+
+    verb(run)
+    assert cli.main(["report"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (None, 0), (7, 7)])
+def test_exit_codes(verb, raised, code):
+    def run(args):
+        if isinstance(raised, type):
+            raise raised
+        return raised
+
+    verb(run)
+    assert cli.main(["report"]) == code
+
+
+def test_a_mistake_in_the_code_keeps_its_traceback(verb):
+    def run(args):
+        raise ZeroDivisionError
+
+    verb(run)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["report"])
+
+
+def test_arguments_in_any_order(verb):
+    seen = []
+
+    def arguments(parser):
+        parser.add_argument("file")
+        parser.add_argument("overrides", nargs="*")
+        parser.add_argument("--nproc", type=int)
+
+    verb(lambda args: seen.append((args.file, args.overrides, args.nproc)), arguments)
+    for line in (
+        "run.yaml --nproc 4 a=1 b=2",
+        "--nproc 4 run.yaml a=1 b=2",
+        "run.yaml a=1 b=2 --nproc 4",
+        "run.yaml a=1 --nproc 4 b=2",
+    ):
+        assert cli.main(["report", *line.split()]) == 0
+    assert seen == [("run.yaml", ["a=1", "b=2"], 4)] * 4
+    assert cli.main(["report"]) == 2
+    assert cli.main(["report", "a", "--npoc", "3"]) == 2
+
+
+def test_the_reader_may_leave(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    command = f"{sys.executable} -m weft config schema | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        RUN + 'samples: {prompts: ["caf\u00e9 \u2192"]}\ntokenizer: tok\n', encoding="utf-8"
+    )
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = weft_command("config", "show", "run.yaml", "--no-data", cwd=tmp_path, env=ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "caf\\xe9 \\u2192" in done.stdout
+
+
+def test_it_is_a_command_and_a_module():
+    done = weft_command("--version")
+    assert done.stdout == f"weft {weft.__version__}\n"

@@ -1,0 +1,47 @@
+"""Files that the tests of config/ write, and how they read what is wrong with them."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from weft.config.errors import ConfigError
+from weft.config.run import RunConfig
+
+RUN = """\
+run: {name: demo, directory: runs, seed: 7}
+model: {preset: llama-tiny, vocab_size: 512}
+tokenizer: tok
+data: {train: store, validation: heldout, sequence_length: 64}
+objective: {type: pretrain}
+optimizer: {type: adamw, lr: 3e-3, weight_decay: 0.1, betas: [0.9, 0.95]}
+schedule: {type: cosine, warmup_steps: 5}
+training: {steps: 30, batch_tokens: 1024, micro_batch_size: 4, dtype: float32, compile: false, grad_clip: 1.0}
+parallel: {dp_shard: -1}
+checkpoint: {every: 10, keep_last: 2}
+log: {every: 1}
+"""
+SHORT = "model: llama-tiny\ndata: {train: store}\ntraining: {steps: 10}\n"
+
+
+def write(text: str, name: str = "run.yaml") -> str:
+    """A file in the working directory."""
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return name
+
+
+def load(text: str | None = None, *overrides: str, name: str = "run.yaml", data: bool = False) -> RunConfig:
+    if text is not None:
+        write(text, name)
+    return RunConfig.load(name, overrides, check_data=data)
+
+
+def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", data: bool = False) -> list[str]:
+    """The lines that a user sees."""
+    with pytest.raises(ConfigError) as caught:
+        load(text, *overrides, name=name, data=data)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(caught.value.problems)
+    return lines

@@ -1,0 +1,208 @@
+"""What must hold between keys, and between the keys and the data's headers."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from config_cases import RUN, SHORT, load, problems
+
+from weft.config.errors import UserError
+
+SIZES = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("hidden_size: 66, num_attention_heads: 4", "model.num_attention_heads: 4 heads do not divide the width"),
+        (
+            "hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",
+            "model.num_key_value_heads: 3 key-value heads do not divide 4 attention heads; choose 2",
+        ),
+        ("hidden_size: 12, num_attention_heads: 4", "model.head_dim: rotary positions turn pairs, and a head has 3"),
+        ("hidden_size: 64, num_attention_heads: 4, head_dim: 7", "model.head_dim: rotary positions turn pairs"),
+    ],
+)
+def test_heads(model, said):
+    (found,) = problems(f"model: {{num_hidden_layers: 1, {model}}}\n{SIZES}")
+    assert found.startswith(f"run.yaml:1: {said}")
+
+
+def test_a_head_size_of_its_own_need_not_divide_the_width():
+    load(f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16}}\n{SIZES}")
+    load(f"model: {{num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4, position: learned}}\n{SIZES}")
+
+
+def test_what_a_preset_says_is_told_at_the_key_that_broke_it():
+    assert problems(RUN, "model.hidden_size=66")[0].startswith(
+        "command line: model.num_attention_heads: 4 heads do not"
+    )
+
+
+def test_the_runs_length_is_said_once():
+    begin = "model: llama-tiny\ndata: {train: store}\n"
+    assert problems(begin + "training: {}\n") == [
+        "run.yaml:3: training: how long is the run? set one of steps, tokens or epochs"
+    ]
+    assert problems(begin + "training: {dtype: float32,\n  steps: 3, tokens: 4, epochs: 2}\n") == [
+        "run.yaml:4: training.steps: steps and tokens and epochs both say how long the run is; keep one"
+    ]
+    assert load(begin + "training: {steps: null, epochs: 0.5}\n").training.epochs == 0.5
+    # One that is wrong is not also missing.
+    assert len(problems(begin + "training: {steps: 0}\n")) == 1
+
+
+@pytest.mark.parametrize(("preset", "table"), [("llama-tiny", ""), ("gpt2", " (a learned table)")])
+def test_sequences_longer_than_the_model_takes(preset, table):
+    text = f"model: {preset}\ndata: {{train: store, sequence_length: 5000}}\ntraining: {{steps: 3}}\n"
+    (found,) = problems(text)
+    assert found.startswith("run.yaml:2: data.sequence_length: 5000 is longer than the model's")
+    assert f"positions{table}; shorten it, or set model.max_position_embeddings: 5000" in found
+    assert load(text, "model.max_position_embeddings=5000").data.sequence_length == 5000
+
+
+def test_the_default_sequence_length():
+    assert load(SHORT).data.sequence_length == 1024
+    assert load(SHORT, "model.max_position_embeddings=300").data.sequence_length == 300
+
+
+def test_a_batch_is_whole_sequences():
+    assert problems(RUN, "training.batch_tokens=1000") == [
+        "command line: training.batch_tokens: 1000 tokens are not whole sequences of 64; set 960 or 1024"
+    ]
+    assert "set 64" in problems(RUN, "training.batch_tokens=32")[0]
+    assert problems(RUN, "data.sequence_length=100") == [
+        "run.yaml:8: training.batch_tokens: 1024 tokens are not whole sequences of 100; set 1000 or 1100"
+    ]
+
+
+def test_a_micro_batch_is_no_more_than_the_batch():
+    (found,) = problems(RUN, "training.micro_batch_size=17")
+    assert found.startswith(
+        "command line: training.micro_batch_size: 17 sequences per forward, but the whole batch has 16"
+    )
+    load(RUN, "training.micro_batch_size=16")
+    assert "the whole batch has 32" in problems(SHORT, "training.micro_batch_size=33")[0]
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "a\\b", "''", "' '", '"a\\nb"'])
+def test_names_that_are_no_folders(name):
+    (found,) = problems(f"{SHORT}run: {{name: {name}}}\n")
+    assert "cannot be a folder's name; where runs are kept is run.directory" in found
+
+
+def test_the_default_name_is_the_files():
+    assert load(SHORT, name="deep/my.tiny.yaml").run.name == "my.tiny"
+
+
+def test_warm_up():
+    assert problems(RUN, "schedule.warmup_steps=31")[0].startswith(
+        "command line: schedule.warmup_steps: 31 steps of warm-up, but the run has 30"
+    )
+    assert problems(RUN, "schedule.warmup_fraction=0.1")[0].startswith(
+        "run.yaml:7: schedule.warmup_steps: warmup_fraction is set as well"
+    )
+    (found,) = problems(RUN, "training.steps=null", "training.tokens=4000")
+    assert "5 steps of warm-up, but the run has 4" in found
+    load(RUN, "training.steps=null", "training.epochs=0.001")  # the data's size is not known here
+
+
+def test_the_mesh(monkeypatch):
+    assert problems(RUN, "parallel.dp_replicate=-1")[0].startswith("command line: parallel: only one of")
+    assert problems(RUN, "parallel.dp_replicate=0")[0].startswith("command line: parallel.dp_replicate: 0 ranks")
+    load(RUN, "parallel.dp_replicate=3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert problems(RUN, "parallel.dp_replicate=3")[0].startswith(
+        "command line: parallel: 3 does not divide the 4 ranks"
+    )
+    load(RUN, "parallel.dp_replicate=2")
+
+
+# ---- headers
+
+
+@pytest.fixture
+def data(monkeypatch):
+    """Headers as the readers would return them; tests change them."""
+    tokenizers = {"tok": SimpleNamespace(vocab_size=512, eod_id=0, digest="one")}
+    stores = {
+        name: SimpleNamespace(
+            num_tokens=1000, num_documents=3, vocab_size=512, tokenizer_digest="one", eod_id=0, bytes=9
+        )
+        for name in ("store", "heldout")
+    }
+
+    def reader(known, kind):
+        def read(path):
+            if str(path) not in known:
+                raise UserError(f"there is no {kind} here; make one", path)
+            return known[str(path)]
+
+        return read
+
+    headers = ModuleType("weft.config.headers")
+    headers.read_tokenizer_header = reader(tokenizers, "tokenizer")
+    headers.read_store_header = reader(stores, "token store")
+    monkeypatch.setitem(sys.modules, "weft.config.headers", headers)
+    return SimpleNamespace(tokenizers=tokenizers, stores=stores)
+
+
+def test_good_data(data):
+    assert load(RUN, data=True).model.vocab_size == 512
+
+
+def test_the_vocabulary_comes_from_the_tokenizer_or_the_store(data):
+    config = load(SHORT, "tokenizer=tok", "data.sequence_length=64", data=True)
+    assert config.model.vocab_size == 512
+    assert config.origins["model.vocab_size"] == "from the tokenizer tok"
+    config = load(SHORT, "data.sequence_length=64", data=True)
+    assert config.model.vocab_size == 512
+    assert load(RUN, "model.vocab_size=1024", data=True).model.vocab_size == 1024
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers(data):
+    assert problems(RUN, "model.vocab_size=511", data=True) == [
+        "command line: model.vocab_size: 511 is smaller than the tokenizer tok, which has 512 tokens; "
+        "set 512 or remove the key"
+    ]
+
+
+def test_all_that_is_missing_is_told(data):
+    found = problems(RUN, "tokenizer=a", "data.train=b", "data.validation=c", data=True)
+    assert found == [
+        "command line: tokenizer: a: there is no tokenizer here; make one",
+        "command line: data.train: b: there is no token store here; make one",
+        "command line: data.validation: c: there is no token store here; make one",
+    ]
+
+
+def test_stores_shorter_than_one_sequence(data):
+    data.stores["heldout"].num_tokens = 64
+    (found,) = problems(RUN, data=True)
+    assert found.startswith("run.yaml:4: data.validation: heldout has 64 tokens, which is shorter than one sequence")
+    data.stores["heldout"].num_tokens = 65
+    load(RUN, data=True)
+    data.stores["store"].num_tokens = 3
+    assert problems(RUN, data=True)[0].startswith("run.yaml:4: data.train: store has 3 tokens")
+
+
+def test_other_tokenizers(data):
+    data.stores["heldout"].tokenizer_digest = "two"
+    assert (
+        "data.validation: heldout was packed with another tokenizer than the training data"
+        in problems(RUN, data=True)[0]
+    )
+    data.stores["heldout"].tokenizer_digest = "one"
+    data.tokenizers["tok"].digest = "three"
+    assert "data.train: store was packed with another tokenizer than tok" in problems(RUN, data=True)[0]
+
+
+def test_warm_up_of_a_run_in_epochs(data):
+    overrides = ["training.steps=null", "training.epochs=1", "schedule.warmup_steps=2"]
+    (found,) = problems(RUN, *overrides, data=True)
+    assert "2 steps of warm-up, but the run has 1" in found
+
+
+def test_structure_and_data_are_told_together(data):
+    found = problems(RUN, "tokenizer=a", "optimizer.learning_rate=3", data=True)
+    assert len(found) == 2
