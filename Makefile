@@ -33,12 +33,12 @@ quickstart: $(STAMP) ## train a small model on the standard library's sources (M
 	@.venv/bin/weft quickstart --minutes $(MINUTES)
 
 test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
-	@.venv/bin/python -m pytest -q -n auto --dist worksteal $(ARGS)
+	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 lint: $(STAMP) ## check style, layering and the types of the public interface
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/lint-imports
+	@.venv/bin/lint-imports --no-logo
 	@if timeout 180 .venv/bin/pyright --version </dev/null >/dev/null 2>&1; then .venv/bin/pyright; \
 	else echo "pyright is not here and could not be fetched: types were NOT checked"; fi
 

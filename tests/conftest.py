@@ -46,6 +46,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Half characters that a test logs on purpose must not break the pipe between pytest's worker and its master."""
+    report = yield
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode("utf-8")) for title, text in report.sections
+    ]
+    return report
+
+
 @pytest.fixture(autouse=True)
 def _same_start():
     """Every test starts from the same seed and leaves no compiled code behind.
