@@ -19,7 +19,7 @@ TEXTS = {
     "odd texts": SHORT
     + r"""
 validation: {every: 2}
-samples: {prompts: ["def ", "yes", "3", "a: b # c", "caf\u00e9 \U0001f600", "tab\tline\nend", "'q'", "\"", "\x85\u2028"]}
+samples: {prompts: ["def ", "yes", "3", "a: b # c", "caf\u00e9 \U0001f600", "tab\t\nend", "'q'", "\"", "\x85\u2028"]}
 run: {name: "null", directory: "~/a b"}
 log: {trackers: [tensorboard, {type: wandb, tags: [a, b], project: "1e5"}]}
 tokenizer: "true"

@@ -52,7 +52,12 @@ def _heads(draft: Draft) -> None:
 
 
 def _divisor_near(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+    """The divisor next to `wanted`; 1 if none is near."""
+    for distance in range(1, 4096):
+        for divisor in (wanted - distance, wanted + distance):
+            if 0 < divisor <= number and number % divisor == 0:
+                return divisor
+    return 1
 
 
 def _length_of_run(draft: Draft) -> None:
