@@ -118,6 +118,12 @@ def test_the_mesh(monkeypatch):
     load(RUN, "parallel.dp_replicate=2")
 
 
+def test_prompts_need_a_tokenizer():
+    (found,) = problems(SHORT, "samples.prompts=[a]")
+    assert found.startswith("command line: samples.prompts: there is no tokenizer to read them with")
+    load(SHORT, "samples.prompts=[a]", "tokenizer=tok")
+
+
 # ---- headers
 
 

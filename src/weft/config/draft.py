@@ -69,8 +69,9 @@ class Draft:
         return node
 
     def problem(self, key: str, what: str, *also: str) -> None:
-        """Note a mistake at the first of the keys that is written in a file (not in a preset)."""
-        for place in (key, *also):
+        """Note a mistake at the first of the keys that is written in a file (not in a preset), a section's own keys first."""
+        own = self.tree.get(*key.split("."))
+        for place in (*also, key) if own is not None and own.is_mapping else (key, *also):
             node = self.tree.get(*place.split("."))
             if node is not None and node.origin is None:
                 self.problems.append(node.problem(key, what))

@@ -22,6 +22,10 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _mesh(draft)
     samples = _data(draft) if check_data else None
     _warm_up(draft, samples)
+    if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
+        draft.problem(
+            "samples.prompts", "there is no tokenizer to read them with; set tokenizer, or remove the prompts"
+        )
 
 
 def _heads(draft: Draft) -> None:

@@ -42,8 +42,9 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
         if optional is not None and optional.value is True:
             what = "there is no model.from to load one of; remove the key"
             problems.append(optional.problem("model.load_optimizer", what))
-        named = preset is not None and preset.value is not None
-        merged = _from_preset(model, preset, problems) if named else model
+        merged = model
+        if preset is not None and preset.value is not None:
+            merged = _from_preset(model, preset, problems)
     if merged is None:
         known, merged = False, model
     return Node({**tree.value, "model": merged}, tree.file, tree.line), known
