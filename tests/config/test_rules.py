@@ -1,6 +1,9 @@
 """What must hold between keys, and between the keys and the data's headers."""
 
+import json
+import struct
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -212,3 +215,65 @@ def test_warm_up_of_a_run_in_epochs(data):
 def test_structure_and_data_are_told_together(data):
     found = problems(RUN, "tokenizer=a", "optimizer.learning_rate=3", data=True)
     assert len(found) == 2
+
+
+# ---- with files as they are
+
+
+@pytest.fixture
+def files():
+    """A tokenizer folder and two stores, byte by byte."""
+    vocabulary = {"model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(300)}}, "added_tokens": []}
+    Path("tok").mkdir()
+    Path("tok/tokenizer.json").write_text(json.dumps(vocabulary))
+    Path("tok/tokenizer_config.json").write_text('{"eos_token": "t0"}')
+    digest = headers_module().read_tokenizer_header("tok").digest
+    for name, tokens in (("store", 500), ("heldout", 70)):
+        Path(name).mkdir()
+        Path(name, "tokens.bin").write_bytes(b"\1\0" * tokens)
+        index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2) + struct.pack("<iqqq", tokens, 0, 0, 1)
+        Path(name, "tokens.idx").write_bytes(index)
+        info = {
+            "tokens": tokens,
+            "documents": 1,
+            "vocab_size": 300,
+            "tokenizer_digest": digest,
+            "eod_id": 0,
+            "bytes": 9,
+        }
+        Path(name, "store.json").write_text(json.dumps(info))
+
+
+def headers_module():
+    from weft.config import headers
+
+    return headers
+
+
+def test_real_headers_are_read(files):
+    assert load(RUN, data=True).model.vocab_size == 512
+    (found,) = problems(RUN, "model.vocab_size=299", data=True)
+    assert "299 is smaller than the tokenizer tok, which has 300 tokens" in found
+
+
+def test_a_store_short_by_one_byte_and_a_missing_tokenizer(files):
+    Path("heldout/tokens.bin").write_bytes(Path("heldout/tokens.bin").read_bytes()[:-1])
+    found = problems(RUN, "tokenizer=nowhere", data=True)
+    assert len(found) == 2
+    assert found[0].startswith("run.yaml:4: data.validation: heldout/tokens.bin: 139 bytes where 140 belong")
+    assert found[1].startswith("command line: tokenizer: nowhere: no such tokenizer folder")
+    load(RUN, "tokenizer=nowhere", data=False)
+
+
+def test_checking_headers_needs_no_torch_and_no_numpy(files):
+    import subprocess
+
+    Path("run.yaml").write_text(RUN)
+    program = (
+        "import sys; from weft.cli.main import main; code = main(['config', 'check', 'run.yaml']); "
+        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "store, 500 tokens, in sequences of 64" in done.stdout
+    assert "(68.6 epochs)" in done.stdout

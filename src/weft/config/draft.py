@@ -69,7 +69,7 @@ class Draft:
         return node
 
     def problem(self, key: str, what: str, *also: str) -> None:
-        """Note a mistake at the first of the keys that is written in a file (not in a preset), a section's own keys first."""
+        """Note a mistake at the first of the keys that is in a file, not in a preset; a section's keys first."""
         own = self.tree.get(*key.split("."))
         for place in (*also, key) if own is not None and own.is_mapping else (key, *also):
             node = self.tree.get(*place.split("."))

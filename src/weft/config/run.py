@@ -47,7 +47,9 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     model: ModelSection | CustomModelSection
-    tokenizer: str | None = Field(None, description="folder with a tokenizer.json; default: the training store's")
+    tokenizer: str | None = Field(
+        None, description="folder with a tokenizer.json, copied into the run; without it the model can write no text"
+    )
     data: DataSection
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
