@@ -1,0 +1,85 @@
+"""The token store: Megatron's indexed dataset with `store.json` beside it, which says what the tokens are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from weft.config.errors import UserError
+from weft.config.headers import read_json, read_store_header
+from weft.data.indexed import IndexedReader
+
+
+class SourceFile(BaseModel):
+    """One input file: its size in bytes, its sha256, and the documents that it gave."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    path: str
+    size: int
+    sha256: str
+    documents: int
+
+
+class StoreInfo(BaseModel):
+    """`store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
+
+    Attributes:
+        bytes: of the documents' text in UTF-8, without end-of-document tokens.
+        empty_documents: packed documents without text.
+        blank_lines: of JSON-lines files; no documents.
+        rejected: reason -> count.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    version: int = 1
+    tokenizer_digest: str
+    vocab_size: int
+    eod_id: int
+    dtype: str
+    documents: int
+    tokens: int
+    bytes: int
+    empty_documents: int = 0
+    blank_lines: int = 0
+    rejected: dict[str, int] = {}
+    skipped_files: dict[str, int] = {}
+    bin_sha256: str
+    idx_sha256: str
+    sources: list[SourceFile] = []
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens: what a run's manifest names."""
+        return self.bin_sha256
+
+
+class TokenStore:
+    """An opened store: `tokens` `[num_tokens]` is a memory map, `document(i)` one document's ids."""
+
+    def __init__(self, path: Path, info: StoreInfo, reader: IndexedReader):
+        self.path, self.info, self._reader = path, info, reader
+        self.tokens, self.lengths = reader.tokens, reader.lengths
+        self.num_tokens, self.num_documents = len(reader.tokens), len(reader.lengths)
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenStore:
+        """Open a store; headers and sizes are checked, nothing is read.
+
+        Raises:
+            UserError: no store, or a damaged one.
+        """
+        folder = Path(path)
+        read_store_header(folder)
+        try:
+            info = StoreInfo.model_validate(read_json(folder / "store.json"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError(f"{key}: {first['msg']}; pack the store again", folder / "store.json") from None
+        return cls(folder, info, IndexedReader(folder / "tokens"))
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of one document, its end-of-document token among them."""
+        return self._reader.document(number)
