@@ -95,6 +95,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
+            module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
             module.weft_keeps_parameters = keep
 
 

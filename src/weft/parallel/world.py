@@ -82,6 +82,14 @@ class World:
             raise together
         return told[0][1] if only_first else result  # type: ignore[return-value]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, on every rank."""
+        if self.ranks == 1:
+            return [value]
+        told: list = [None] * self.ranks
+        dist.all_gather_object(told, value)
+        return told
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.ranks > 1:

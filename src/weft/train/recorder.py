@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.components import load_class
 from weft.config.derive import RunLength
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.config.section import Component
 from weft.data.loader import Batch
 from weft.models.build import matmul_parameters
 from weft.observe.console import Console
-from weft.observe.flops import device_peak, flops_per_token, memory_bytes, mfu
+from weft.observe.flops import device_peak, flops_per_token, memory_bytes, memory_kind, mfu, total_peak
 from weft.observe.logs import log_to_file
-from weft.observe.manifest import write_manifest
+from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import MetricsFile
+from weft.observe.report import build_report
 from weft.observe.run import RunInfo
 from weft.observe.samples import SamplesFile
+from weft.observe.tracking import Tracking
 from weft.parallel.world import World
 from weft.train.choices import DTYPES
 from weft.train.run_directory import RunDirectory
@@ -60,10 +60,9 @@ class Recorder:
             (section.num_hidden_layers, section.hidden_size) if isinstance(section, ModelSection) else (0, 0)
         )
         self.flops_per_token = flops_per_token(matmul, layers, width, config.data.sequence_length or 0)
-        peak = device_peak(world.device, DTYPES[config.training.dtype])
-        self.peak = peak.flops_per_second * world.ranks
+        peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
+        self.peak = peak.flops_per_second
         self.warned: set[str] = set()
-        self.trackers: list[Any] = []
         self.record: dict[str, Any] = {}
         self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
         self.began = time.perf_counter()
@@ -74,9 +73,7 @@ class Recorder:
         self.written_samples = SamplesFile(run.path)
         self.written_samples.keep_until(step)
         info = RunInfo(run.path, run.path.name, config.as_dict(), step or None)
-        for tracker in config.log.trackers:
-            chosen = tracker if isinstance(tracker, Component) else Component(type=tracker)
-            self.trackers.append(load_class(chosen.type, "tracker")(info, **chosen.arguments))
+        self.tracking = Tracking(config.log.trackers, info, console)
         parameters = sum(p.numel() for p in model.parameters())
         write_manifest(
             run.path,
@@ -88,6 +85,7 @@ class Recorder:
             flops_per_token=self.flops_per_token,
             peak_flops_per_second=self.peak,
             peak_origin=peak.origin,
+            memory_kind=memory_kind(world.device),
             data_digests=digests,
             steps=length.steps,
             tokens_per_step=length.tokens_per_step,
@@ -115,14 +113,21 @@ class Recorder:
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
-        """The progress bar, and at the end the trackers' last words."""
+        """The progress bar; at the end, the trackers' last words."""
         try:
             with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
                 self.bar = bar
                 yield
         finally:
-            for tracker in self.trackers:
-                tracker.close()
+            if self.speaks:
+                self.tracking.close()
+
+    def ended(self, status: str, step: int) -> None:
+        """The session is over: note how, and draw the report."""
+        if not self.speaks:
+            return
+        end_session(self.run.path, status=status, step=step)
+        build_report(self.run.path)
 
     def begin_step(self) -> None:
         """A step begins: the clock runs from before its data are asked for to after its update."""
@@ -173,8 +178,7 @@ class Recorder:
             return
         if self.speaks:
             self.metrics.write(self.record)
-            for tracker in self.trackers:
-                tracker.log(step, {k: v for k, v in self.record.items() if k != "step"})
+            self.tracking.log(step, self.record)
         log.info("%s", self.record)
         self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
 
@@ -185,8 +189,7 @@ class Recorder:
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             self.written_samples.write(step, prompt, text)
             self.console.line(f"step {step:,}: {prompt}{text}")
-            for tracker in self.trackers:
-                tracker.text(step, f"sample_{number}", prompt + text)
+            self.tracking.text(step, f"sample_{number}", prompt + text)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
@@ -199,11 +202,9 @@ class Recorder:
         """The run ends here: say what was seen, where, and what to do."""
         samples = [s for s in batch.samples.tolist() if s >= 0]
         self.console.warning(
-            f"step {step + 1}: the loss is {loss}, the gradient's norm {norm}: not finite, so this update was not made. "
-            f"The weights before it are saved as step {step}. Lower optimizer.lr, lengthen schedule's warm-up or set "
-            f"training.grad_clip, then run the same command again (this rank's samples: {samples[0]} to {samples[-1]})"
-            if samples
-            else f"step {step + 1}: the loss is {loss}: not finite; the weights before it are saved as step {step}"
+            f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}. This update was not made; the "
+            f"weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
+            f"training.grad_clip, then run the same command again (this rank's samples: {samples[:1]} to {samples[-1:]})"
         )
 
     def warn_once(self, text: str) -> None:

@@ -58,7 +58,9 @@ class Trainer:
             data = world.agree(lambda: open_data(config, world))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
-            outcome = wire(config, world, run, data, model, optimizer, step, self.console).run(step)
+            loop = wire(config, world, run, data, model, optimizer, step, self.console)
+            outcome = loop.run(step)
+            loop.recorder.ended(outcome.status, outcome.step)
             world.close()
             return outcome
         except BaseException:

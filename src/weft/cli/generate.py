@@ -1,0 +1,89 @@
+"""`weft generate`: a trained model writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+
+HELP = "let a trained model write"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Continues PROMPTs with the model of a run's newest checkpoint, or of one checkpoint. A single prompt's text "
+        "streams to the terminal as it is written; several are continued at once and shown when done."
+    )
+    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run directory, or one checkpoint of it")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue; - reads it from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of probability P")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same text (default: 0)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="default: as saved (float32)")
+    parser.add_argument("--no-cache", action="store_true", help="compute everything again for every token (to compare)")
+
+
+def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    from weft.checkpoint.load import resolve
+    from weft.checkpoint.model import load_model
+    from weft.config.errors import UserError
+    from weft.data.tokenizer import Tokenizer
+    from weft.generate.sample import generate
+
+    checkpoint = resolve(args.source)
+    run_directory = checkpoint.parent.parent
+    if not (run_directory / "tokenizer").exists():
+        raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", run_directory)
+    tokenizer = Tokenizer.load(run_directory / "tokenizer")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    steps = generate(
+        model,
+        [tokenizer.encode(text) or [tokenizer.eod_id] for text in texts],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        stop_ids={tokenizer.eod_id},
+        cache=not args.no_cache,
+    )
+    decoders = [tokenizer.stream_decoder() for _ in texts]
+    alone = len(texts) == 1
+    written = list(texts)
+    if alone:
+        say(texts[0])
+    for new in steps:
+        for number, token in enumerate(new):
+            if token is None or token == tokenizer.eod_id:
+                continue
+            piece = decoders[number].step(token)
+            written[number] += piece
+            if alone:
+                say(piece)
+    for number, decoder in enumerate(decoders):
+        rest = decoder.flush()
+        written[number] += rest
+        if alone:
+            say(rest + "\n")
+    if not alone:
+        for number, text in enumerate(written, start=1):
+            say(f"{'' if number == 1 else chr(10)}[{number}] {text}\n")
+    return 0
+
+
+def say(text: str) -> None:
+    """Print without a line end; what the terminal's encoding lacks becomes `?`."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
