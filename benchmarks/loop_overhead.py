@@ -126,7 +126,7 @@ def measure(size: str, steps: int, threads: int) -> dict:
     work.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as directory:
         path = Path(directory) / "run.yaml"
-        path.write_text(json.dumps(config(size, WARMUP + steps + 1, threads, directory)))
+        path.write_text(json.dumps(config(size, WARMUP + steps + 2, threads, directory)))
         checked = weft.RunConfig.load(path)
         world = start_world(checked.parallel)
         run, checked = trainer.prepare(checked, world, fresh=False)
@@ -136,8 +136,8 @@ def measure(size: str, steps: int, threads: int) -> dict:
         Turns.bare_step = staticmethod(bare_step_of(loop))
         loop.run(0)
         world.close()
-    # The last step's time has the last checkpoint in it.
-    looped, bare = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-1]
+    # The first step's time is not taken, and the last one's has the last checkpoint in it.
+    looped, bare = Turns.looped[WARMUP:-1], Turns.bare[WARMUP:-2]
     added = statistics.median(a - b for a, b in zip(looped, bare, strict=True))
     return {
         "size": size,
