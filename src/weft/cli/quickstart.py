@@ -17,28 +17,29 @@ from pathlib import Path
 HELP = "train a small model on Python's standard library in a few minutes"
 HELD_OUT_PERCENT = 5
 VOCABULARY = 4096
-TRIAL_STEPS = 14
+TRIAL_STEPS = 40
 
 RUN_YAML = """\
 # Written by `weft quickstart`; yours to change. `weft train {name}` goes on, or starts anew with --fresh.
 run: {{name: quickstart, directory: {home}/runs, seed: 1}}
 model:
-  hidden_size: 320
-  num_hidden_layers: 6
-  num_attention_heads: 5
-  intermediate_size: 864
-  max_position_embeddings: 1024
+  hidden_size: 256
+  num_hidden_layers: 4
+  num_attention_heads: 4
+  mlp: plain
+  hidden_act: relu2
   qk_norm: true
+  max_position_embeddings: 1024
   initialization: muon_zero
+  initializer_range: 1.0
 tokenizer: {home}/tokenizer
 data: {{train: {home}/train, validation: {home}/heldout, sequence_length: 256}}
-optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.005}}
-schedule: {{type: wsd, warmup_steps: 10, decay_fraction: 0.6}}
-training: {{steps: {steps}, batch_tokens: 4096, micro_batch_size: 16, compile: true}}
-validation: {{every: {quarter}, tokens: 32768}}
-samples: {{prompts: ["def "], every: {quarter}, max_new_tokens: 48, temperature: 0.7}}
-checkpoint: {{every: {quarter}, keep_last: 2}}
-log: {{every: 1}}
+optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.01, other_lr: 0.003}}
+schedule: {{type: wsd, warmup_steps: 20, decay_fraction: 0.6}}
+training: {{steps: {steps}, batch_tokens: 2048, micro_batch_size: 8, compile: true}}
+validation: {{every: {part}, tokens: 65536, micro_batch_size: 32}}
+samples: {{prompts: ["def "], every: {part}, max_new_tokens: 48, temperature: 0.6}}
+checkpoint: {{every: {part}, keep_last: 2}}
 """
 
 
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     fresh = args.fresh and yaml.exists()
     if not yaml.exists() or fresh:
         steps = steps_for(args.minutes, home)
-        text = RUN_YAML.format(name=yaml, home=home, steps=steps, quarter=max(1, steps // 4))
+        text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=max(1, steps // 5))
         partial = home / ".run.yaml"
         partial.write_text(text, encoding="utf-8")
         partial.replace(yaml)
@@ -140,7 +141,7 @@ def readable(path: Path) -> bool:
 
 def steps_for(minutes: float, home: Path) -> int:
     """How many steps fit into the time, by making some (which also warms the compiler's cache)."""
-    text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, quarter=10 * TRIAL_STEPS)
+    text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, part=10 * TRIAL_STEPS)
     trial = home / "trial.yaml"
     trial.write_text(text, encoding="utf-8")
     say(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
@@ -154,7 +155,7 @@ def steps_for(minutes: float, home: Path) -> int:
         "log.trackers=[]",
     )
     lines = (home / "runs" / ".trial" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seconds = statistics.median(json.loads(line)["step_seconds"] for line in lines[3:])
+    seconds = statistics.median(json.loads(line)["step_seconds"] for line in lines[TRIAL_STEPS // 4 :])
     return max(20, round(minutes * 60 / seconds))
 
 

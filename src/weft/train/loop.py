@@ -56,7 +56,7 @@ class Loop:
     world: World
     directory: Path
     source: BatchSource
-    held_out: Callable[[], Iterable[Batch]] | None
+    held_out: Callable[[bool], Iterable[Batch]] | None
     bytes_per_token: float | None
     model: nn.Module
     objective: Objective
@@ -106,7 +106,7 @@ class Loop:
                     self.save(step)
                     saved_at = step
                 if self.held_out is not None and self.due(step, self.length.validation_every):
-                    measured = self.validate()
+                    measured = self.validate(whole=step == self.length.steps)
                     self.recorder.validated(step, measured)
                 if self.prompts and self.due(step, self.length.samples_every):
                     self.write_samples(step)
@@ -152,14 +152,14 @@ class Loop:
             group["lr"] = base * factor
         return self.optimizer.defaults["lr"] * factor
 
-    def validate(self) -> dict[str, float]:
-        """The loss on the held-out data, as far as `validation.tokens` says."""
+    def validate(self, whole: bool) -> dict[str, float]:
+        """The loss on the held-out data: the whole at the end, before it as much as `validation.tokens` says."""
         assert self.held_out is not None
         return validate(
             self.model,
             self.forward,
             self.objective,
-            self.held_out(),
+            self.held_out(whole),
             self.world,
             bytes_per_token=self.bytes_per_token,
         )

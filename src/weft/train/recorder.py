@@ -202,9 +202,9 @@ class Recorder:
         """The run ends here: say what was seen, where, and what to do."""
         samples = [s for s in batch.samples.tolist() if s >= 0]
         self.console.warning(
-            f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}. This update was not made; the "
-            f"weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
-            f"training.grad_clip, then run the same command again (this rank's samples: {samples[:1]} to {samples[-1:]})"
+            f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}. This update was not "
+            f"made; the weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
+            f"training.grad_clip, then run the same command again (samples {samples[:1]} to {samples[-1:]})"
         )
 
     def warn_once(self, text: str) -> None:

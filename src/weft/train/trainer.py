@@ -86,7 +86,7 @@ class Data:
 
     length: RunLength
     source: BatchSource
-    held_out: Callable[[], Iterable[Batch]] | None
+    held_out: Callable[[bool], Iterable[Batch]] | None
     bytes_per_token: float | None
     digests: dict[str, str]
 
@@ -108,19 +108,18 @@ def open_data(config: RunConfig, world: World) -> Data:
     if config.data.validation is None:
         return Data(length, source, None, None, digests)
     held_out, held_info = open_dataset(config.data.validation, config)
-    limit = config.validation.tokens
+    limit = config.validation.tokens and max(1, config.validation.tokens // config.data.sequence_length)
     batches = partial(
         validation_batches,
         held_out,
         rows=(config.validation.micro_batch_size or length.micro_batch_size) * world.data_ranks,
         rank=world.data_rank,
         ranks=world.data_ranks,
-        limit=None if limit is None else max(1, limit // config.data.sequence_length),
     )
     if held_info:
         digests["validation"] = held_info.digest
     bytes_per_token = held_info.bytes / held_info.tokens if held_info and held_info.bytes else None
-    return Data(length, source, batches, bytes_per_token, digests)
+    return Data(length, source, lambda whole: batches(limit=None if whole else limit), bytes_per_token, digests)
 
 
 def open_dataset(chosen: str | DatasetSection, config: RunConfig) -> tuple[Dataset, StoreInfo | None]:
