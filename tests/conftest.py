@@ -156,6 +156,7 @@ def run_yaml(tmp_path, tiny_tokenizer, tiny_store, tiny_heldout):
                 "dtype": "float32",
                 "compile": False,
                 "grad_clip": 1.0,
+                "threads": int(os.environ["OMP_NUM_THREADS"]),
             },
             "parallel": {"dp_shard": -1},
             "checkpoint": {"every": 10, "keep_last": 2},
