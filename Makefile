@@ -36,11 +36,13 @@ test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 lint: $(STAMP) ## check style, layering and the types of the public interface
-	@.venv/bin/ruff check .
-	@.venv/bin/ruff format --check .
-	@.venv/bin/lint-imports --no-logo
-	@if timeout 180 .venv/bin/pyright --version </dev/null >/dev/null 2>&1; then .venv/bin/pyright; \
-	else echo "pyright is not here and could not be fetched: types were NOT checked"; fi
+	@failed=0; \
+	.venv/bin/ruff check . || failed=1; \
+	.venv/bin/ruff format --check . || failed=1; \
+	.venv/bin/lint-imports --no-logo || failed=1; \
+	if timeout 180 .venv/bin/pyright --version </dev/null >/dev/null 2>&1; then .venv/bin/pyright || failed=1; \
+	else echo "pyright is not here and could not be fetched: types were NOT checked"; fi; \
+	exit $$failed
 
 format: $(STAMP) ## let ruff lay out the sources and mend what it can
 	@.venv/bin/ruff check --fix .
