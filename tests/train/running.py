@@ -1,0 +1,104 @@
+"""How tests of whole runs start them, watch them and look at what they left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import weft
+from weft.cli.main import main
+
+# What most runs here do without: it costs time and is tested elsewhere.
+QUIET = {"trackers": []}
+
+# A schedule of the user's own that gives signals time to arrive: constant, and every step takes a while.
+SLOW = """
+import time
+
+class Slow:
+    def __init__(self, total_steps: int, *, seconds: float = 0.03, warmup_steps: int = 0):
+        self.seconds = seconds
+
+    def __call__(self, step):
+        time.sleep(self.seconds)
+        return 1.0
+"""
+
+
+def replaced(path: Path, **sections) -> Path:
+    """Give sections that `run_yaml` left out (None): it can only add keys to those that it has."""
+    with path.open("a") as file:
+        file.writelines(f"{name}: {json.dumps(value)}\n" for name, value in sections.items())
+    return path
+
+
+def metrics(run: Path) -> list[dict]:
+    """The whole lines of a run's metrics, also while it is being written."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(run: Path) -> list[tuple]:
+    """(step, loss, norm of the gradient) of every line."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(run)]
+
+
+def train(*arguments) -> int:
+    """`weft train` in this process."""
+    return main(["train", *map(str, arguments)])
+
+
+def start(*arguments, cwd: Path) -> subprocess.Popen:
+    """`weft train` in a process of its own, with `cwd` as its working directory."""
+    command = [sys.executable, "-m", "weft", "train", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str]:
+    """Exit code and stderr of a process; it is ended if it takes too long."""
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, errors = process.communicate()
+        raise AssertionError(f"still running after {seconds} s: {errors}") from None
+    return process.returncode, errors
+
+
+def until_step(process: subprocess.Popen, run: Path, step: int, seconds: float = 60) -> None:
+    """Wait until a running process has written down `step`."""
+    end = time.monotonic() + seconds
+    while not any(line["step"] >= step for line in metrics(run)):
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"step {step} was never reached: {process.communicate()[1]}")
+        time.sleep(0.005)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a run's newest checkpoint, or of one checkpoint."""
+    return weft.load_model(path).state_dict()
+
+
+def assert_same_weights(one: Path, other: Path, within: float = 0.0) -> None:
+    """Both have the same names and values, to the bit or `within` so much."""
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if within:
+            torch.testing.assert_close(value, other[name], rtol=0, atol=within, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert torch.equal(value, other[name]), name

@@ -1,0 +1,49 @@
+"""A run that was killed or stopped goes on as if nothing had happened, to the last bit."""
+
+import signal
+
+from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
+
+
+def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, monkeypatch):
+    (tmp_path / "slow_for_resume.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    common = {
+        "model": {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1},
+        "data": {"workers": 1},
+        "training": {"steps": 40, "batch_tokens": 512, "threads": 1},
+        "schedule": {"type": "slow_for_resume:Slow", "warmup_steps": 0},
+        "validation": {"every": 10, "tokens": 512},
+        "checkpoint": {"every": 17},
+        "log": QUIET,
+    }
+    assert train(run_yaml("straight.yaml", **common, run={"name": "straight"})) == 0
+    straight, run = tmp_path / "runs" / "straight", tmp_path / "runs" / "broken"
+    file = run_yaml("broken.yaml", **common, run={"name": "broken"})
+
+    process = start(file, cwd=tmp_path)
+    until_step(process, run, 19)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    killed_at = losses(run)[-1][0]
+    assert (
+        19 <= killed_at < 34
+    )  # else a later checkpoint than step 17's is there, and this machine is too slow a poller
+    assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000017"]
+
+    # It goes on from step 17, and on its way is asked to leave.
+    process = start(file, cwd=tmp_path)
+    until_step(process, run, killed_at + 1)
+    process.terminate()
+    code, errors = finish(process)
+    assert code == 128 + signal.SIGTERM, errors
+    left_at = losses(run)[-1][0]
+    assert killed_at < left_at < 40
+    assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
+    assert f"stopped after step {left_at}, saved" in errors
+    assert losses(run) == losses(straight)[:left_at]
+
+    assert train(file) == 0
+    assert [step for step, *_ in losses(run)] == list(range(1, 41))
+    assert losses(run) == losses(straight)
+    assert_same_weights(straight, run)
