@@ -21,9 +21,17 @@ def factors(name, steps, **arguments):
         ("cosine", {"final": 0.1}, lambda x: 0.1 + 0.45 * (1 + math.cos(math.pi * x))),
         ("polynomial", {"power": 3.0}, lambda x: (1 - x) ** 3),
         ("exponential", {"final": 0.01}, lambda x: 0.01**x),
-        ("step", {"every": 30, "factor": 0.5}, lambda x: 0.5 ** int(x * 90 + 1e-9 >= 30) * 0.5 ** int(x * 90 >= 60 - 1e-9)),
+        (
+            "step",
+            {"every": 30, "factor": 0.5},
+            lambda x: 0.5 ** int(x * 90 + 1e-9 >= 30) * 0.5 ** int(x * 90 >= 60 - 1e-9),
+        ),
         ("wsd", {"decay_fraction": 0.5}, lambda x: 1.0 if x * 90 < 40 else 1 - (x * 90 - 40) / 50),
-        ("wsd", {"decay_fraction": 0.5, "shape": "sqrt"}, lambda x: 1.0 if x * 90 < 40 else 1 - math.sqrt((x * 90 - 40) / 50)),
+        (
+            "wsd",
+            {"decay_fraction": 0.5, "shape": "sqrt"},
+            lambda x: 1.0 if x * 90 < 40 else 1 - math.sqrt((x * 90 - 40) / 50),
+        ),
     ],
 )
 def test_after_the_warm_up_it_is_its_closed_form(name, arguments, closed_form):

@@ -37,7 +37,9 @@ class ValidationSection(Section):
     every: int | None = Field(
         None, ge=1, description="steps between; default: a tenth of the run, and always at the end"
     )
-    tokens: int | None = Field(None, ge=1, description="while training, measure on the first so many tokens; default and at the end: all")
+    tokens: int | None = Field(
+        None, ge=1, description="while training, measure on the first so many tokens; default and at the end: all"
+    )
     micro_batch_size: int | None = Field(None, ge=1, description="sequences per forward; default: training's")
 
 
