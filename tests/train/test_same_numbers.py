@@ -1,0 +1,41 @@
+"""Choices that save memory or time change no result."""
+
+import pytest
+import torch
+from running import QUIET, assert_same_weights, losses, train
+
+
+@pytest.fixture
+def both(run_yaml, tmp_path):
+    """Runs the same few steps twice, the second time with a change; gives both run directories."""
+
+    def run(change, *, steps=3, **training):
+        for name, extra in (("plain", {}), ("changed", change)):
+            file = run_yaml(
+                run={"name": name},
+                model={"hidden_dropout": 0.1 if training["dtype"] == "float64" else 0.0},
+                data={"validation": None},
+                schedule={"warmup_steps": 1},
+                training={"steps": steps, "batch_tokens": 512} | training | extra,
+                log=QUIET,
+            )
+            assert train(file) == 0
+        return tmp_path / "runs" / "plain", tmp_path / "runs" / "changed"
+
+    return run
+
+
+def test_activation_checkpointing_changes_nothing(both):
+    plain, changed = both({"activation_checkpointing": "full"}, dtype="float64")
+    for one, other in zip(losses(plain), losses(changed), strict=True):
+        assert one == pytest.approx(other, rel=0, abs=1e-12)
+    assert_same_weights(plain, changed, within=1e-12)
+
+
+def test_compiled_blocks_give_the_same_losses(both):
+    torch._dynamo.utils.counters.clear()
+    plain, changed = both({"compile": True}, dtype="float32")
+    for (_, loss, norm), (_, compiled_loss, compiled_norm) in zip(losses(plain), losses(changed), strict=True):
+        assert loss == pytest.approx(compiled_loss, abs=1e-5)
+        assert norm == pytest.approx(compiled_norm, rel=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # and it was compiled
