@@ -39,7 +39,7 @@ lint: $(STAMP) ## check style, layering and the types of the public interface
 	@failed=0; \
 	.venv/bin/ruff check . || failed=1; \
 	.venv/bin/ruff format --check . || failed=1; \
-	.venv/bin/lint-imports --no-logo || failed=1; \
+	.venv/bin/lint-imports --no-logo --no-cache || failed=1; \
 	if timeout 180 .venv/bin/pyright --version </dev/null >/dev/null 2>&1; then .venv/bin/pyright || failed=1; \
 	else echo "pyright is not here and could not be fetched: types were NOT checked"; fi; \
 	exit $$failed
