@@ -33,6 +33,7 @@ def launch_local(command: Sequence[str], nproc: int) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
+        run_id=f"weft-{os.getpid()}",  # without one torch warns, before the rank's own line
         nproc_per_node=nproc,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",

@@ -19,7 +19,8 @@ SILENT = ("run.", "log.", "checkpoint.", "samples.", "parallel.", "training.dtyp
 
 
 def claim(path: Path, *, fresh: bool) -> int:
-    """Make the run directory and lock it, for as long as this process lives. With `fresh`, set aside what it holds.
+    """Make the run directory and lock it, for as long as this process lives
+    or until the lock is closed. With `fresh`, set aside what it holds.
 
     Returns:
         The lock's file descriptor.
@@ -67,12 +68,22 @@ class RunDirectory:
         saved: the config of the run so far as plain data, or None for a new run.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, lock: int | None = None):
+        self.path, self.lock = path, lock
         config_file = path / "config.yaml"
         self.saved: dict[str, Any] | None = None
         if config_file.exists() and checkpoints(path):  # one that stopped before its first checkpoint begins again
-            self.saved = read_saved(config_file)
+            try:
+                self.saved = read_saved(config_file)
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Let another run of this or another process have the directory."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def with_choices(self, config: RunConfig) -> RunConfig:
         """`config` with what Weft chose by itself when the run began."""

@@ -52,7 +52,7 @@ class Trainer:
         Raises:
             UserError: whatever the user can mend: data, sizes, a damaged checkpoint, a full disk.
         """
-        world = start_world(self.config.parallel)
+        world, run = start_world(self.config.parallel), None
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)
             data = world.agree(lambda: open_data(config, world))
@@ -66,13 +66,16 @@ class Trainer:
         except BaseException:
             world.abandon()
             raise
+        finally:
+            if run is not None:
+                run.release()  # the process may go on, and train here again
 
 
 def prepare(config: RunConfig, world: World, *, fresh: bool) -> tuple[RunDirectory, RunConfig]:
     """Claim the run directory; fill in what Weft chooses, once a run and alike on all ranks."""
     path = config.run_directory
-    world.agree(lambda: claim(path, fresh=fresh), only_first=True)
-    run = RunDirectory(path)
+    lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
+    run = RunDirectory(path, lock if world.rank == 0 else None)
     config = run.with_choices(config)
     chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
     config = config.model_copy(update={"training": TrainingSection(**chosen)})

@@ -1,0 +1,112 @@
+"""N processes on this machine: how they end, and what they say."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from running import QUIET, SLOW, finish, losses, start, train, until_step
+
+
+def slow_run(run_yaml, tmp_path, steps=2000):
+    """A run that would take minutes."""
+    (tmp_path / "slow_for_launch.py").write_text(SLOW)
+    return run_yaml(
+        schedule={"type": "slow_for_launch:Slow", "warmup_steps": 0},
+        training={"steps": steps, "batch_tokens": 256, "micro_batch_size": 2},
+        data={"validation": None, "workers": 1},
+        checkpoint={"every": steps},
+        log=QUIET,
+    )
+
+
+def processes_in(folder: Path) -> set[int]:
+    """The living processes that work in `folder`: a launcher, its ranks and their loaders."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and Path(os.readlink(process / "cwd")) == folder:
+                found.add(int(process.name))
+        except OSError:
+            continue  # it ended while we looked, or is not ours
+    return found
+
+
+def none_left_in(folder: Path, seconds: float = 10) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not processes_in(folder):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp_path, capsys, monkeypatch):
+    file, run = slow_run(run_yaml, tmp_path), tmp_path / "runs" / "demo"
+    process = start(file, "--nproc", 2, cwd=tmp_path)
+    until_step(process, run, 3)
+
+    monkeypatch.chdir(tmp_path)
+    assert train(file) == 2  # a second one on the same directory
+    assert "another process is training in this run directory" in capsys.readouterr().err
+    monkeypatch.chdir("/")
+
+    process.send_signal(signal.SIGINT)
+    code, errors = finish(process)
+    assert code == 128 + signal.SIGINT, errors
+    assert "Traceback" not in errors
+    left_at = losses(run)[-1][0]
+    assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
+    assert f"stopped after step {left_at}, saved" in errors
+    assert none_left_in(tmp_path)
+
+    # The same command goes on from there, on as many ranks as it likes, and says when there is nothing left to do.
+    monkeypatch.chdir(tmp_path)
+    end = f"training.steps={left_at + 2}"
+    assert train(file, end) == 0
+    assert f"goes on after step {left_at}" in capsys.readouterr().err
+    assert [step for step, *_ in losses(run)] == list(range(1, left_at + 3))
+    assert train(file, end) == 0
+    assert "this run is finished" in capsys.readouterr().err
+    assert len(losses(run)) == left_at + 2
+
+    # --fresh begins again and deletes nothing.
+    before = (run / "metrics.jsonl").read_bytes()
+    assert train(file, "training.steps=1", "--fresh") == 0
+    assert [step for step, *_ in losses(run)] == [1]
+    (old,) = run.parent.glob("demo.old-*")
+    assert (old / "metrics.jsonl").read_bytes() == before
+    assert (old / "checkpoints" / f"step-{left_at:08}").is_dir()
+
+
+def test_a_killed_launcher_takes_its_ranks_with_it(run_yaml, tmp_path):
+    process = start(slow_run(run_yaml, tmp_path), "--nproc", 2, cwd=tmp_path)
+    until_step(process, tmp_path / "runs" / "demo", 2)
+    assert len(processes_in(tmp_path)) >= 3
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    assert none_left_in(tmp_path)
+
+
+def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path):
+    in_the_way = tmp_path / "a_file"
+    in_the_way.write_text("")
+    process = start(run_yaml(run={"directory": str(in_the_way)}, log=QUIET), "--nproc", 2, cwd=tmp_path)
+    code, errors = finish(process)
+    assert code == 2
+    (line,) = errors.strip().splitlines()
+    assert "cannot make the run directory" in line
+    assert str(in_the_way) in line
+
+
+def test_a_mistake_in_the_file_is_told_before_any_rank_starts(run_yaml, tmp_path):
+    began = time.monotonic()
+    process = start(run_yaml(training={"stepz": 3}), "--nproc", 2, cwd=tmp_path)
+    code, errors = finish(process)
+    assert code == 2
+    assert time.monotonic() - began < 30
+    (line,) = errors.strip().splitlines()
+    assert "run.yaml:" in line
+    assert "stepz" in line
+    assert "steps" in line
