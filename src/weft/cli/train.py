@@ -61,6 +61,7 @@ def train(config, *, fresh: bool) -> int:
     outcome = Trainer(config, fresh=fresh).fit()
     if outcome.status == "stopped":
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"stopped after step {outcome.step}, saved; the same command goes on from there", file=sys.stderr)
+            done = f"after step {outcome.step}, saved" if outcome.step else "before the first step"
+            print(f"stopped {done}; the same command goes on from there", file=sys.stderr)
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status == "non-finite" else 0
