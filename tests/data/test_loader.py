@@ -1,0 +1,100 @@
+"""The loader: a function of the step, the same order for any number of ranks, each sample once an epoch."""
+
+import numpy as np
+import pytest
+import torch
+
+from weft.config.errors import UserError
+from weft.data.loader import BatchSource, StoreDataset, validation_batches
+from weft.data.permutation import Permutation
+from weft.data.store import TokenStore
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 1000, 4097])
+def test_a_permutation_is_a_bijection(n):
+    assert sorted(Permutation(n, 7, 0)(np.arange(n)).tolist()) == list(range(n))
+
+
+def test_permutations_differ_by_key_and_spread_evenly():
+    n = 100_000
+    first, second = (Permutation(n, 7, epoch)(np.arange(n)) for epoch in (0, 1))
+    assert (first == second).mean() < 0.001
+    counts = np.bincount(first[:10_000] // 1000, minlength=100)  # the first tenth comes from everywhere
+    assert ((counts - 100) ** 2 / 100).sum() < 160  # chi-square, 99 degrees of freedom: above 160 once in ten thousand
+
+
+def test_a_trillion_samples_need_no_table():
+    assert 0 <= int(Permutation(10**12, 1, 0)(np.array([10**12 - 1]))[0]) < 10**12
+
+
+@pytest.fixture
+def dataset(tiny_store):
+    return StoreDataset(TokenStore.open(tiny_store), 16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_what_one_rank_gets(dataset, ranks):
+    whole = BatchSource(dataset, rows=7, seed=3).batch(11)
+    parts = [BatchSource(dataset, rows=7, seed=3, rank=r, ranks=ranks).batch(11) for r in range(ranks)]
+    assert len({part.tokens.shape for part in parts}) == 1
+    samples = torch.cat([part.samples for part in parts])
+    tokens, weight = torch.cat([part.tokens for part in parts]), torch.cat([part.weight for part in parts])
+    assert torch.equal(tokens[samples >= 0], whole.tokens)
+    assert weight[samples < 0].sum() == 0
+    assert weight.sum() == whole.weight.sum()
+
+
+def test_every_sample_comes_once_an_epoch_also_where_a_batch_crosses_epochs(dataset):
+    source = BatchSource(dataset, rows=7, seed=3)
+    n = source.samples_per_epoch
+    seen = np.concatenate([source.indices(source.samples(step)) for step in range(2 * n // 7 + 1)])
+    assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
+    assert not np.array_equal(seen[:n], seen[n : 2 * n])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterating_gives_what_asking_directly_gives(dataset, workers):
+    source = BatchSource(dataset, rows=4, seed=1)
+    for step, batch in zip(range(5, 9), source.iterate(5, 9, workers), strict=True):
+        assert torch.equal(batch.tokens, source.batch(step).tokens)
+        assert torch.equal(batch.samples, source.batch(step).samples)
+
+
+def test_labels_are_the_next_tokens_of_the_store(dataset, tiny_store):
+    tokens = TokenStore.open(tiny_store).tokens
+    batch = BatchSource(dataset, rows=3, shuffle=False).batch(0)
+    assert batch.tokens.flatten().tolist() == tokens[:48].tolist()
+    assert batch.labels.flatten().tolist() == tokens[1:49].tolist()
+
+
+@pytest.mark.parametrize(("rows", "ranks", "limit"), [(4, 1, None), (6, 4, None), (4, 2, 5)])
+def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
+    seen = []
+    for rank in range(ranks):
+        for batch in validation_batches(dataset, rows=rows, rank=rank, ranks=ranks, limit=limit):
+            real = batch.samples >= 0
+            assert bool((batch.weight.sum(1) > 0).eq(real).all())
+            seen += batch.samples[real].tolist()
+    assert sorted(seen) == list(range(limit or len(dataset)))
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        ([1, 2], "mapping"),
+        ({"tokens": ["a"]}, "integers"),
+        ({"tokens": [1, 2], "labels": [1]}, "labels"),
+        ({"tokens": [1, 2], "mask": [1, 1]}, "'mask'"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_dataset_that_gives_no_sample_is_told_with_its_index(sample, told, workers):
+    class Mine:
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, index):
+            return sample
+
+    with pytest.raises(UserError, match=rf"Mine\[\d\].*{told}"):
+        list(BatchSource(Mine(), rows=2).iterate(0, 1, workers))

@@ -1,0 +1,190 @@
+"""Packing: every document is packed or counted under a reason, in Megatron's format, whole or not at all."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import tokenizers
+
+from weft.cli.main import main
+from weft.data.store import TokenStore
+from weft.data.tokenizer import Tokenizer
+
+TRICKY = [
+    "",
+    "a",
+    "two words\r\n",
+    "a literal <|endoftext|> inside",
+    "\U00016ebb\U00016ea0 new letters",
+    "emoji 🎉 né",
+    "x" * 5000,
+]
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in records), encoding="utf-8")
+    return path
+
+
+def pack(*arguments):
+    return main(["data", "pack", *map(str, arguments)])
+
+
+def test_ids_are_those_of_the_tokenizers_library_in_megatrons_format(tmp_path, tiny_tokenizer):
+    texts = TRICKY * 9
+    assert pack(write_lines(tmp_path / "in.jsonl", texts), "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
+    index, data = (tmp_path / "s" / "tokens.idx").read_bytes(), (tmp_path / "s" / "tokens.bin").read_bytes()
+    magic, version, code, count, boundaries = struct.unpack_from("<9sQBQQ", index)
+    assert (magic, version, code, count, boundaries) == (b"MMIDIDX\0\0", 1, 8, len(texts), len(texts) + 1)
+    lengths = struct.unpack_from(f"<{count}i", index, 34)
+    offsets = struct.unpack_from(f"<{count}q", index, 34 + 4 * count)
+    assert struct.unpack_from(f"<{boundaries}q", index, 34 + 12 * count) == tuple(range(boundaries))
+    reference = tokenizers.Tokenizer.from_file(str(tiny_tokenizer / "tokenizer.json"))
+    end = reference.token_to_id("<|endoftext|>")
+    for text, length, offset in zip(texts, lengths, offsets, strict=True):
+        ids = struct.unpack_from(f"<{length}H", data, offset)
+        assert list(ids) == [*reference.encode(text, add_special_tokens=False).ids, end]
+    info = TokenStore.open(tmp_path / "s").info
+    assert (info.documents, info.empty_documents) == (len(texts), 9)
+    assert info.bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_the_same_input_gives_the_same_bytes_and_a_second_call_nothing_to_do(
+    tmp_path, tiny_corpus, tiny_tokenizer, capsys
+):
+    for out in ("a", "b"):
+        assert pack(tiny_corpus / "train", "--tokenizer", tiny_tokenizer, "--out", tmp_path / out) == 0
+    for name in ("tokens.bin", "tokens.idx", "store.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    capsys.readouterr()
+    assert pack(tiny_corpus / "train", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "a") == 0
+    assert "up to date" in capsys.readouterr().out
+    assert pack(tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "a") == 2
+
+
+BROKEN = {
+    b'{"text": "cut\n': "broken JSON",
+    b'{"text": null}\n': "null",
+    b'{"other": "x"}\n': "no field",
+    b'{"text": "\xff"}\n': "UTF-8",
+    b'{"text": 7}\n': "not text",
+    b"[1]\n": "not a JSON object",
+    b'{"text": "\\ud800"}\n': "UTF-8",
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), BROKEN.items(), ids=list(BROKEN.values()))
+def test_what_is_no_document_is_told_with_its_line(tmp_path, tiny_tokenizer, capsys, line, reason):
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b'{"text": ""}\n')
+    arguments = (tmp_path / "in.jsonl", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s")
+    assert pack(*arguments) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "in.jsonl:3: " in told
+    assert reason in told
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+    assert pack(*arguments, "--on-error", "skip") == 0
+    info = TokenStore.open(tmp_path / "s").info
+    assert (info.documents, info.empty_documents, info.blank_lines, sum(info.rejected.values())) == (2, 1, 1, 1)
+    reject = json.loads((tmp_path / "s" / "rejects.jsonl").read_text())
+    assert reject["line"] == 3
+    assert reason in reject["reason"]
+
+
+def test_a_folder_of_text_skips_binary_files_and_says_so(tmp_path, tiny_tokenizer, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    (folder / "b.bin").write_bytes(b"\0\1\2")
+    assert pack(folder, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
+    assert "skipped 1 binary" in capsys.readouterr().err
+    assert TokenStore.open(tmp_path / "s").info.documents == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda s: (s / "tokens.bin").write_bytes((s / "tokens.bin").read_bytes()[:-1]), "tokens.bin: "),
+        (lambda s: (s / "tokens.idx").write_bytes(b"x" + (s / "tokens.idx").read_bytes()[1:]), "MMIDIDX"),
+        (lambda s: (s / "tokens.idx").write_bytes((s / "tokens.idx").read_bytes()[:-1]), "tokens.idx: "),
+        (lambda s: (s / "store.json").write_text("{"), "store.json"),
+        (lambda s: (s / "store.json").unlink(), "store.json"),
+    ],
+)
+def test_a_damaged_store_is_one_clear_line(tmp_path, tiny_corpus, tiny_tokenizer, capsys, damage, told):
+    assert pack(tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
+    damage(tmp_path / "s")
+    capsys.readouterr()
+    assert main(["data", "inspect", str(tmp_path / "s")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert told in lines[0]
+
+
+def test_a_flipped_byte_is_found_by_verify(tmp_path, tiny_corpus, tiny_tokenizer, capsys):
+    assert pack(tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
+    data = bytearray((tmp_path / "s" / "tokens.bin").read_bytes())
+    assert main(["data", "inspect", str(tmp_path / "s"), "--verify", "--tokenizer", str(tiny_tokenizer)]) == 0
+    data[100] ^= 1
+    (tmp_path / "s" / "tokens.bin").write_bytes(data)
+    assert main(["data", "inspect", str(tmp_path / "s"), "--verify"]) == 2
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, tiny_corpus, tiny_tokenizer, monkeypatch, capsys):
+    import errno
+
+    from weft.data.indexed import IndexedWriter
+
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(IndexedWriter, "add", full)
+    assert pack(tiny_corpus / "heldout", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 2
+    assert "No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_a_tokenizer_twice_gives_the_same_bytes_and_transformers_loads_it(tmp_path, tiny_corpus):
+    from transformers import AutoTokenizer
+
+    for out in ("a", "b"):
+        command = [
+            "data",
+            "train-tokenizer",
+            str(tiny_corpus / "train"),
+            "--vocab-size",
+            "300",
+            "--out",
+            str(tmp_path / out),
+        ]
+        assert main(command) == 0
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    ours, theirs = Tokenizer.load(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert ours.vocab_size == len(theirs) == 300
+    assert theirs.eos_token_id == ours.eod_id
+    for text in TRICKY:
+        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text
+    assert main(["data", "train-tokenizer", str(tiny_corpus), "--vocab-size", "256", "--out", str(tmp_path / "c")]) == 2
+
+
+def test_streaming_never_gives_half_a_character(tiny_tokenizer):
+    tokenizer = Tokenizer.load(tiny_tokenizer)
+    text = "né 🎉 日本語 end" * 20
+    decoder = tokenizer.stream_decoder()
+    pieces = [decoder.step(id) for id in tokenizer.encode(text)]
+    assert "".join(pieces) + decoder.flush() == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_tokenizer_that_states_no_end_of_document_is_refused(tmp_path, tiny_tokenizer, tiny_corpus, capsys):
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_bytes((tiny_tokenizer / "tokenizer.json").read_bytes())
+    assert pack(tiny_corpus, "--tokenizer", tmp_path / "tok", "--out", tmp_path / "s") == 2
+    assert "end-of-document" in capsys.readouterr().err
+
+
+def test_encode_batch_keeps_order_where_some_texts_go_the_slow_way(tiny_tokenizer):
+    tokenizer = Tokenizer.load(tiny_tokenizer)
+    ids, lengths = tokenizer.encode_batch(TRICKY)
+    assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == [tokenizer.encode(t) for t in TRICKY]
