@@ -1,6 +1,6 @@
 """Weft trains language models: raw text in; a trained, evaluated and served model out.
 
-The three names a library user starts with; each is imported when it is first touched, so that `import weft` costs nothing:
+The names a library user starts with; each is imported when it is first touched, so that `import weft` costs nothing:
 
     config = weft.RunConfig.load("run.yaml", ["optimizer.lr=1e-3"])
     weft.Trainer(config).fit()

@@ -46,5 +46,5 @@ def test_warm_up_as_a_fraction_is_the_same_as_in_steps():
 
 @pytest.mark.parametrize("arguments", [{"warmup_steps": 3, "warmup_fraction": 0.1}, {"warmup_steps": 11}])
 def test_an_impossible_warm_up_is_the_users_mistake(arguments):
-    with pytest.raises(UserError, match="warm-?up"):
+    with pytest.raises(UserError, match=r"warm-?up"):
         factors("linear", 10, **arguments)
