@@ -191,7 +191,8 @@ def table(args: argparse.Namespace, found: dict) -> str:
         f"{found['device']}, {found['threads']} threads; {versions}; {found['date'][:10]}.",
         "",
         f"Sequences of {SEQUENCE} tokens, vocabulary {VOCABULARY:,}, AdamW (fused), clipping; bf16 is compute over "
-        f"float32 state. Median step over {found['whole_rounds']} whole rounds, taking turns, each in a fresh process.",
+        f"float32 state. Median step over {found['whole_rounds']} whole rounds and what there was of "
+        "the next, taking turns, each in a fresh process.",
     ]
     if found["quick"]:
         lines += ["", "**A quick look, not a measurement**: one round of two steps."]
