@@ -188,3 +188,13 @@ def test_encode_batch_keeps_order_where_some_texts_go_the_slow_way(tiny_tokenize
     tokenizer = Tokenizer.load(tiny_tokenizer)
     ids, lengths = tokenizer.encode_batch(TRICKY)
     assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == [tokenizer.encode(t) for t in TRICKY]
+
+
+def test_a_prompts_last_blank_is_left_to_the_model(tiny_tokenizer):
+    tokenizer = Tokenizer.load(tiny_tokenizer)
+    prompt = tokenizer.prompt("ka ")
+    assert (prompt.text, prompt.ids) == ("ka", tokenizer.encode("ka"))
+    assert all(tokenizer.decode([id]).startswith(" ") for id in prompt.first)
+    assert tokenizer.encode("ka lo")[len(prompt.ids)] in prompt.first
+    assert tokenizer.prompt("ka").first is None
+    assert tokenizer.prompt("").ids == [tokenizer.eod_id]

@@ -86,3 +86,10 @@ def test_learned_positions_end_somewhere():
     initialize(model, 0)
     with pytest.raises(UserError, match="8"):
         tokens(model, [[1, 2, 3]])
+
+
+def test_the_first_token_is_one_of_those_allowed(model):
+    free = tokens(model, [[1, 2, 3]], max_new_tokens=1)[0][0]
+    allowed = {(free + 1) % 97, (free + 2) % 97}
+    assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[0][0] in allowed
+    assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[1][0] == free

@@ -47,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    prompts = [tokenizer.prompt(text) for text in texts]
+    texts = [prompt.text for prompt in prompts]
     steps = generate(
         model,
-        [tokenizer.encode(text) or [tokenizer.eod_id] for text in texts],
+        [prompt.ids for prompt in prompts],
+        first=[prompt.first for prompt in prompts],
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,

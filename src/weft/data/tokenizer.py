@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ DISPUTED = re.compile(
     "\U000323b0-\U00033479]"
 )
 CHECKED_TEXTS = 32  # compared with `tokenizers` before gigatoken is trusted
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to continue: `text`, its `ids`, and which ids may come `first` (None: any)."""
+
+    text: str
+    ids: list[int]
+    first: frozenset[int] | None
 
 
 class Tokenizer:
@@ -98,6 +108,18 @@ class Tokenizer:
         for i, new in zip(slow, replaced, strict=True):
             parts[i], lengths[i] = new, len(new)
         return np.concatenate(parts), lengths
+
+    def prompt(self, text: str) -> Prompt:
+        """A text to continue, ready for `generate`.
+
+        A blank at its end is left to the model: in training blanks were part of the words that they begin, and a lone
+        one is a token that the model has hardly seen. The first new token then is one that begins with a blank.
+        """
+        if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
+            first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith("\u0120"))
+            if first:
+                return Prompt(text[:-1], self.encode(text[:-1]), first)
+        return Prompt(text, self.encode(text) or [self.eod_id], None)
 
     def stream_decoder(self) -> StreamDecoder:
         """Decodes ids one at a time."""

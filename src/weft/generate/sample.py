@@ -24,6 +24,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_ids: Collection[int] = frozenset(),
+    first: Sequence[Collection[int] | None] | None = None,
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts at once.
@@ -41,6 +42,7 @@ def generate(
         top_p: draw from the smallest set of likeliest tokens with together at least this probability
             (Holtzman et al., 2020).
         stop_ids: tokens that end a prompt's continuation; they are yielded.
+        first: for each prompt, the tokens of which its first new one is, or None for any.
         cache: keep keys and values; without, every step computes everything again (for checking).
 
     Yields:
@@ -60,13 +62,14 @@ def generate(
             max_new_tokens,
             Sampler(prompts, temperature, top_k, top_p, seed),
             frozenset(stop_ids),
+            first,
             cache,
         )
     finally:
         model.train(was_training)
 
 
-def _generate(model, prompts, max_new_tokens, sampler, stop_ids, use_cache):
+def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cache):
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     starts = torch.tensor([width - len(p) for p in prompts])
@@ -79,6 +82,8 @@ def _generate(model, prompts, max_new_tokens, sampler, stop_ids, use_cache):
     fed = tokens
     for step in range(max_new_tokens):
         logits = next_logits(model, fed, store, starts, step + width)
+        if step == 0 and first is not None:
+            logits = only(logits, first)
         new = sampler(logits, finished)
         yield [None if done else token for token, done in zip(new, finished, strict=True)]
         finished = [done or token in stop_ids for token, done in zip(new, finished, strict=True)]
@@ -106,6 +111,17 @@ def next_logits(
             return model(tokens=tokens, positions=positions, cache=cache)[:, -1]
         segments = (columns.unsqueeze(0) >= starts.unsqueeze(1)).long()
         return model(tokens=tokens, positions=positions, segments=segments)[:, -1]
+
+
+def only(logits: torch.Tensor, allowed: Sequence[Collection[int] | None]) -> torch.Tensor:
+    """`[batch, vocab]` with minus infinity for what a row does not allow."""
+    masked = logits.clone()
+    for row, ids in enumerate(allowed):
+        if ids is not None:
+            keep = torch.tensor(sorted(ids), device=logits.device)
+            masked[row] = float("-inf")
+            masked[row, keep] = logits[row, keep]
+    return masked
 
 
 class Sampler:

@@ -20,7 +20,8 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
     """`training` with `dtype: auto` and `threads` filled in for this device."""
     threads = training.threads
     if threads is None and device.type == "cpu":
-        threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        threads = int(os.environ["OMP_NUM_THREADS"]) if os.environ.get("OMP_NUM_THREADS", "").isdigit() else share
     dtype = training.dtype
     if dtype == "auto":
         dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
@@ -59,9 +60,10 @@ def keep_freed_memory() -> bool:
     Returns:
         False where the C library is not glibc.
     """
-    m_mmap_max, m_trim_threshold, m_top_pad = -4, -1, -2
+    m_mmap_max, m_trim_threshold = -4, -1
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch asks for huge pages: fewer faults and table walks
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, 2**31 - 1) and mallopt(m_top_pad, 64 << 20))
+    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1))  # -1: never give back

@@ -16,6 +16,7 @@ from weft.checkpoint.save import save
 from weft.config.derive import RunLength
 from weft.config.run import RunConfig
 from weft.data.loader import Batch, BatchSource
+from weft.data.tokenizer import Prompt
 from weft.generate.sample import generate
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
@@ -63,7 +64,7 @@ class Loop:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     recorder: Recorder
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     stop_ids: frozenset[int]
     decode: Callable[[list[int]], str] | None
 
@@ -167,11 +168,12 @@ class Loop:
     def write_samples(self, step: int) -> None:
         """Continue the config's prompts and note what came out. All ranks take part: the weights are shared out."""
         settings = self.config.samples
-        texts = [list(prompt) for prompt in self.prompts]
+        texts: list[list[int]] = [[] for _ in self.prompts]
         self.model.eval()
         for new in generate(
             self.model,
-            self.prompts,
+            [prompt.ids for prompt in self.prompts],
+            first=[prompt.first for prompt in self.prompts],
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             seed=self.config.run.seed,
@@ -182,8 +184,7 @@ class Loop:
                     text.append(token)
         self.model.train()
         if self.decode is not None:
-            decoded = [self.decode(text[len(p) :]) for text, p in zip(texts, self.prompts, strict=True)]
-            self.recorder.samples(step, settings.prompts, decoded)
+            self.recorder.samples(step, [prompt.text for prompt in self.prompts], [self.decode(t) for t in texts])
 
     def save(self, step: int) -> None:
         """A checkpoint of `step` updates: weights, optimizer state and the step, of which all else is a function."""

@@ -193,7 +193,7 @@ def wire(
         optimizer=optimizer,
         schedule=schedule,
         recorder=recorder,
-        prompts=[tokenizer.encode(p) or [tokenizer.eod_id] for p in prompts] if tokenizer else [],
+        prompts=[tokenizer.prompt(text) for text in prompts] if tokenizer else [],
         stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
         decode=tokenizer.decode if tokenizer else None,
     )
