@@ -13,10 +13,10 @@ from checkpoint_cases import OPTIMIZERS, adamw, built, everything, goes_on, same
 from safetensors import safe_open
 from torch import nn
 
+from weft.checkpoint.load import checkpoints, load, verify
+
 # Four ranks are started once: in one worker, not in each.
 pytestmark = pytest.mark.xdist_group("resharding")
-
-from weft.checkpoint.load import checkpoints, load, verify
 
 CASES = [
     *(f"x1-to-x2-{kind}" for kind in OPTIMIZERS),
