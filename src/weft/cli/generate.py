@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from weft.launch.threads import wait_briefly
+
+    wait_briefly()
     import torch
 
     from weft.checkpoint.load import resolve

@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Read by the OpenMP runtime when torch loads: waiting threads sleep, so that neighbours do not slow us down.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from weft.config.run import RunConfig
+    from weft.launch.threads import wait_briefly
 
+    wait_briefly()
     if "RANK" in os.environ:
         from weft.launch.local import die_with_launcher
 
