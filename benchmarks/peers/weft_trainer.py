@@ -9,7 +9,7 @@ from weft.launch.threads import wait_briefly
 
 wait_briefly()  # as `weft train` does, before torch loads
 
-from common import BETAS, CLIP, LEARNING_RATE, SHAPES, WEIGHT_DECAY, Clock, report, windows
+from common import BETAS, CLIP, LEARNING_RATE, SHAPES, WEIGHT_DECAY, Clock, report, windows  # noqa: E402
 
 asked = json.loads(sys.argv[1])  # Weft sets the number of threads by itself, from its config
 clock = Clock(asked)
