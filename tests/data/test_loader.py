@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from weft.config.errors import UserError
-from weft.data.loader import BatchSource, StoreDataset, validation_batches
+from weft.data.loader import BatchSource, validation_batches
 from weft.data.permutation import Permutation
 from weft.data.store import TokenStore
+from weft.data.windows import StoreDataset
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 1000, 4097])

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.data.loader import Batch
+from weft.data.batch import Batch
 
 
 class Objective(Protocol):

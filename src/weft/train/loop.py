@@ -15,7 +15,8 @@ from torch import nn
 from weft.checkpoint.save import save
 from weft.config.derive import RunLength
 from weft.config.run import RunConfig
-from weft.data.loader import Batch, BatchSource
+from weft.data.batch import Batch
+from weft.data.loader import BatchSource
 from weft.data.tokenizer import Prompt
 from weft.generate.sample import generate
 from weft.objectives.objective import Objective

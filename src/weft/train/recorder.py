@@ -14,7 +14,7 @@ from torch import nn
 from weft.config.derive import RunLength
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.data.loader import Batch
+from weft.data.batch import Batch
 from weft.models.build import matmul_parameters
 from weft.observe.console import Console
 from weft.observe.flops import device_peak, flops_per_token, memory_bytes, memory_kind, mfu, total_peak

@@ -17,8 +17,10 @@ from weft.config.derive import RunLength, derive
 from weft.config.errors import UserError
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
-from weft.data.loader import Batch, BatchSource, Dataset, StoreDataset, validation_batches
+from weft.data.batch import Batch, Dataset
+from weft.data.loader import BatchSource, validation_batches
 from weft.data.store import StoreInfo, TokenStore
+from weft.data.windows import StoreDataset
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups

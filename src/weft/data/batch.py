@@ -1,0 +1,123 @@
+"""What a step learns from: samples of a dataset, stacked to one rank's rows of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from weft.config.errors import UserError
+
+
+@dataclass
+class Batch:
+    """One rank's rows of one global batch.
+
+    Attributes:
+        tokens, labels, positions: int64 `[rows, seq]`.
+        weight: float32 `[rows, seq]`: how much each label counts; 0 where nothing is learned; padding rows are 0.
+        segments: int64 `[rows, seq]`: which document a token is of, where attention keeps them apart; or None.
+        samples: int64 `[rows]`: numbers of the samples over all epochs; -1 for padding.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor
+    positions: torch.Tensor
+    segments: torch.Tensor | None
+    samples: torch.Tensor
+
+    def split(self, rows: int) -> list[Batch]:
+        """Micro-batches of at most `rows` rows."""
+        return [self._map(lambda t, a=a: t[a : a + rows]) for a in range(0, len(self.tokens), rows)]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on another device."""
+        return self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """The same in page-locked memory, from where a GPU copies faster."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function) -> Batch:
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if t is None else function(t) for name, t in parts.items()})
+
+
+class Dataset(Protocol):
+    """What can be trained on. A class with `complete = True` gives every part as arrays of one length, unchecked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """`tokens` `[seq]`; optionally `labels` (default: the next token), `weight`, `positions`, `segments`."""
+        ...
+
+
+def collate(
+    dataset: Dataset, indices: Sequence[int] | np.ndarray, samples: np.ndarray, *, rows: int, real: int
+) -> Batch:
+    """Read samples and stack them to `rows` rows, of which the first `real` count.
+
+    Raises:
+        UserError: the dataset gave something that is no sample; says which.
+    """
+    read = [_sample(dataset, int(index)) for index in indices]
+    length = len(read[0]["tokens"])
+    for index, sample in zip(indices, read, strict=True):
+        if len(sample["tokens"]) != length:
+            raise UserError(
+                f"sample {index} has {len(sample['tokens'])} tokens where others have {length}; all must be as long"
+            )
+    padding = [read[0]] * (rows - len(read))
+    stacked = {
+        key: torch.from_numpy(np.stack([sample[key] for sample in read + padding]))
+        for key in ("tokens", "labels", "weight", "positions")
+    }
+    stacked["weight"][real:] = 0
+    segments = None
+    if "segments" in read[0]:
+        segments = torch.from_numpy(np.stack([sample["segments"] for sample in read + padding]))
+    numbers = torch.full((rows,), -1, dtype=torch.int64)
+    numbers[:real] = torch.from_numpy(np.asarray(samples[:real], np.int64))
+    return Batch(**stacked, segments=segments, samples=numbers)
+
+
+def _sample(dataset: Dataset, index: int) -> dict[str, np.ndarray]:
+    """One sample with all its parts, as arrays of one length."""
+    if getattr(dataset, "complete", False):
+        return dataset[index]
+    name = type(dataset).__name__
+    given = dataset[index]
+    if not isinstance(given, dict) or "tokens" not in given:
+        raise UserError(f"{name}[{index}] is no mapping with 'tokens'; return {{'tokens': integers [seq], ...}}")
+    if unknown := given.keys() - {"tokens", "labels", "weight", "positions", "segments"}:
+        raise UserError(
+            f"{name}[{index}] has an unknown part {sorted(unknown)[0]!r}; a sample has tokens and optionally "
+            "labels, weight, positions and segments"
+        )
+    try:
+        tokens = np.asarray(given["tokens"])
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
+            raise ValueError("tokens must be integers of shape [seq]")
+        tokens = tokens.astype(np.int64)
+        weight = np.array(given.get("weight", np.ones(len(tokens))), np.float32)
+        if "labels" not in given:
+            weight[-1] = 0  # what follows the last token is not known
+        sample = {
+            "tokens": tokens,
+            "labels": np.asarray(given.get("labels", np.roll(tokens, -1)), np.int64),
+            "weight": weight,
+            "positions": np.asarray(given.get("positions", np.arange(len(tokens))), np.int64),
+        }
+        if "segments" in given:
+            sample["segments"] = np.asarray(given["segments"], np.int64)
+        for key, part in sample.items():
+            if part.shape != tokens.shape:
+                raise ValueError(f"{key} has shape {part.shape}, tokens {tokens.shape}")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}[{index}] is no sample: {error}") from None
+    return sample
