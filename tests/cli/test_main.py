@@ -78,7 +78,7 @@ def test_no_verb_or_a_wrong_one_is_a_mistake(capsys):
     assert "verbs are quickstart, data," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb_name", [v for v in cli.TABLE if v not in ("data", "generate")])
+@pytest.mark.parametrize("verb_name", [v for v in cli.TABLE if v != "generate"])
 def test_every_verb_has_help_that_needs_no_torch(verb_name):
     program = (
         f"import sys; from weft.cli.main import main; code = main([{verb_name!r}, '--help']); "
@@ -87,6 +87,21 @@ def test_every_verb_has_help_that_needs_no_torch(verb_name):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: weft {verb_name}")
+
+
+def test_sub_verbs_have_a_table_and_help_of_their_own(capsys):
+    from weft.cli.data import VERBS
+
+    assert cli.main(["data", "--help"]) == 0
+    listed = capsys.readouterr().out
+    for name in (name for group in VERBS.values() for name in group):
+        assert f" {name} " in listed
+        assert cli.main(["data", name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: weft data {name}")
+    assert cli.main(["data"]) == 2
+    assert capsys.readouterr().err == listed
+    assert cli.main(["data", "pak"]) == 2
+    assert "no sub-verb 'pak'; did you mean 'pack'? (weft data --help lists them)" in capsys.readouterr().err
 
 
 def test_help_before_a_verb(capsys):

@@ -17,7 +17,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "quickstart": ("weft.cli.quickstart", "train a small model on Python's standard library in a few minutes"),
     },
     "data": {
-        "data": ("weft.cli.data", "train a tokenizer, pack text into a token store, look into one"),
+        "data": ("weft.cli.data", "train a tokenizer, pack text into token stores, work on stores"),
     },
     "train": {
         "config": ("weft.cli.config", "check a run's YAML file, show it resolved, print its schema"),
@@ -63,13 +63,30 @@ class Parser(argparse.ArgumentParser):
             self._within = False
 
 
+SUB_HELP = """\
+usage: weft {verb} SUB-VERB ...
+
+{what}.
+
+{verbs}
+
+`weft {verb} SUB-VERB --help` tells more about each.
+"""
+
+
 def help_text() -> str:
     """What `weft --help` prints."""
+    return HELP.format(verbs=listing(VERBS))
+
+
+def listing(groups: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """A table of verbs, one a line, by group."""
     lines = []
-    for group, verbs in VERBS.items():
+    width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
+    for group, verbs in groups.items():
         for number, (verb, (_, help_line)) in enumerate(verbs.items()):
-            lines.append(f"  {group if number == 0 else '':8}{verb:13}{help_line}")
-    return HELP.format(verbs="\n".join(lines))
+            lines.append(f"  {group if number == 0 else '':8}{verb:{width}}{help_line}")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,17 +125,26 @@ def dispatch(argv: list[str]) -> int:
     if argv[0] in ("-V", "--version"):
         print(f"weft {__version__}")
         return 0
-    verb = argv[0]
+    verb, rest = argv[0], argv[1:]
     if verb not in TABLE:
-        near = difflib.get_close_matches(verb, TABLE, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"verbs are {', '.join(TABLE)}"
-        print(f"weft: there is no verb {verb!r}; {hint} (weft --help lists them)", file=sys.stderr)
-        return 2
+        return unknown("weft", "verb", verb, list(TABLE))
     module = import_module(TABLE[verb][0])
+    if hasattr(module, "VERBS"):  # a verb whose sub-verbs have a file each
+        table = {name: entry for group in module.VERBS.values() for name, entry in group.items()}
+        if not rest or rest[0] in ("-h", "--help", "help"):
+            text = SUB_HELP.format(
+                verb=verb, what=module.HELP[0].upper() + module.HELP[1:], verbs=listing(module.VERBS)
+            )
+            print(text, end="", file=sys.stdout if rest else sys.stderr)
+            return 0 if rest else 2
+        if rest[0] not in table:
+            return unknown(f"weft {verb}", "sub-verb", rest[0], list(table))
+        module = import_module(table[rest[0]][0])
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     parser = Parser(prog=f"weft {verb}", description=module.HELP, allow_abbrev=False)
     module.add_arguments(parser)
     try:
-        args = parser.parse_args(argv[1:])
+        args = parser.parse_args(rest)
     except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
         return int(leaving.code or 0)
     from weft.config.errors import ConfigError, UserError
@@ -131,3 +157,11 @@ def dispatch(argv: list[str]) -> int:
         if not (error.quiet or alike):
             print(error, file=sys.stderr, flush=True)
         return 2
+
+
+def unknown(command: str, kind: str, given: str, known: list[str]) -> int:
+    """Say that there is no such verb, with the nearest one that there is."""
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
+    print(f"{command}: there is no {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
+    return 2

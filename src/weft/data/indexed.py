@@ -26,23 +26,30 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedWriter:
     """Writes documents one batch after the other; `finish` writes the index.
 
+    Args:
+        mask: write `loss_mask.bin` beside them as well, one byte a token: 1 where it is to be learned.
+
     Attributes:
         digest: sha256 of the `.bin` so far.
+        mask_digest: sha256 of `loss_mask.bin` so far.
     """
 
-    def __init__(self, prefix: Path, dtype: np.dtype):
+    def __init__(self, prefix: Path, dtype: np.dtype, *, mask: bool = False):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self.mask_file = open(prefix.with_name("loss_mask.bin"), "wb") if mask else None  # noqa: SIM115
+        self.mask_digest = hashlib.sha256()
         self.file = open(prefix.with_suffix(".bin"), "wb")  # noqa: SIM115 (closed by finish)
         self.lengths: list[np.ndarray] = []
         self.digest = hashlib.sha256()
         self.limit = np.iinfo(self.dtype).max
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Append documents.
 
         Args:
             tokens: all documents' ids, end to end.
             lengths: of each document; their sum is `len(tokens)`.
+            mask: bool or uint8, as long as `tokens`; given if and only if the writer was made with `mask`.
 
         Raises:
             UserError: an id that the dtype cannot hold.
@@ -54,11 +61,19 @@ class IndexedWriter:
         data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
         self.file.write(data)
         self.digest.update(data)
+        if self.mask_file is not None:
+            assert mask is not None
+            assert len(mask) == len(tokens)
+            data = np.ascontiguousarray(mask, dtype=np.uint8).tobytes()
+            self.mask_file.write(data)
+            self.mask_digest.update(data)
         self.lengths.append(np.asarray(lengths, dtype=np.int32))
 
     def finish(self) -> str:
         """Close the `.bin`, write the `.idx`, and return the latter's sha256."""
         self.file.close()
+        if self.mask_file is not None:
+            self.mask_file.close()
         lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
         offsets = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=offsets[1:])
@@ -87,8 +102,8 @@ class IndexedReader:
         index, data = prefix.with_suffix(".idx"), prefix.with_suffix(".bin")
         code, count = read_index_header(index)
         dtype = np.dtype(DTYPES[code])
-        self.lengths = _map(index, np.int32, HEADER.size, count)
-        self.offsets = _map(index, np.int64, HEADER.size + 4 * count, count)
+        self.lengths = map_file(index, np.int32, HEADER.size, count)
+        self.offsets = map_file(index, np.int64, HEADER.size + 4 * count, count)
         total = int(self.lengths.sum(dtype=np.int64))
         size = data.stat().st_size if data.exists() else -1
         if size != total * dtype.itemsize:
@@ -96,7 +111,7 @@ class IndexedReader:
                 f"{max(size, 0):,} bytes where {total * dtype.itemsize:,} belong; it is damaged: pack the store again",
                 data,
             )
-        self.tokens = _map(data, dtype, 0, total)
+        self.tokens = map_file(data, dtype, 0, total)
 
     def document(self, number: int) -> np.ndarray:
         """The ids of one document, its end-of-document token among them."""
@@ -104,7 +119,8 @@ class IndexedReader:
         return self.tokens[start : start + int(self.lengths[number])]
 
 
-def _map(path: Path, dtype, offset: int, count: int) -> np.ndarray:
+def map_file(path: Path, dtype, offset: int, count: int) -> np.ndarray:
+    """A read-only memory map of `count` numbers `[count]`."""
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json, read_store_header
-from weft.data.indexed import IndexedReader
+from weft.data.indexed import IndexedReader, map_file
 
 
 class SourceFile(BaseModel):
@@ -30,10 +31,13 @@ class StoreInfo(BaseModel):
         empty_documents: packed documents without text.
         blank_lines: of JSON-lines files; no documents.
         rejected: reason -> count.
+        kind: what a document is: text; a conversation with a loss mask; or, two by two, a chosen and a rejected one.
+        mask_sha256: of `loss_mask.bin`, where there is one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     version: int = 1
+    kind: Literal["text", "conversations", "preferences"] = "text"
     tokenizer_digest: str
     vocab_size: int
     eod_id: int
@@ -47,6 +51,7 @@ class StoreInfo(BaseModel):
     skipped_files: dict[str, int] = {}
     bin_sha256: str
     idx_sha256: str
+    mask_sha256: str | None = None
     sources: list[SourceFile] = []
 
     @property
@@ -56,11 +61,26 @@ class StoreInfo(BaseModel):
 
 
 class TokenStore:
-    """An opened store: `tokens` `[num_tokens]` is a memory map, `document(i)` one document's ids."""
+    """An opened store.
+
+    Attributes:
+        tokens: `[num_tokens]`, a memory map.
+        lengths: tokens per document `[num_documents]`, a memory map.
+        loss_mask: uint8 `[num_tokens]`, 1 where a token is to be learned; None where all are.
+    """
 
     def __init__(self, path: Path, info: StoreInfo, reader: IndexedReader):
         self.path, self.info, self._reader = path, info, reader
         self.tokens, self.lengths = reader.tokens, reader.lengths
+        self.loss_mask = None
+        if info.mask_sha256 is not None:
+            mask = path / "loss_mask.bin"
+            size = mask.stat().st_size if mask.exists() else 0
+            if size != len(reader.tokens):
+                raise UserError(
+                    f"{size:,} bytes where {len(reader.tokens):,} belong; it is damaged: pack the store again", mask
+                )
+            self.loss_mask = map_file(mask, np.uint8, 0, size)
         self.num_tokens, self.num_documents = len(reader.tokens), len(reader.lengths)
 
     @classmethod

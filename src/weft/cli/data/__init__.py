@@ -1,0 +1,14 @@
+"""`weft data`: raw text to a tokenizer and to token stores, and work on stores. One file a sub-verb."""
+
+HELP = "train a tokenizer, pack text into token stores, work on stores"
+
+# Sub-verb -> its module (with HELP, add_arguments, run) and its line in `weft data --help`, by group.
+VERBS = {
+    "make": {
+        "train-tokenizer": ("weft.cli.data.train_tokenizer", "train a byte-level BPE on text"),
+        "pack": ("weft.cli.data.pack", "tokenize documents into a token store"),
+    },
+    "look": {
+        "inspect": ("weft.cli.data.inspect", "counts, lengths and decoded samples of a token store"),
+    },
+}
