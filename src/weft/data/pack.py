@@ -14,8 +14,9 @@ import numpy as np
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.data.documents import Counts, Document, Reject, find_files, read_documents
+from weft.data.documents import Counts, Reject
 from weft.data.indexed import IndexedWriter, token_dtype
+from weft.data.sources import Reading, find_files, read_all
 from weft.data.store import StoreInfo
 from weft.data.tokenizer import Tokenizer
 from weft.observe.console import Console
@@ -96,11 +97,12 @@ def _write(
     writer = IndexedWriter(folder / "tokens", dtype)
     tokens = 0
 
-    def on_reject(reject: Reject) -> None:
+    def on_reject(path: Path, reject: Reject) -> None:
         if not skip_rejects:
-            raise UserError(f"{reject.reason}; mend it, or --on-error skip leaves such documents out", str(reject))
+            what = f"{reject.reason}; mend it, or --on-error skip leaves such documents out"
+            raise UserError(what, path, reject.line)
         with open(folder / "rejects.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"path": str(reject.path), "line": reject.line, "reason": reject.reason}) + "\n")
+            file.write(json.dumps({"path": str(path), "line": reject.line, "reason": reject.reason}) + "\n")
 
     with console.progress(sum(path.stat().st_size for path in files), "packing", unit="B") as bar:
         batch: list[str] = []
@@ -117,12 +119,12 @@ def _write(
         def on_progress(done: int) -> None:
             bar.update(done, tokens=tokens)
 
-        document: Document
-        for document in read_documents(
-            files, counts, text_field=text_field, on_reject=on_reject, on_progress=on_progress
+        reading, sources = Reading(field=text_field), []
+        for text in read_all(
+            files, reading, counts, on_reject=on_reject, on_progress=on_progress, on_file=sources.append
         ):
-            batch.append(document.text)
-            characters += len(document.text)
+            batch.append(text.value)  # type: ignore[arg-type]
+            characters += len(text.value)
             if characters >= BATCH_CHARACTERS:
                 flush()
         if batch:
@@ -144,7 +146,7 @@ def _write(
         skipped_files=dict(counts.skipped_files),
         bin_sha256=writer.digest.hexdigest(),
         idx_sha256=idx_digest,
-        sources=counts.sources,  # type: ignore[arg-type]
+        sources=sources,  # type: ignore[arg-type]
     )
 
 

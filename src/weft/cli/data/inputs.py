@@ -3,20 +3,81 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.data.sources import Reading
+
+ABOUT = """\
+INPUT: files; folders, searched to any depth (hidden files are left out); patterns such as 'data/**/*.jsonl' (quoted);
+folders that `datasets` saved; or - for the standard input. A file is read once, however often it is named.
+
+What a file is, its name says: .jsonl (one object a line), .json (a list of objects), .parquet, .arrow, .csv and .tsv
+are records, of which --field or --template makes the text; every other file is text, one document a file, or many
+between --separator. JSON, text and CSV may be packed as .gz or .zst. What is no document (broken JSON, a field that is
+missing or null, invalid UTF-8, ...) is never dropped without a word.
+"""
 
 
-def add_inputs(verb: argparse.ArgumentParser) -> None:
-    """Add INPUT and how it is read."""
-    verb.description = (
-        "INPUT: files, or folders searched to any depth. *.jsonl is one JSON object a line; every other text file is "
-        "one document. What is no document (broken JSON, invalid UTF-8, ...) is never dropped without a word."
-    )
-    verb.add_argument("inputs", nargs="*", metavar="INPUT", help="files and folders")
+def add_inputs(verb: argparse.ArgumentParser, *, records: bool = False) -> None:
+    """Add INPUT and how it is read.
+
+    Args:
+        records: the verb takes whole records: there is nothing to say about fields, templates and separators.
+    """
+    verb.description = ABOUT
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")
     verb.add_argument("--files-from", metavar="FILE", help="a file that names more inputs, one a line")
-    verb.add_argument("--field", default="text", metavar="NAME", help="a JSON line's text (default: text)")
+    verb.add_argument(
+        "--format",
+        choices=["jsonl", "json", "text", "csv", "tsv", "parquet", "arrow"],
+        help="what all files are, whatever their names say (of the standard input: text, if it is not said)",
+    )
+    if not records:
+        verb.add_argument(
+            "--field", default="text", metavar="NAME", help="a record's text (default: text); meta.text looks within"
+        )
+        verb.add_argument(
+            "--template", metavar="TEXT", help=r"a record's text, put together: '{title}\n{content}'; {{ is a brace"
+        )
+        verb.add_argument(
+            "--separator", metavar="TEXT", help=r"what stands between the documents of a text file: '\n\n'"
+        )
     verb.add_argument(
         "--on-error",
         choices=["fail", "skip"],
         default="fail",
         help="at what is no document: stop (default), or leave it out, counted and noted",
     )
+
+
+def reading_of(args: argparse.Namespace) -> Reading:
+    """How the arguments of `add_inputs` say that files are read.
+
+    Raises:
+        UserError: a template or separator that means nothing.
+    """
+    from weft.data.sources import Reading
+
+    if not hasattr(args, "field"):
+        return Reading(records=True, format=args.format)
+    return Reading(
+        field=args.field,
+        template=None if args.template is None else unescaped(args.template),
+        separator=None if args.separator is None else unescaped(args.separator),
+        format=args.format,
+    )
+
+
+def unescaped(text: str) -> str:
+    """A shell's argument with \\n, \\r, \\t and \\\\ as what they mean; a backslash before anything else is itself."""
+    meant = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
+    out, rest = [], text
+    while rest:
+        before, backslash, rest = rest.partition("\\")
+        out.append(before)
+        if backslash:
+            out.append(meant.get(rest[:1], backslash + rest[:1]))
+            rest = rest[1:]
+    return "".join(out)

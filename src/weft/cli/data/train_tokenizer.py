@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.cli.data.inputs import add_inputs
+from weft.cli.data.inputs import add_inputs, reading_of
 
 HELP = "train a byte-level BPE on text"
 
@@ -19,24 +19,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
-    from weft.data.documents import Counts, Reject, find_files, read_documents
+    from weft.data.documents import Counts, Reject
+    from weft.data.sources import find_files, read_all
     from weft.data.tokenizer import train
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)
     if out.exists() and not args.overwrite:
         raise UserError("exists already; name another --out, or --overwrite replaces it", out)
-    files, counts = find_files(args.inputs, args.files_from), Counts()
+    files, reading, counts = find_files(args.inputs, args.files_from), reading_of(args), Counts()
 
-    def on_reject(reject: Reject) -> None:
+    def on_reject(path: Path, reject: Reject) -> None:
         if args.on_error == "fail":
-            raise UserError(f"{reject.reason}; mend it, or --on-error skip leaves such documents out", str(reject))
+            why = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
+            raise UserError(f"{why}; mend it, or --on-error skip leaves such documents out", path, reject.line)
 
-    with console.progress(sum(p.stat().st_size for p in files), "reading", unit="B") as bar:
-        documents = read_documents(
-            files, counts, text_field=args.field, on_reject=on_reject, on_progress=lambda done: bar.update(done)
-        )
-        texts = (document.text for document in documents)
+    sizes = [path.stat().st_size for path in files if path.is_file()]
+    with console.progress(sum(sizes) if len(sizes) == len(files) else None, "reading", unit="B") as bar:
+        documents = read_all(files, reading, counts, on_reject=on_reject, on_progress=lambda done: bar.update(done))
+        texts = (document.value for document in documents)
         size = train(texts, args.vocab_size, out, overwrite=args.overwrite)
     if counts.rejected:
         console.warning(f"left out: {dict(counts.rejected)}")

@@ -1,0 +1,15 @@
+"""Files of any kind as streams of documents: find the files, plan units of work, read each.
+
+    files = find_files(["corpus/", "more/*.jsonl.zst"])
+    for unit in plan(files, Reading(field="text")):
+        for item in read(unit, Reading(field="text"), Counts()):
+            ...                                             # a Document or a Reject
+
+A kind of file is a module here with `read(unit, reading, tally, on_bytes)` and its line in `kinds.py`.
+"""
+
+from weft.data.sources.find import find_files
+from weft.data.sources.kinds import FORMATS, Reading, Unit, plan
+from weft.data.sources.reader import read, read_all
+
+__all__ = ["FORMATS", "Reading", "Unit", "find_files", "plan", "read", "read_all"]

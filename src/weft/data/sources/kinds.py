@@ -1,0 +1,146 @@
+"""What a file is, by its name, and the units that one worker reads at once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.config.errors import UserError
+from weft.data.sources.find import STANDARD_INPUT
+
+RANGE_BYTES = 64 << 20
+COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
+FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet", "arrow")
+# Every other file is text.
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are taken out of files.
+
+    Attributes:
+        field: the key of a record's text; "meta.text" looks into nested records.
+        template: in place of `field`, a text with "{field}"s in it ("{title}\\n{content}"); "{{" is a brace.
+        separator: what stands between the documents of a text file; None: each file is one document.
+        records: give whole records (dicts), not texts.
+        format: what all files are ("jsonl", ... of FORMATS), whatever their names say.
+    """
+
+    field: str = "text"
+    template: str | None = None
+    separator: str | None = None
+    records: bool = False
+    format: str | None = None
+
+    def __post_init__(self):
+        from weft.data.sources.values import template_parts
+
+        if self.template is not None:
+            template_parts(self.template)  # raises
+        if self.separator == "":
+            raise UserError("an empty separator separates nothing; leave it out, and each file is one document")
+        if self.format is not None and self.format not in FORMATS:
+            raise UserError(f"no such format: {self.format!r}; formats are {', '.join(FORMATS)}")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one worker reads at once.
+
+    Attributes:
+        path: "-" is the standard input.
+        kind: the format, and ".gz" or ".zst" behind it: "jsonl.gz".
+        start, stop: bytes of JSON lines (a line belongs to the range in which it begins) or row groups of Parquet;
+            (0, None): the whole file.
+        size: bytes on disk, for a progress bar; 0 of a stream.
+    """
+
+    path: str
+    kind: str
+    start: int
+    stop: int | None
+    size: int
+
+    @property
+    def stream(self) -> bool:
+        """Whether only the process that was given it can read it, and once: standard input, or a pipe."""
+        return self.path == "-" or not os.path.isfile(self.path)
+
+
+def kind_of(path: Path, forced: str | None = None) -> str:
+    """The format by the file's name, or the forced one; its compression, by the name, behind a dot."""
+    name = path.name.lower()
+    stem, suffix = os.path.splitext(name)
+    packed = COMPRESSIONS.get(suffix)
+    form = forced or SUFFIXES.get(os.path.splitext(stem)[1] if packed else suffix, "text")
+    return f"{form}.{packed}" if packed else form
+
+
+def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES) -> list[Unit]:
+    """The units of `files`, in order; the same for the same files, and cheap: sizes and Parquet's footers are read.
+
+    Args:
+        range_bytes: about how many bytes of JSON lines or Parquet one unit is.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    units: list[Unit] = []
+    for path in files:
+        kind = kind_of(path, reading.format)
+        if path == STANDARD_INPUT:
+            units.append(Unit("-", kind, 0, None, 0))
+            continue
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", path) from None
+        whole = Unit(str(path), kind, 0, None, status.st_size)
+        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+            units.append(whole)
+            continue
+        cut = CUTS.get(kind)
+        units += cut(whole, range_bytes) if cut else [whole]
+    return units
+
+
+def _cut_lines(whole: Unit, range_bytes: int) -> list[Unit]:
+    starts = range(0, whole.size, range_bytes)
+    ends = [min(start + range_bytes, whole.size) for start in starts]
+    return [Unit(whole.path, "jsonl", a, b, b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def _cut_json(whole: Unit, range_bytes: int) -> list[Unit]:
+    """Many `.json` files hold JSON lines: those are cut like them."""
+    from weft.data.sources.json_list import holds_lines
+
+    return _cut_lines(whole, range_bytes) if holds_lines(whole.path) else [whole]
+
+
+def _cut_parquet(whole: Unit, range_bytes: int) -> list[Unit]:
+    from weft.data.sources.columns import cut_parquet
+
+    return cut_parquet(whole, range_bytes)
+
+
+CUTS: dict[str, Callable[[Unit, int], list[Unit]]] = {
+    "jsonl": _cut_lines,
+    "json": _cut_json,
+    "parquet": _cut_parquet,
+}

@@ -1,0 +1,86 @@
+"""JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from weft.data.documents import Document, Reject
+from weft.data.sources.kinds import Reading
+from weft.data.sources.streams import LONGEST, Raw, pieces, unpacked, without_bom
+from weft.data.sources.tally import Tally
+from weft.data.sources.values import Take, Unfit, checked, taker
+
+
+def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """The documents of a range of lines, or of a whole compressed file."""
+    blocks = raw.whole_lines() if raw.unit.stop is not None else unpacked(raw, raw.blocks())
+    yield from read_blocks(without_bom(blocks) if raw.unit.start == 0 else blocks, reading, tally)
+
+
+def read_blocks(blocks: Iterator[bytes], reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """The documents of blocks of lines."""
+    counts, take, loads = tally.counts, taker(reading), orjson.loads
+    # Of a plain field; what else there is takes the careful way.
+    key = None if reading.records or reading.template is not None or "." in reading.field else reading.field
+    number = 0
+    for lines in pieces(blocks, b"\n"):
+        documents = empty = size = 0
+        for line in lines:
+            number += 1
+            # The way of nearly every line: nothing is done here but parse, look up, count.
+            try:
+                text = loads(line)[key] if key is not None else None  # type: ignore[arg-type]
+            except (ValueError, LookupError, TypeError):
+                text = None
+            if type(text) is str:
+                documents += 1
+                if text:
+                    size += len(text) if text.isascii() else len(text.encode())
+                else:
+                    empty += 1
+                yield Document(text, number)
+            elif line is not None and (not line or line.isspace()):
+                counts.blank_lines += 1
+            else:
+                yield _carefully(line, number, take, reading.records, tally)
+        counts.documents += documents
+        counts.empty += empty
+        counts.bytes += size
+        counts.lines = number
+
+
+def _carefully(line: bytes | None, number: int, take: Take, records: bool, tally: Tally) -> Document | Reject:
+    try:
+        if line is None:
+            raise too_long()
+        value = take(parsed(line))
+    except Unfit as why:
+        return tally.reject(number, why)
+    return tally.document(value, number, len(line.strip()) if records else None)
+
+
+def too_long() -> Unfit:
+    return Unfit(f"longer than {LONGEST >> 20} MiB")
+
+
+def parsed(line: bytes) -> Any:
+    """The value of a line of JSON.
+
+    Raises:
+        Unfit: it is broken, or holds what UTF-8 cannot.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        pass
+    # Python's own parser takes what orjson does not, such as NaN beside the text, and tells bad UTF-8 apart.
+    try:
+        return checked(json.loads(line.decode("utf-8")))
+    except UnicodeDecodeError:
+        raise Unfit("invalid UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise Unfit("broken JSON", str(error)) from None

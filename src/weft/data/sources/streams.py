@@ -1,0 +1,210 @@
+"""A file's bytes in blocks: ranges of lines, decompressed, digested and counted on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from weft.config.errors import UserError
+from weft.data.documents import Counts
+from weft.data.sources.kinds import Unit
+
+BLOCK = 1 << 20
+LONGEST = 256 << 20  # bytes of one document: beyond it, no machine's memory would be safe
+BOM = b"\xef\xbb\xbf"
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+
+class Broken(Exception):
+    """The rest of the file cannot be read. Args: the reason; a hint."""
+
+    def __init__(self, reason: str, hint: str = ""):
+        self.reason, self.hint = reason, hint
+        super().__init__(reason)
+
+
+class Raw:
+    """Reads a unit's bytes, counts and digests them. As a context manager it closes the file."""
+
+    def __init__(self, unit: Unit, counts: Counts, on_bytes: Callable[[int], None]):
+        self.unit, self._counts, self._on_bytes = unit, counts, on_bytes
+        self._digest, self._whole = hashlib.sha256(), False
+        try:
+            self.file: BinaryIO = (
+                sys.stdin.buffer if unit.path == "-" else open(unit.path, "rb", buffering=0)  # noqa: SIM115
+            )
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", unit.path) from None
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._whole:  # a digest of half a file would only confuse
+            self._counts.sha256 = self._digest.hexdigest()
+        if self.unit.path != "-":
+            self.file.close()
+
+    def read(self, size: int = BLOCK) -> bytes:
+        """At most `size` bytes; none at the end."""
+        try:
+            return self.file.read(size)
+        except OSError as error:
+            raise UserError(f"cannot be read: {error.strerror}", self.unit.path) from None
+
+    def note(self, raw: bytes | memoryview) -> None:
+        """These bytes are the unit's: digest, count and show them."""
+        self._digest.update(raw)
+        self._counts.raw_bytes += len(raw)
+        self._on_bytes(len(raw))
+
+    def blocks(self) -> Iterator[bytes]:
+        """All of the file."""
+        while block := self.read():
+            self.note(block)
+            yield block
+        self._whole = True
+
+    def whole_lines(self) -> Iterator[bytes]:
+        """The lines that begin in the unit's range of bytes, in blocks that end anywhere.
+
+        What is digested and counted are the bytes of the range itself, so that the ranges of a file add up to it.
+        """
+        start, stop = self.unit.start, self.unit.stop
+        if stop is None:
+            yield from self.blocks()
+            return
+        skipping = start > 0  # until a line begins; the byte before `start` may be the end of the line before
+        at = start - skipping
+        self.file.seek(at)
+        last = b"\n"
+        while at < stop:
+            block = self.read(min(BLOCK, stop - at))
+            if not block:
+                raise UserError("has become shorter while it was read; start again when it is whole", self.unit.path)
+            self.note(memoryview(block)[1:] if at < start else block)
+            at += len(block)
+            last = block[-1:]
+            if skipping:
+                cut = block.find(b"\n") + 1
+                skipping = cut == 0
+                block = block[cut:] if cut else b""
+            if block:
+                yield block
+        self._whole = True
+        while not skipping and last != b"\n" and (block := self.read()):
+            cut = block.find(b"\n") + 1
+            if cut:
+                yield block[:cut]
+                return
+            yield block
+
+
+def unpacked(raw: Raw, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """`blocks` decompressed as the unit's kind says; of a stream without a name, as its first bytes say.
+
+    Raises:
+        Broken: (from the iterator) the compressed file ends early or is damaged.
+    """
+    packed = raw.unit.kind.partition(".")[2]
+    if raw.unit.stream:
+        first = next(blocks, b"")
+        while first and len(first) < len(ZSTD) and (more := next(blocks, b"")):
+            first += more
+        packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
+        blocks = _again(first, blocks)
+    return _gunzip(blocks) if packed == "gz" else _unzstd(blocks) if packed == "zst" else blocks
+
+
+def _again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if first:
+        yield first
+    yield from rest
+
+
+def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    member = zlib.decompressobj(wbits=31)
+    within, members = False, 0  # within a member; members that are whole
+    for block in blocks:
+        while block:
+            if not within:
+                block = block.lstrip(b"\0") if members else block  # padding behind members, as `gzip` allows
+                if not block:
+                    break
+                member, within = zlib.decompressobj(wbits=31), True
+            try:
+                out = member.decompress(block, 4 * BLOCK)
+            except zlib.error as error:
+                raise Broken("damaged gzip file", str(error)) from None
+            if member.eof:
+                block, within, members = member.unused_data, False, members + 1
+            else:
+                block = member.unconsumed_tail
+            if out:
+                yield out
+    if within:
+        raise Broken("truncated gzip file")
+
+
+def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**29)
+    frame = None
+    for block in blocks:
+        for begin in range(0, len(block), BLOCK // 8):  # all that a piece holds comes out at once
+            piece = block[begin : begin + BLOCK // 8]
+            while piece:
+                frame = frame or decompressor.decompressobj()
+                try:
+                    out = frame.decompress(piece)
+                except zstandard.ZstdError as error:
+                    raise Broken("damaged zstd file", str(error)) from None
+                piece = b""
+                if frame.eof:
+                    piece, frame = frame.unused_data, None
+                if out:
+                    yield out
+    if frame is not None:
+        raise Broken("truncated zstd file")
+
+
+def without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """`blocks` without the mark that some editors write before UTF-8."""
+    first = next(blocks, b"")
+    while first and len(first) < len(BOM) and (more := next(blocks, b"")):
+        first += more
+    yield first.removeprefix(BOM)
+    yield from blocks
+
+
+def pieces(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
+    """What stands between separators (the leftmost one counts where two overlap), many pieces at a time.
+
+    None stands for a piece longer than LONGEST. A separator at the very end closes the last piece; it opens no empty
+    one. Broken passes through, and takes the unfinished piece with it.
+    """
+    reach = len(separator) - 1  # so many bytes at a block's end may be the beginning of a separator
+    begun: list[bytes] = []  # of the unfinished piece
+    edge, size, too_long = b"", 0, False
+    for block in blocks:
+        rest = edge + block if edge else block
+        found: list[bytes | None] = list(rest.split(separator))
+        if len(found) > 1:
+            rest = found.pop() or b""
+            if too_long or size:
+                found[0] = None if too_long else b"".join([*begun, found[0] or b""])
+                begun, size, too_long = [], 0, False
+            yield found
+        if reach:
+            rest, edge = rest[:-reach], rest[-reach:]
+        if rest and not too_long:
+            begun.append(rest)
+            size += len(rest)
+            if size > LONGEST:
+                begun, too_long = [], True
+    if too_long or size or edge:
+        yield [None if too_long else b"".join([*begun, edge])]

@@ -1,0 +1,71 @@
+"""Plain text: a file is one document, or many between separators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.data.documents import Document, Reject
+from weft.data.sources.kinds import Reading
+from weft.data.sources.lines import too_long
+from weft.data.sources.streams import LONGEST, Raw, pieces, unpacked, without_bom
+from weft.data.sources.tally import Tally
+from weft.data.sources.values import Unfit
+
+
+def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """The documents of a text file; none of a binary one, which is counted."""
+    blocks = unpacked(raw, raw.blocks())
+    first = next(blocks, b"")
+    if reason := binary(first):
+        tally.skip_file(reason)
+        return
+    blocks = without_bom(_again(first, blocks))
+    yield from _between(blocks, reading.separator, tally) if reading.separator else _one(blocks, tally)
+
+
+def binary(first: bytes) -> str:
+    """Why a file that begins so holds no text; empty if it may."""
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16"
+    return "binary" if b"\0" in first[:8192] else ""
+
+
+def _again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    yield from rest
+
+
+def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
+    whole, size = [], 0
+    for block in blocks:
+        whole.append(block)
+        size += len(block)
+        if size > LONGEST:
+            yield tally.reject(None, too_long().reason, "--separator splits a text file into documents")
+            return
+    try:
+        yield tally.document(b"".join(whole).decode("utf-8"), None)
+    except UnicodeDecodeError:
+        yield tally.reject(None, "invalid UTF-8")
+
+
+def _between(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[Document | Reject]:
+    first = next(blocks)
+    end = first.find(b"\n")
+    if "\r" not in separator and first[max(end - 1, 0) : end] == b"\r":  # lines end as Windows' do
+        separator = separator.replace("\n", "\r\n")
+    mark = separator.encode("utf-8")
+    newlines, line = mark.count(b"\n"), 1
+    for found in pieces(_again(first, blocks), mark):
+        for piece in found:
+            try:
+                if piece is None:
+                    raise too_long()
+                if not piece or piece.isspace():
+                    tally.counts.blank_lines += 1
+                else:
+                    yield tally.document(piece.decode("utf-8"), line)
+            except (Unfit, UnicodeDecodeError) as why:
+                yield tally.reject(line, why if isinstance(why, Unfit) else "invalid UTF-8")
+            line += (piece or b"").count(b"\n") + newlines
+        tally.counts.lines += len(found)
