@@ -34,6 +34,27 @@ class Batch:
         """Micro-batches of at most `rows` rows."""
         return [self._map(lambda t, a=a: t[a : a + rows]) for a in range(0, len(self.tokens), rows)]
 
+    def cut(self, length: int) -> Batch:
+        """The same tokens in the same order, in shorter rows: `[rows x seq / length, length]`.
+
+        Positions begin anew with each row: those of the document that it begins in. Labels and weights stay, a row's
+        last label too.
+
+        Raises:
+            ValueError: `length` does not divide the rows.
+        """
+        rows, seq = self.tokens.shape
+        if length < 1 or seq % length:
+            raise ValueError(f"rows of {seq} tokens cannot be cut into rows of {length}")
+        each = seq // length
+        samples = self.samples.repeat_interleave(each)
+        short = self._map(lambda t: t.reshape(rows * each, length) if t.dim() == 2 else samples)
+        first = torch.ones_like(short.tokens, dtype=torch.bool)
+        if short.segments is not None:
+            first = (short.segments != short.segments[:, :1]).cumsum(1) == 0  # the row's first document
+        short.positions = torch.where(first, short.positions - short.positions[:, :1], short.positions)
+        return short
+
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
         return self._map(lambda t: t.to(device, non_blocking=True))
