@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.documents import block_mask, each_document, segment_mask
 
-def segment_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Which keys each query may see, where several documents share a row: those before it in its own document.
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those that Triton's matrix products know
+
+
+def document_mask(
+    segments: torch.Tensor, *, dtype: torch.dtype, head_dim: int, dropout: float = 0.0
+) -> torch.Tensor | BlockMask:
+    """What keeps attention inside documents, for `attention`'s `mask`: made once a forward, for all layers.
+
+    On a GPU it is a table of blocks for flex attention; on a CPU the segments themselves, whose documents are attended
+    to one by one; else (dropout of weights, float64 on a GPU, other devices) a boolean mask.
 
     Args:
-        segments: `[batch, seq]`, a number for each token's document.
-
-    Returns:
-        bool `[batch, 1, seq, seq]`, true where a query (third axis) sees a key (fourth).
+        segments: int64 `[batch, seq]`, a number for each token's document; a document is a run of one number.
+        dtype, head_dim: of the queries.
+        dropout: as `attention`'s.
     """
-    same = segments.unsqueeze(2) == segments.unsqueeze(1)  # [batch, seq, seq]
-    return same.tril().unsqueeze(1)
+    kind = segments.device.type
+    if dropout == 0 and kind == "cpu":
+        return segments
+    if dropout == 0 and kind == "cuda" and dtype in FLEX_DTYPES and head_dim >= 16:
+        return block_mask(segments)
+    return segment_mask(segments)
 
 
 def attention(
@@ -26,7 +44,7 @@ def attention(
     *,
     causal: bool,
     segments: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | BlockMask | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -39,28 +57,44 @@ def attention(
         causal: a query sees only the keys before it and its own. With fewer queries than keys, the queries are the
             last ones. Ignored beside a `mask`.
         segments: `[batch, seq]`; attention stays inside runs of one number (and is causal).
-        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key. It says all: `causal` and
-            `segments` are not looked at.
+        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `document_mask`
+            made. It says all: `causal` and `segments` are not looked at.
         dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
 
     Returns:
         `[batch, heads, seq, head_dim]`
     """
-    queries, keys = q.shape[2], k.shape[2]
+    queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if mask is None and segments is not None:
-        mask = segment_mask(segments)
+        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout)
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return _flex(q, k, v, mask, scale, grouped)
+    if mask is not None and mask.dtype != torch.bool:
+        if grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        return each_document(q, k, v, mask, scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
     is_causal = causal and mask is None and queries == keys
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None, grouped: bool
+) -> torch.Tensor:
+    """FlexAttention (Dong et al., 2024). It is a kernel only when compiled; uncompiled it fills the whole matrix."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    return call(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+@cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.kernels.attention import segment_mask
+from weft.kernels.attention import document_mask
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.models.layers.attention import Attention
 from weft.models.layers.mlp import MLP
@@ -58,7 +58,7 @@ class Block(nn.Module):
         Args:
             x: `[batch, seq, width]`.
             rope: `rope_table`'s rotations; None for other position schemes.
-            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key; None: causal.
+            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `document_mask`'s; None: causal.
             cache: earlier keys and values, extended by these.
 
         Returns:
@@ -125,8 +125,11 @@ class Decoder(nn.Module):
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         if cache is not None:
             mask = cache.mask(seq, tokens.device)
+        elif segments is not None:
+            dropout = self.config.attention_dropout if self.training else 0.0
+            mask = document_mask(segments, dtype=x.dtype, head_dim=self.head_dim, dropout=dropout)
         else:
-            mask = None if segments is None else segment_mask(segments)
+            mask = None
         for layer in self.layers:
             x = layer(x, rope, mask, cache)
         if cache is not None:
