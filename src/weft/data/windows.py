@@ -11,12 +11,24 @@ from weft.data.store import TokenStore
 
 
 class StoreDataset:
-    """The windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`, end to end."""
+    """The windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`, end to end.
+
+    A label's weight is the loss mask of that label's token; without a mask, 1.
+
+    Args:
+        document_attention: keep the documents of a window apart: samples also have `segments` (the document's number
+            within the window, from 0), positions begin anew with each document, and the label behind a document's last
+            token, which is the next document's first, has weight 0. What a window cuts off of a document counts as a
+            document of its own, with positions from 0.
+
+    Raises:
+        UserError: the store is shorter than one window.
+    """
 
     complete = True
 
-    def __init__(self, store: TokenStore, sequence_length: int):
-        self.store, self.length = store, sequence_length
+    def __init__(self, store: TokenStore, sequence_length: int, *, document_attention: bool = False):
+        self.store, self.length, self.document_attention = store, sequence_length, document_attention
         self.samples = (store.num_tokens - 1) // sequence_length
         if self.samples < 1:
             raise UserError(
@@ -29,10 +41,45 @@ class StoreDataset:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        window = np.asarray(self.store.tokens[index * self.length : (index + 1) * self.length + 1], np.int64)
-        return {
-            "tokens": window[:-1],
-            "labels": window[1:],
-            "weight": np.ones(self.length, np.float32),
-            "positions": np.arange(self.length, dtype=np.int64),
-        }
+        begin, end = index * self.length, (index + 1) * self.length
+        window = np.asarray(self.store.tokens[begin : end + 1], np.int64)
+        mask = self.store.loss_mask
+        weight = np.ones(self.length, np.float32) if mask is None else mask[begin + 1 : end + 1].astype(np.float32)
+        sample = {"tokens": window[:-1], "labels": window[1:], "weight": weight}
+        places = np.arange(self.length, dtype=np.int64)
+        if not self.document_attention:
+            return sample | {"positions": places}
+        # The places in 1 .. length at which another document begins; at `length` it begins with the last label.
+        starts = document_starts(self.store, begin + 1, end + 1) - begin
+        weight[starts - 1] = 0
+        inside = starts[starts < self.length]
+        begins = np.zeros(self.length, np.int64)
+        begins[inside] = 1
+        segments = begins.cumsum()
+        return sample | {"segments": segments, "positions": places - np.concatenate(([0], inside))[segments]}
+
+
+def document_starts(store: TokenStore, begin: int, end: int) -> np.ndarray:
+    """The numbers of the tokens in `begin .. end - 1` with which documents begin; int64, ascending, each once.
+
+    Two binary searches in the index: what is read does not grow with the store.
+    """
+    size = store.tokens.dtype.itemsize
+    first, last = (first_at_or_after(store.offsets, place * size) for place in (begin, end))
+    starts = store.offsets[first:last].astype(np.int64) // size
+    return starts[np.diff(starts, prefix=-1) > 0]  # documents of no tokens begin where the next one does
+
+
+def first_at_or_after(values: np.ndarray, least: int) -> int:
+    """How many of the ascending `values` are below `least`.
+
+    `np.searchsorted` would first copy the whole map: an index's numbers are not aligned in their file.
+    """
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
