@@ -94,11 +94,15 @@ def _in_folder(top: Path) -> Iterator[Path]:
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if "dataset_dict.json" in names:  # says which splits there are, and is itself no document
-            names.remove("dataset_dict.json")
-        found += [(p, [p]) for name in names if not name.startswith(".") and (p := Path(folder, name)).is_file()]
+        found += [(p, [p]) for name in names if not _aside(name, names) and (p := Path(folder, name)).is_file()]
     for _, files in sorted(found):
         yield from files
+
+
+def _aside(name: str, names: list[str]) -> bool:
+    """Whether a file in a folder is no document: hidden, a list of `datasets`' splits, an index of a file beside it."""
+    indexed = name.removesuffix(".index.npy").removesuffix(".index.json")
+    return name.startswith(".") or name == "dataset_dict.json" or (indexed != name and indexed in names)
 
 
 def _refuse(error: OSError) -> None:

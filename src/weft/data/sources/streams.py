@@ -61,6 +61,22 @@ class Raw:
         self._counts.raw_bytes += len(raw)
         self._on_bytes(len(raw))
 
+    def seek(self, position: int) -> None:
+        """Go on from there."""
+        self.file.seek(position)
+
+    def advance(self, to: int | None) -> None:
+        """Note the bytes from here to `to`, or to the end, which are read by something else than this."""
+        at = self.file.tell()
+        while (to is None or at < to) and (block := self.read(BLOCK if to is None else min(BLOCK, to - at))):
+            self.note(block)
+            at += len(block)
+        self._whole = to is None
+
+    def finish(self) -> None:
+        """All of the unit has been noted."""
+        self._whole = True
+
     def blocks(self) -> Iterator[bytes]:
         """All of the file."""
         while block := self.read():
@@ -115,11 +131,12 @@ def unpacked(raw: Raw, blocks: Iterator[bytes]) -> Iterator[bytes]:
         while first and len(first) < len(ZSTD) and (more := next(blocks, b"")):
             first += more
         packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
-        blocks = _again(first, blocks)
+        blocks = again(first, blocks)
     return _gunzip(blocks) if packed == "gz" else _unzstd(blocks) if packed == "zst" else blocks
 
 
-def _again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+def again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    """`rest` with `first`, which was taken off it, put back."""
     if first:
         yield first
     yield from rest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources.values import Unfit
 
@@ -15,12 +17,14 @@ class Tally:
         self.counts = counts
 
     def document(self, value: Any, line: int | None, size: int | None = None) -> Document:
-        """A document; `size`, in bytes, need only be given for records."""
+        """A document; `size`, in bytes, spares a record's being written once more to know it."""
         counts = self.counts
         counts.documents += 1
-        if size is None:
+        if isinstance(value, str):
             counts.empty += not value
             size = len(value) if value.isascii() else len(value.encode("utf-8"))
+        elif size is None:
+            size = len(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
         counts.bytes += size
         return Document(value, line)
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from weft.data.documents import Document, Reject
 from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
-from weft.data.sources.streams import LONGEST, Raw, pieces, unpacked, without_bom
+from weft.data.sources.streams import LONGEST, Raw, again, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit
 
 
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-    """The documents of a text file; none of a binary one, which is counted."""
+    """The documents of a text file; none of a binary one, or where records are asked for: such files are counted."""
     blocks = unpacked(raw, raw.blocks())
     first = next(blocks, b"")
-    if reason := binary(first):
+    if reason := "text" if reading.records else binary(first):
         tally.skip_file(reason)
         return
-    blocks = without_bom(_again(first, blocks))
+    blocks = without_bom(again(first, blocks))
     yield from _between(blocks, reading.separator, tally) if reading.separator else _one(blocks, tally)
 
 
@@ -28,11 +28,6 @@ def binary(first: bytes) -> str:
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "UTF-16"
     return "binary" if b"\0" in first[:8192] else ""
-
-
-def _again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
 
 
 def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
@@ -56,7 +51,7 @@ def _between(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[
         separator = separator.replace("\n", "\r\n")
     mark = separator.encode("utf-8")
     newlines, line = mark.count(b"\n"), 1
-    for found in pieces(_again(first, blocks), mark):
+    for found in pieces(again(first, blocks), mark):
         for piece in found:
             try:
                 if piece is None:

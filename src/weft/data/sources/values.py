@@ -128,6 +128,8 @@ def _at(record: Any, field: str) -> Any:
         return record[field]
     value: Any = record
     for part in field.split("."):
+        if value is None:
+            return None
         if not isinstance(value, dict) or part not in value:
             keys = ", ".join(repr(key) for key in list(record)[:8]) + (", ..." if len(record) > 8 else "")
             raise Unfit(f"no field {field!r}", f"it has {keys or 'none'}; --field or --template names another")

@@ -1,0 +1,181 @@
+"""Parquet and Arrow by pyarrow: only the columns that are needed, a few thousand rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from weft.config.errors import UserError
+from weft.data.documents import Document, Reject
+from weft.data.sources.kinds import Reading, Unit
+from weft.data.sources.streams import Broken, Raw
+from weft.data.sources.tally import Tally
+from weft.data.sources.values import Unfit, as_text, fields_of, taker
+
+ROWS = 8192  # at most so many at once,
+BYTES = 16 << 20  # and about so much memory
+ARROW_FILE = b"ARROW1"
+
+
+def cut_parquet(whole: Unit, range_bytes: int) -> list[Unit]:
+    """Units of whole row groups, each of about `range_bytes` on disk or one group."""
+    try:
+        starts = _group_starts(pq.read_metadata(whole.path))
+    except (pa.ArrowException, OSError):
+        return [whole]  # reading it will say what is wrong
+    units, first = [], 0
+    for group in range(1, len(starts) + 1):
+        end = starts[group] if group < len(starts) else whole.size
+        if group == len(starts) or end - starts[first] >= range_bytes:
+            units.append(replace(whole, start=first, stop=group, size=end - starts[first]))
+            first = group
+    return units or [whole]
+
+
+def _group_starts(metadata: Any) -> list[int]:
+    """The byte where each row group begins, of which the first counts as 0: so all units together are the file."""
+    starts: list[int] = []
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        column = row_group.column(0) if row_group.num_columns else None
+        begin = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)), default=0) if column else 0
+        starts.append(max(begin, starts[-1]) if starts else 0)
+    return starts
+
+
+def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """The documents of the rows; `line` is the row."""
+    form, _, packed = raw.unit.kind.partition(".")
+    if raw.unit.stream or packed:
+        what = f"{form} cannot be read {'packed as .' + packed if packed else 'from a pipe'}; give it as a plain file"
+        raise UserError(what, raw.unit.path)
+    try:
+        if raw.unit.size == 0:
+            raise Broken(f"empty {form} file")
+        yield from (_parquet if form == "parquet" else _arrow)(raw, reading, tally)
+    except (pa.ArrowException, OSError) as error:
+        raw.advance(None)
+        raise Broken(f"broken {form} file", next(iter(str(error).splitlines()), "")) from None
+
+
+def _parquet(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    with pq.ParquetFile(raw.unit.path, buffer_size=1 << 20, pre_buffer=False) as file:
+        metadata = file.metadata
+        stop = metadata.num_row_groups if raw.unit.stop is None else raw.unit.stop
+        starts = [*_group_starts(metadata), None]
+        raw.seek(starts[raw.unit.start] or 0)
+        columns = _columns(file.schema_arrow.names, reading)
+        for group in range(raw.unit.start, stop):
+            about = metadata.row_group(group)
+            if isinstance(columns, Unfit):
+                yield from _all_unfit(about.num_rows, columns, tally)
+            else:
+                rows = _rows_at_once(about.num_rows, about.total_byte_size)
+                for batch in file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+                    yield from _documents(batch, reading, tally)
+            raw.advance(starts[group + 1])
+        raw.advance(starts[stop])
+        raw.finish()
+
+
+def _arrow(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    with pa.memory_map(raw.unit.path) as source:
+        if source.read(len(ARROW_FILE)) == ARROW_FILE:
+            file = pa.ipc.open_file(source)
+            number = file.num_record_batches
+            batches = ((file.get_batch(i), raw.unit.size * (i + 1) // number) for i in range(number))
+        else:
+            source.seek(0)
+            file = pa.ipc.open_stream(source)
+            batches = ((batch, source.tell()) for batch in file)
+        columns = _columns(file.schema.names, reading)
+        for batch, position in batches:
+            if isinstance(columns, Unfit):
+                yield from _all_unfit(batch.num_rows, columns, tally)
+            else:
+                batch = batch if columns is None else batch.select(columns)
+                rows = _rows_at_once(batch.num_rows, batch.nbytes)
+                for begin in range(0, batch.num_rows, rows):
+                    yield from _documents(batch.slice(begin, rows), reading, tally)
+            raw.advance(position)
+        raw.advance(None)
+
+
+def _rows_at_once(rows: int, size: int) -> int:
+    return max(1, min(ROWS, rows * BYTES // max(size, 1)))
+
+
+def _columns(names: list[str], reading: Reading) -> list[str] | Unfit | None:
+    """The columns to read; None: all; Unfit: one of them is not there."""
+    fields = fields_of(reading)
+    if fields is None:
+        return None
+    columns = []
+    for field in fields:
+        column = field if field in names else field.partition(".")[0]
+        if column not in names:
+            shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+            return Unfit(f"no field {field!r}", f"it has {shown or 'none'}; --field or --template names another")
+        columns.append(column)
+    return list(dict.fromkeys(columns))
+
+
+def _all_unfit(rows: int, why: Unfit, tally: Tally) -> Iterator[Reject]:
+    for _ in range(rows):
+        tally.counts.lines += 1
+        yield tally.reject(tally.counts.lines, why)
+
+
+def _documents(batch: Any, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    field = reading.field
+    if not reading.records and reading.template is None and field in batch.schema.names:
+        values = _column(batch.column(field))
+        take = lambda value: as_text(value, field)  # noqa: E731
+    else:
+        values, take = _records(batch), taker(reading)
+    for value in values:
+        tally.counts.lines += 1
+        try:
+            if isinstance(value, Unfit):
+                raise value
+            text = take(value)
+        except Unfit as why:
+            yield tally.reject(tally.counts.lines, why)
+        else:
+            yield tally.document(text, tally.counts.lines)
+
+
+def _column(column: Any) -> list[Any]:
+    """The values of a column, strings as bytes if not all of them are UTF-8."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    try:
+        column.validate(full=True)  # a damaged file may have offsets that point anywhere
+    except pa.ArrowInvalid:
+        raw_type = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
+        if raw_type is None:
+            raise
+        column = column.view(raw_type)
+        column.validate(full=True)
+    return column.to_pylist()
+
+
+def _records(batch: Any) -> list[Any]:
+    """The rows as dicts; Unfit in the place of one that holds what is no UTF-8."""
+    try:
+        batch.validate(full=True)
+        return batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+    records = []
+    for row in range(batch.num_rows):
+        try:
+            records += batch.slice(row, 1).to_pylist()
+        except UnicodeDecodeError:
+            records.append(Unfit("invalid UTF-8"))
+    return records
