@@ -10,9 +10,9 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
-from weft.data.sources import lines
+from weft.data.sources import lines, streams
 from weft.data.sources.kinds import Reading
-from weft.data.sources.streams import BLOCK, BOM, LONGEST, Broken, Raw, again, unpacked, without_bom
+from weft.data.sources.streams import BLOCK, BOM, Broken, Raw, again, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, checked, taker
 
@@ -115,7 +115,7 @@ def _values(texts: Iterator[str]) -> Iterator[Any]:
                     break
                 if ended:
                     raise Broken("truncated or broken JSON", "what follows is not read") from None
-                if len(text) - at > LONGEST:
+                if len(text) - at > streams.LONGEST:
                     raise Broken(lines.too_long().reason, "or broken JSON: what follows is not read") from None
                 more()
             yield value

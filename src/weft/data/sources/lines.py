@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 
 from weft.data.documents import Document, Reject
+from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
-from weft.data.sources.streams import LONGEST, Raw, pieces, unpacked, without_bom
+from weft.data.sources.streams import Raw, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Take, Unfit, checked, taker
 
@@ -64,7 +65,7 @@ def _carefully(line: bytes | None, number: int, take: Take, records: bool, tally
 
 
 def too_long() -> Unfit:
-    return Unfit(f"longer than {LONGEST >> 20} MiB")
+    return Unfit(f"longer than {streams.LONGEST >> 20} MiB")
 
 
 def parsed(line: bytes) -> Any:

@@ -6,9 +6,10 @@ import csv
 from collections.abc import Iterator
 
 from weft.data.documents import Document, Reject
+from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
-from weft.data.sources.streams import LONGEST, Broken, Raw, again, pieces, unpacked, without_bom
+from weft.data.sources.streams import Broken, Raw, again, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.text import binary
 from weft.data.sources.values import Unfit, checked, taker
@@ -21,7 +22,7 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
     if reason := binary(first):
         tally.skip_file(reason)
         return
-    csv.field_size_limit(LONGEST)
+    csv.field_size_limit(streams.LONGEST)
     # strict: a quote that is never closed is an error, and not a cell that holds the rest of the file.
     delimiter = "\t" if raw.unit.kind.startswith("tsv") else ","
     rows = csv.reader(_lines(without_bom(again(first, blocks))), delimiter=delimiter, strict=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.data.documents import Document, Reject
+from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
-from weft.data.sources.streams import LONGEST, Raw, again, pieces, unpacked, without_bom
+from weft.data.sources.streams import Raw, again, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit
 
@@ -35,7 +36,7 @@ def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
     for block in blocks:
         whole.append(block)
         size += len(block)
-        if size > LONGEST:
+        if size > streams.LONGEST:
             yield tally.reject(None, too_long().reason, "--separator splits a text file into documents")
             return
     try:
