@@ -1,0 +1,34 @@
+"""Real text for the data benchmarks, from what is wherever the project is: the sources of Python packages."""
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def make_jsonl(path: Path, megabytes: int) -> dict:
+    """Write JSON lines of `{"path", "text"}`, about so many megabytes, the same for the same packages.
+
+    The files in order; where they are not enough, they come again with their lines turned round: no text repeats.
+    """
+    documents = size = turns = 0
+    folders = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
+    files = sorted({file for folder in folders for file in folder.rglob("*.py")})
+    if not files:
+        sys.exit("no Python sources here to make text of")
+    with open(path, "wb") as out:
+        while size < megabytes * 1e6:
+            for file in files:
+                try:
+                    text = file.read_text(encoding="utf-8")
+                except (UnicodeDecodeError, OSError):
+                    continue
+                if turns:
+                    text = "\n".join(text.split("\n")[:: -1 if turns % 2 else 1]) + f"\n# {turns}\n"
+                line = json.dumps({"path": file.name, "text": text}, ensure_ascii=False).encode() + b"\n"
+                out.write(line)
+                documents, size = documents + 1, size + len(line)
+                if size >= megabytes * 1e6:
+                    break
+            turns += 1
+    return {"documents": documents, "bytes": size}
