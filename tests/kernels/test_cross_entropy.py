@@ -16,10 +16,16 @@ def written_out(hidden, weight, labels, softcap=None):
     return probabilities.gather(-1, labels.unsqueeze(-1)).squeeze(-1).log()
 
 
+def small_blocks(monkeypatch, vocabulary: int) -> None:
+    """Several blocks of several chunks, the last ones short."""
+    monkeypatch.setattr(cross_entropy, "KEPT_ELEMENTS", 5 * vocabulary)
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 3 * vocabulary})
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("vocabulary", [50, 20_000])
 def test_equals_a_softmax_written_out(softcap, vocabulary, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 150)  # several chunks, the last one short
+    small_blocks(monkeypatch, vocabulary)
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 7, 6, dtype=torch.float64), torch.randn(vocabulary, 6, dtype=torch.float64)
     labels = torch.randint(0, vocabulary, (2, 7))
@@ -27,9 +33,12 @@ def test_equals_a_softmax_written_out(softcap, vocabulary, monkeypatch):
     assert torch.allclose(token_logprobs(hidden, weight, labels, softcap), expected, atol=1e-12)
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_gradients_are_those_of_finite_differences(softcap, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 33)
+def test_gradients_are_those_of_finite_differences(softcap, kept, monkeypatch):
+    small_blocks(monkeypatch, 11)
+    if kept:
+        monkeypatch.setattr(cross_entropy, "KEPT_ELEMENTS", 7 * 11)
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
@@ -45,3 +54,35 @@ def test_bfloat16_gives_float32_log_probabilities():
     assert result.dtype == torch.float32
     exact = written_out(hidden.bfloat16().double(), weight.bfloat16().double(), labels)
     assert (result - exact).abs().max() < 0.05  # the products' rounding, not the softmax's
+
+
+def test_a_second_backward_through_the_same_graph_gives_the_same():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    loss = token_logprobs(hidden, weight, torch.randint(0, 30, (9,))).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient_and_changes_nothing():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8)
+    labels = torch.randint(0, 30, (9,))
+    (alone,) = torch.autograd.grad(token_logprobs(hidden, weight, labels).sum(), hidden)
+    (beside,) = torch.autograd.grad(token_logprobs(hidden, weight.requires_grad_(), labels).sum(), hidden)
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_compiled_equals_uncompiled(softcap, monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(7, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    labels = torch.randint(0, 30, (7,))
+    small_blocks(monkeypatch, 30)
+
+    def run(compiled):
+        out = token_logprobs(hidden, weight, labels, softcap, compiled=compiled)
+        return out, *torch.autograd.grad((out * torch.arange(7)).sum(), (hidden, weight))
+
+    for a, b in zip(run(False), run(True), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)

@@ -88,6 +88,7 @@ class Decoder(nn.Module):
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = NORMS[config.norm](width, config.rms_norm_eps)
+        self.token_logprobs = token_logprobs  # a seam: compiled, or over a split vocabulary
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
     def forward(
@@ -137,6 +138,6 @@ class Decoder(nn.Module):
         x = self.norm(x)
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if labels is not None:
-            return token_logprobs(x, head, labels, self.config.logit_softcap)
+            return self.token_logprobs(x, head, labels, self.config.logit_softcap)
         logits = F.linear(x, head)
         return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap)

@@ -54,6 +54,8 @@ def parallelize(
         # The forward, not the module: FSDP's hooks stay outside of the compiled code, and names stay what they are.
         for block in blocks:
             block.forward = torch.compile(block.forward)
+        if built_in:
+            model.token_logprobs = partial(model.token_logprobs, compiled=True)
     shard(model, blocks, parallel, world, dtype)
 
     if built_in:
