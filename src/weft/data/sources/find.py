@@ -33,7 +33,7 @@ def find_files(inputs: Sequence[str | Path], files_from: str | Path | None = Non
         raise UserError("the standard input cannot be both a list of files and an input; give one of them by a file")
     found: dict[str, Path] = {}
     for name in named:
-        for path in _files(name):
+        for path in filter(_is_document, _files(name)):
             found.setdefault(os.path.abspath(path) if path != STANDARD_INPUT else "-", path)
     if not found:
         where = ", ".join(named) or "the input"
@@ -66,17 +66,30 @@ def _files(name: str) -> Iterator[Path]:
         matches = sorted(glob.glob(name, recursive=True))
         if not matches:
             raise UserError("no file matches this pattern; check it (quoted, so that the shell leaves it alone)", name)
-        searched = ""
-        for match in matches:
-            if searched and match.startswith(searched):
-                continue  # `**` names a folder and all that is in it: the folder was searched already
-            if os.path.isdir(match):
-                searched = match.rstrip("/") + "/"
-                yield from _in_folder(Path(match))
-            else:
-                yield Path(match)
+        yield from _matched(matches)
     else:
         raise UserError("no such file or folder; check the path", path)
+
+
+def _matched(matches: list[str]) -> Iterator[Path]:
+    """The files of a pattern's matches. `**` names a folder and all that is in it, and follows links in circles."""
+    searched, seen = "", set()
+    real: dict[str, str] = {}
+    for match in matches:
+        if searched and match.startswith(searched):
+            continue
+        if os.path.isdir(match):
+            searched = match.rstrip("/") + "/"
+            files = list(_in_folder(Path(match)))
+        else:
+            files = [Path(match)]
+        for path in files:
+            folder = str(path.parent)
+            if folder not in real:
+                real[folder] = os.path.realpath(folder)
+            if (place := (real[folder], path.name)) not in seen:
+                seen.add(place)
+                yield path
 
 
 def _in_folder(top: Path) -> Iterator[Path]:
@@ -94,15 +107,15 @@ def _in_folder(top: Path) -> Iterator[Path]:
             folders.clear()
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [(p, [p]) for name in names if not _aside(name, names) and (p := Path(folder, name)).is_file()]
+        found += [(p, [p]) for name in names if not name.startswith(".") and (p := Path(folder, name)).is_file()]
     for _, files in sorted(found):
         yield from files
 
 
-def _aside(name: str, names: list[str]) -> bool:
-    """Whether a file in a folder is no document: hidden, a list of `datasets`' splits, an index of a file beside it."""
-    indexed = name.removesuffix(".index.npy").removesuffix(".index.json")
-    return name.startswith(".") or name == "dataset_dict.json" or (indexed != name and indexed in names)
+def _is_document(path: Path) -> bool:
+    """Not what tells of other files: an index of a file beside it, or which splits a dataset has."""
+    indexed = path.name.removesuffix(".index.npy").removesuffix(".index.json")
+    return path.name != "dataset_dict.json" and (indexed == path.name or not path.with_name(indexed).exists())
 
 
 def _refuse(error: OSError) -> None:

@@ -12,7 +12,7 @@ from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
 from weft.data.sources import lines, streams
 from weft.data.sources.kinds import Reading
-from weft.data.sources.streams import BLOCK, BOM, Broken, Raw, again, unpacked, without_bom
+from weft.data.sources.streams import BLOCK, BOM, Broken, Raw, again, head, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, checked, taker
 
@@ -28,9 +28,9 @@ def holds_lines(path: str) -> bool:
         raise UserError(f"cannot be read: {error.strerror}", path) from None
 
 
-def like_lines(head: bytes) -> bool:
+def like_lines(begins: bytes) -> bool:
     """Whether a file that begins so is one object a line, rather than a list or an object over many lines."""
-    first, end, rest = head.removeprefix(BOM).lstrip().partition(b"\n")
+    first, end, rest = begins.removeprefix(BOM).lstrip().partition(b"\n")
     if not first.startswith(b"{"):
         return False
     if not end or rest.lstrip(b"\r\n").startswith(b"{"):
@@ -45,11 +45,9 @@ def like_lines(head: bytes) -> bool:
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of the file's records; `line` is the number of the record, or of the line if it has one a line."""
     blocks = without_bom(unpacked(raw, raw.blocks()))
-    head = next(blocks, b"")
-    while len(head) < BLOCK and (more := next(blocks, b"")):
-        head += more
-    blocks = again(head, blocks)
-    if like_lines(head):
+    first = head(blocks, BLOCK)
+    blocks = again(first, blocks)
+    if like_lines(first[:BLOCK]):
         yield from lines.read_blocks(blocks, reading, tally)
         return
     take = taker(reading)

@@ -127,9 +127,7 @@ def unpacked(raw: Raw, blocks: Iterator[bytes]) -> Iterator[bytes]:
     """
     packed = raw.unit.kind.partition(".")[2]
     if raw.unit.stream:
-        first = next(blocks, b"")
-        while first and len(first) < len(ZSTD) and (more := next(blocks, b"")):
-            first += more
+        first = head(blocks, len(ZSTD))
         packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
         blocks = again(first, blocks)
     return _gunzip(blocks) if packed == "gz" else _unzstd(blocks) if packed == "zst" else blocks
@@ -189,12 +187,17 @@ def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise Broken("truncated zstd file")
 
 
+def head(blocks: Iterator[bytes], size: int) -> bytes:
+    """The first `size` bytes or more, taken off `blocks`; fewer if there are no more."""
+    first = next(blocks, b"")
+    while 0 < len(first) < size and (more := next(blocks, b"")):
+        first += more
+    return first
+
+
 def without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """`blocks` without the mark that some editors write before UTF-8."""
-    first = next(blocks, b"")
-    while first and len(first) < len(BOM) and (more := next(blocks, b"")):
-        first += more
-    yield first.removeprefix(BOM)
+    yield head(blocks, len(BOM)).removeprefix(BOM)
     yield from blocks
 
 
