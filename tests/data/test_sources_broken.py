@@ -1,0 +1,200 @@
+"""Sources that are damaged, cut, empty or no text: rejects with line and reason, and never a traceback."""
+
+import gzip
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from source_cases import TEXTS, collect, json_lines, make_table, reasons, values
+
+from weft.config.errors import UserError
+from weft.data.documents import Counts, Document, Reject
+from weft.data.sources import Reading, plan, read, streams
+
+
+def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n\n{"text": null}\n{"t": "x"}\n{"text": 7}\n[1]\n7\n{"text": "\xff"}\n{"text": "cut\n'
+        b'{"text": "\\ud800"}\n{"text": ""}\n \t\r\n{"text": "and NaN", "n": NaN}\n' + b'{"a":' * 2000 + b"\n\0\0\n"
+    )
+    items, counts = collect(path)
+    assert reasons(items) == [
+        (3, "field 'text' is null"),
+        (4, "no field 'text'"),
+        (5, "field 'text' is not text"),
+        (6, "not a JSON object"),
+        (7, "not a JSON object"),
+        (8, "invalid UTF-8"),
+        (9, "broken JSON"),
+        (10, "a lone surrogate, which UTF-8 cannot hold"),
+        (14, "broken JSON"),
+        (15, "broken JSON"),
+    ]
+    assert [item for item in items if isinstance(item, Document)] == [
+        ("good", 1),
+        ("", 11),
+        ("and NaN", 13),
+    ]
+    assert (counts.documents, counts.empty, counts.blank_lines, counts.lines, counts.bytes) == (3, 1, 2, 15, 11)
+
+
+def test_files_that_are_no_text_are_skipped_and_counted(tmp_path):
+    for name, data in {
+        "a.bin": b"\0\1\2",
+        "b.txt": "né".encode("utf-16"),
+        "c.csv": b"\0",
+        "d.gz": gzip.compress(b"\0"),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        items, counts = collect(tmp_path / name)
+        assert (items, counts.documents) == ([], 0)
+        assert counts.skipped_files == {"UTF-16" if name == "b.txt" else "binary": 1}
+    (tmp_path / "e.txt").write_bytes(b"fine \xff")
+    assert reasons(collect(tmp_path / "e.txt")[0]) == [(None, "invalid UTF-8")]
+    (tmp_path / "f.txt").write_text("text")
+    assert collect(tmp_path / "f.txt", Reading(records=True))[1].skipped_files == {"text": 1}
+
+
+def test_empty_files(tmp_path):
+    expected = {
+        "a.jsonl": [],
+        "a.json": [],
+        "a.csv": [],
+        "a.txt": [Document("", None)],
+        "a.jsonl.gz": [],
+        "a.jsonl.zst": [],
+    }
+    for name, items in expected.items():
+        (tmp_path / name).write_bytes(b"")
+        assert collect(tmp_path / name)[0] == items, name
+    for name in ("a.parquet", "a.arrow"):
+        (tmp_path / name).write_bytes(b"")
+        assert reasons(collect(tmp_path / name)[0]) == [(None, f"empty {name[2:]} file")]
+    (tmp_path / "b.json").write_text(" [ ]\n")
+    assert collect(tmp_path / "b.json")[0] == []
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_packed_files_of_many_parts_and_cut_or_damaged_ones(tmp_path, kind):
+    compress = gzip.compress if kind == ".gz" else zstandard.compress
+    texts = ["".join(random.Random(i).choices("abcdefgh ", k=2000)) for i in range(400)]
+    lines = json_lines([{"text": text} for text in texts])
+    half = len(lines) // 2
+    whole = compress(lines[:half]) + compress(lines[half:])
+    path = tmp_path / f"a.jsonl{kind}"
+    path.write_bytes(whole)
+    assert values(path) == texts
+    name = "gzip" if kind == ".gz" else "zstd"
+    for data, reason in (
+        (whole[:-1], f"truncated {name} file"),
+        (whole[: len(whole) * 3 // 4], f"truncated {name} file"),
+        (whole + b"garbage", f"damaged {name} file"),
+        (compress(lines[:half]) + b"\x55" * 40, f"damaged {name} file"),
+        (b"no such thing at all", f"damaged {name} file"),
+    ):
+        path.write_bytes(data)
+        items, _ = collect(path)
+        assert reasons(items) == [(None, reason)]
+        assert isinstance(items[-1], Reject)
+        assert [item.value for item in items[:-1]] == texts[: len(items) - 1]
+        if data[: len(whole) // 2] == whole[: len(whole) // 2]:
+            assert len(items) > 100
+    if kind == ".gz":
+        path.write_bytes(whole + b"\0" * 512)  # padding
+        assert values(path) == texts
+
+
+def test_damaged_tables_and_lists_are_rejects(tmp_path):
+    table = make_table()
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    for name, cut in (("a.parquet", 30), ("a.arrow", 600)):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-cut])
+        items, _ = collect(path)
+        assert reasons(items)[-1] == (None, f"broken {name[2:]} file")
+        assert [item.value for item in items[:-1]] == TEXTS[: len(items) - 1]
+    for text, documents in (
+        ('[{"text": "a"}, {"text": "b"}', 2),
+        ('[{"text": "a"}, {"text": "b', 1),
+        ('[{"text": "a"} {"text": "b"}]', 1),
+        ('[{"text": "a"}] and more', 1),
+        ('[{"text": "a"},]', 1),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        items, counts = collect(tmp_path / "a.json")
+        assert counts.documents == documents
+        assert "broken JSON" in items[-1].reason
+        assert items[-1].line is None
+    (tmp_path / "b.json").write_bytes(b'[{"text": "a"}, {"text": "\xff"}, 5, {"text": "c"}]')
+    items, _ = collect(tmp_path / "b.json")
+    assert reasons(items) == [(2, "invalid UTF-8"), (3, "not a JSON object")]
+
+
+def test_parquet_strings_that_are_no_utf8_are_rejected_row_by_row(tmp_path):
+    raw = pa.array([b"good", b"\xff", None, b"fine"])
+    table = pa.table({"text": raw.view(pa.string()), "id": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for reading in (Reading(), Reading(template="{text}")):
+        items, _ = collect(tmp_path / "a.parquet", reading)
+        assert reasons(items) == [(2, "invalid UTF-8"), (3, "field 'text' is null")]
+        assert [item.value for item in items if isinstance(item, Document)] == ["good", "fine"]
+
+
+def test_rows_of_csv_that_do_not_fit_are_told(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(
+        b'text,n\r\n"two\nlines",1\r\n\r\nalone\r\n"bad"x,2\r\n\xff,3\r\n,4\r\nok,5\r\n"never closed,6\r\nlost,7\r\n'
+    )
+    items, counts = collect(path)
+    assert [item for item in items if isinstance(item, Document)] == [("two\nlines", 2), ("", 8), ("ok", 9)]
+    assert reasons(items) == [
+        (5, "not as many cells as the header"),
+        (6, "broken CSV"),
+        (7, "invalid UTF-8"),
+        (10, "broken CSV"),
+    ]
+    assert counts.blank_lines == 1
+
+
+def test_a_line_and_a_cell_of_a_hundred_megabytes(tmp_path):
+    big = "many words " * (100_000_000 // 11)
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(json_lines([{"text": "before"}, {"text": big}, {"text": "after"}]))
+    for size in (64 << 20, 30 << 20):
+        items, _ = collect(lines, range_bytes=size)
+        assert [(len(item.value), item.line) for item in items] == [(6, 1), (len(big), 2), (5, 3)]
+        assert items[1].value == big
+
+
+def test_what_is_longer_than_any_document_may_be_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "LONGEST", 4 << 20)
+    long = "x" * (5 << 20)
+    (tmp_path / "a.jsonl").write_bytes(json_lines([{"text": "before"}, {"text": long}, {"text": "after"}]))
+    items, _ = collect(tmp_path / "a.jsonl")
+    assert [item.line for item in items] == [1, 2, 3]
+    assert reasons(items) == [(2, "longer than 4 MiB")]
+    (tmp_path / "a.txt").write_text(long)
+    items, _ = collect(tmp_path / "a.txt")
+    assert reasons(items) == [(None, "longer than 4 MiB")]
+    assert "--separator" in items[0].hint
+    (tmp_path / "a.json").write_bytes(b"[" + json_lines([{"text": long * 3}]) + b"]")
+    assert reasons(collect(tmp_path / "a.json")[0]) == [(None, "longer than 4 MiB")]
+
+
+def test_a_file_that_shrinks_or_is_gone_is_the_users_to_mend(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines([{"text": "x"}] * 9))
+    units = plan([path], Reading(), 50)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="shorter"):
+        list(read(units[1], Reading(), Counts()))
+    path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        list(read(units[0], Reading(), Counts()))
+    with pytest.raises(UserError, match="No such file"):
+        plan([path], Reading())
