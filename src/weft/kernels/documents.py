@@ -57,6 +57,7 @@ def block_mask(segments: torch.Tensor) -> BlockMask:
     all_see = ((last + BLOCK - 1) // BLOCK).unsqueeze(2)  # from this block on, all of its queries see all keys
     queries = blocks.unsqueeze(1)  # [blocks, 1], against keys' [blocks]
     full = (blocks < queries) & (blocks >= all_see)  # [batch, blocks, blocks]
+    full &= (queries + 1) * BLOCK <= seq  # as PyTorch has it, a last block that is not filled sees nothing in full
     partial = (blocks <= queries) & (blocks >= furthest) & ~full
 
     def visible(batch, head, query, key):
