@@ -20,12 +20,14 @@ class Document(NamedTuple):
 class Reject(NamedTuple):
     """What is no document, and why; `line` as in `Document`, None: the file itself.
 
-    `reason` is one of few, so that rejects can be counted by it; `hint` tells more of this one.
+    `reason` is one of few, so that rejects can be counted by it; `hint` tells more of this one. `on_purpose`: the user
+    asked to leave such documents out; it never ends a pack.
     """
 
     line: int | None
     reason: str
     hint: str = ""
+    on_purpose: bool = False
 
 
 @dataclass

@@ -5,8 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weft.cli.data.inputs import add_inputs
+from weft.cli.data.conversations import add_conversation_options, wants_conversations
+from weft.cli.data.inputs import add_inputs, reading_of
+
+if TYPE_CHECKING:
+    from weft.data.pack import Packed
+    from weft.observe.console import Console
 
 HELP = "tokenize documents into a token store"
 
@@ -18,48 +24,102 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exact", action="store_true", help="send every document through the tokenizers library (slower)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: all cores)")
+    parser.add_argument(
+        "--shard", metavar="I/N", help="pack only the I-th of N shares; `weft data merge` puts them together"
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="encode on a Ray cluster that sees the same folders (default: RAY_ADDRESS, or a new one on this machine)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a store that is there, or what another pack left unfinished"
+    )
+    add_conversation_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
 
+    shard = shard_of(args.shard)
     if args.workers is not None:
         if args.workers < 1:
             raise UserError(f"--workers {args.workers}: at least 1 is needed")
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by both tokenizer libraries at their first batch
-    from weft.data.pack import pack as make
-    from weft.data.tokenizer import Tokenizer
+    from weft.data.encode import Encoder, TextEncoder
+    from weft.data.pack import pack
     from weft.observe.console import Console
 
-    console = Console()
-    tokenizer = Tokenizer.load(args.tokenizer, exact=args.exact)
-    packed = make(
-        args.inputs,
-        Path(args.out),
-        tokenizer,
-        files_from=args.files_from,
-        text_field=args.field,
-        skip_rejects=args.on_error == "skip",
-        overwrite=args.overwrite,
-        console=console,
-    )
+    console, inputs, listed = Console(), args.inputs, args.files_from
+    encoder: Encoder
+    if wants_conversations(args):
+        from weft.cli.data.conversations import encoder_of, reading_of_conversations
+        from weft.data.sources import find_files
+
+        reading = reading_of_conversations(args)
+        inputs, listed = find_files(inputs, listed), None
+        encoder = encoder_of(args, inputs, reading, console)
+    else:
+        reading = reading_of(args)
+        encoder = TextEncoder(Path(args.tokenizer), exact=args.exact)
+    try:
+        packed = pack(
+            inputs,
+            Path(args.out),
+            encoder,
+            reading=reading,
+            files_from=listed,
+            workers=args.workers,
+            on_error=args.on_error,
+            shard=shard,
+            overwrite=args.overwrite,
+            ray=args.ray,
+            console=console,
+        )
+    except KeyboardInterrupt:
+        console.line("interrupted; the same command goes on")
+        return 130
+    tell(packed, args.out, console)
+    return 0
+
+
+def shard_of(text: str | None) -> tuple[int, int] | None:
+    """`2/8` as numbers.
+
+    Raises:
+        UserError: something else.
+    """
+    if text is None:
+        return None
+    from weft.config.errors import UserError
+
+    first, slash, second = text.partition("/")
+    if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+        raise UserError(f"--shard {text}: I/N with I from 1 to N, such as 1/8")
+    return int(first), int(second)
+
+
+def tell(packed: Packed, out: str, console: Console) -> None:
+    """What was packed, and what was not; the numbers add up."""
     info = packed.info
-    if tokenizer.exact and not args.exact:
-        console.warning("gigatoken does not give this tokenizer's exact ids: all went through the tokenizers library")
+    if packed.reason is not None:
+        console.warning(f"all texts went through the tokenizers library, which is slower: {packed.reason}")
     left = sum(info.rejected.values())
     for reason, number in info.rejected.items():
-        console.warning(f"rejected {number:,}: {reason} (see {args.out}/rejects.jsonl)")
+        console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
     for reason, number in info.skipped_files.items():
         console.warning(f"skipped {number:,} {reason} files")
-    speed = (
-        "up to date"
-        if packed.seconds is None
-        else (f"{info.bytes / 1e6 / packed.seconds:,.1f} MB/s, {info.tokens / packed.seconds:,.0f} tokens/s")
-    )
+    for note, number in info.notes.items():
+        console.warning(f"{note}: {number:,} documents")
+    speed = "up to date"
+    if packed.seconds is not None:
+        speed = f"{packed.bytes / 1e6 / packed.seconds:,.1f} MB/s, {packed.tokens / packed.seconds:,.0f} tokens/s"
+    read = info.documents // info.item_documents + left
+    what = "documents" if info.item_documents == 1 else "pairs"
     console.result(
-        f"{args.out}: {info.documents + left:,} documents = {info.documents:,} packed ({info.empty_documents:,} empty) "
-        f"+ {left:,} rejected; {info.tokens:,} tokens of {info.bytes / 1e6:,.1f} MB; {speed}"
+        f"{out}: {read:,} {what} = {read - left:,} packed ({info.empty_documents:,} empty) + {left:,} rejected; "
+        f"{info.tokens:,} tokens of {(info.bytes or 0) / 1e6:,.1f} MB; {speed}"
     )
-    return 0
