@@ -15,6 +15,7 @@ from weft.config.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+FLOAT_CODES = (6, 7)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,18 @@ class TokenizerHeader:
     vocab_size: int
     eod_id: int | None
     digest: str
+    eod_token: str | None = None
+
+
+@dataclass(frozen=True)
+class IndexHeader:
+    """Of an `.idx`: dtype code, numbers of sequences and of document boundaries, and whether a mode follows for each
+    sequence (multimodal data)."""
+
+    code: int
+    sequences: int
+    boundaries: int
+    modes: bool
 
 
 @dataclass(frozen=True)
@@ -52,18 +65,37 @@ def read_json(path: Path) -> Any:
         raise UserError("not UTF-8; the file is damaged, make it again", path) from None
 
 
-def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
-    """Read a tokenizer folder.
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer.json that a tokenizer's folder holds, or that `path` itself is.
 
     Raises:
-        UserError: there is no such folder, no tokenizer.json in it, or it is broken.
+        UserError: there is none; a SentencePiece model or tiktoken ranks are to be imported first.
     """
-    folder = Path(path)
-    file = folder / "tokenizer.json"
-    if not folder.exists():
-        raise UserError("no such tokenizer folder; `weft data train-tokenizer` makes one", folder)
-    if not file.exists():
-        raise UserError("no tokenizer.json in this folder; `weft data train-tokenizer` makes one", folder)
+    path = Path(path)
+    if path.is_dir():
+        file = path / "tokenizer.json"
+        if file.exists():
+            return file
+        others = sorted(p for p in path.iterdir() if p.suffix in (".model", ".tiktoken"))
+        if not others:
+            raise UserError("no tokenizer.json in this folder; `weft data train-tokenizer` makes one", path)
+        path = others[0]
+    elif not path.exists():
+        raise UserError("no such tokenizer; `weft data train-tokenizer` makes one, `import-tokenizer` imports", path)
+    elif path.suffix == ".json":
+        return path
+    raise UserError(f"not a tokenizer.json; `weft data import-tokenizer {path} --out DIR` makes one of it", path)
+
+
+def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
+    """Read a tokenizer's folder, or its tokenizer.json; the files that go with it lie beside it.
+
+    The end-of-document token is the `eos_token` of tokenizer_config.json, or of special_tokens_map.json.
+
+    Raises:
+        UserError: there is no tokenizer.json, or it is broken.
+    """
+    file = tokenizer_file(path)
     content = read_json(file)
     try:
         vocabulary = content["model"]["vocab"]
@@ -73,17 +105,23 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
             size = max(ids.values(), default=-1) + 1
         else:  # a unigram model's list of [piece, score]
             size = max([len(vocabulary) - 1, *ids.values()]) + 1
-    except (KeyError, TypeError, AttributeError):
+            ids = {piece: id for id, (piece, _) in enumerate(vocabulary)} | ids
+    except (KeyError, TypeError, AttributeError, ValueError):
         raise UserError("not a tokenizer file: it has no vocabulary; make it again", file) from None
-    eod = None
-    if (folder / "tokenizer_config.json").exists():
-        stated = read_json(folder / "tokenizer_config.json").get("eos_token")
-        eod = ids.get(stated["content"] if isinstance(stated, dict) else stated)
-    return TokenizerHeader(size, eod, hashlib.sha256(file.read_bytes()).hexdigest())
+    stated = None
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        beside = file.parent / name
+        if stated is None and beside.exists() and isinstance(settings := read_json(beside), dict):
+            stated = settings.get("eos_token")
+            stated = stated.get("content") if isinstance(stated, dict) else stated
+    if stated is not None and stated not in ids:
+        raise UserError(f"its eos_token {stated!r} is not in the vocabulary; name one that is", file.parent)
+    eod = None if stated is None else ids[stated]
+    return TokenizerHeader(size, eod, hashlib.sha256(file.read_bytes()).hexdigest(), stated)
 
 
-def read_index_header(path: Path) -> tuple[int, int]:
-    """The dtype code and number of sequences of a `.idx` file, whose size is checked.
+def read_megatron_index(path: Path) -> IndexHeader:
+    """The header of any `.idx` file of Megatron's, against which its size is checked.
 
     Raises:
         UserError: not an index, or cut short.
@@ -98,15 +136,32 @@ def read_index_header(path: Path) -> tuple[int, int]:
         raise UserError(f"cannot be read: {error.strerror}", path) from None
     if len(head) < HEADER.size or head[:9] != MAGIC:
         raise UserError("not the index of a token store (its first bytes are not MMIDIDX); pack the store again", path)
-    _, version, code, sequences, documents = HEADER.unpack(head)
+    _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != 1 or code not in DTYPE_SIZES:
         raise UserError(f"an index of version {version}, dtype code {code}, which is not known; pack again", path)
-    expected = HEADER.size + sequences * 12 + documents * 8
-    if size != expected:
+    expected = HEADER.size + sequences * 12 + boundaries * 8
+    modes = sequences > 0 and size == expected + sequences  # one byte a sequence
+    if size != expected and not modes:
         raise UserError(
             f"{size:,} bytes where its header means {expected:,}; it is damaged: pack the store again", path
         )
-    return code, sequences
+    return IndexHeader(code, sequences, boundaries, modes)
+
+
+def read_index_header(path: Path) -> tuple[int, int]:
+    """The dtype code and number of documents of a token store's `.idx`, whose size is checked.
+
+    Raises:
+        UserError: not an index, cut short, or one in which a document is not one sequence.
+    """
+    header = read_megatron_index(path)
+    if header.boundaries != header.sequences + 1 or header.modes or header.code in FLOAT_CODES:
+        raise UserError(
+            "an index of Megatron's that is not a token store's (a document is not one sequence of ids); "
+            "`weft data convert` makes a store of it",
+            path,
+        )
+    return header.code, header.sequences
 
 
 def read_store_header(path: str | Path) -> StoreHeader:

@@ -7,7 +7,10 @@ document boundaries, then int32 lengths, int64 byte offsets, int64 document boun
 from __future__ import annotations
 
 import hashlib
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from weft.config.headers import HEADER, MAGIC, read_index_header
 
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+# What is in memory at once: even, so that a preference pair is never torn.
+BLOCK_TOKENS, BLOCK_DOCUMENTS = 1 << 22, 1 << 18
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -26,69 +31,117 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class IndexedWriter:
     """Writes documents one batch after the other; `finish` writes the index.
 
+    Memory does not grow with the documents: their lengths wait in a file (`.lengths`) beside the others.
+
     Args:
         mask: write `loss_mask.bin` beside them as well, one byte a token: 1 where it is to be learned.
 
     Attributes:
         digest: sha256 of the `.bin` so far.
         mask_digest: sha256 of `loss_mask.bin` so far.
+        documents, tokens, empty: so far; empty ones have at most an end-of-document token.
     """
 
-    def __init__(self, prefix: Path, dtype: np.dtype, *, mask: bool = False):
+    def __init__(self, prefix: Path, dtype: Any, *, mask: bool = False):
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self.mask_file = open(prefix.with_name("loss_mask.bin"), "wb") if mask else None  # noqa: SIM115
-        self.mask_digest = hashlib.sha256()
-        self.file = open(prefix.with_suffix(".bin"), "wb")  # noqa: SIM115 (closed by finish)
-        self.lengths: list[np.ndarray] = []
-        self.digest = hashlib.sha256()
         self.limit = np.iinfo(self.dtype).max
+        self.file = open(prefix.with_suffix(".bin"), "wb")  # noqa: SIM115 (closed by finish)
+        self.mask_file = open(prefix.with_name("loss_mask.bin"), "wb") if mask else None  # noqa: SIM115
+        self._lengths = open(prefix.with_suffix(".lengths"), "wb")  # noqa: SIM115
+        self.digest, self.mask_digest = hashlib.sha256(), hashlib.sha256()
+        self.documents = self.tokens = self.empty = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Append documents.
 
         Args:
-            tokens: all documents' ids, end to end.
+            tokens: all documents' ids, end to end; a memory map of any size will do.
             lengths: of each document; their sum is `len(tokens)`.
             mask: bool or uint8, as long as `tokens`; given if and only if the writer was made with `mask`.
 
         Raises:
-            UserError: an id that the dtype cannot hold.
+            UserError: an id that the dtype cannot hold, or a document longer than the format's 2^31 - 1 tokens.
         """
-        if len(tokens) and int(tokens.max()) > self.limit:
+        lengths = np.asarray(lengths)
+        if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(
-                f"token id {int(tokens.max())} does not fit into {self.dtype}; the tokenizer is inconsistent"
+                f"document {self.documents + int(lengths.argmax()):,} has {int(lengths.max()):,} tokens, more than the "
+                "2,147,483,647 that the format can hold; cut it"
             )
-        data = np.ascontiguousarray(tokens, dtype=self.dtype).tobytes()
-        self.file.write(data)
-        self.digest.update(data)
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            part = tokens[start : start + BLOCK_TOKENS]
+            if part.dtype != self.dtype:
+                wrong = int(part.max()) if int(part.max()) > self.limit else int(part.min())
+                if wrong > self.limit or wrong < np.iinfo(self.dtype).min:
+                    raise UserError(f"token id {wrong} does not fit into {self.dtype}; the tokenizer is inconsistent")
+            _append(self.file, self.digest, part, self.dtype)
         if self.mask_file is not None:
             assert mask is not None
             assert len(mask) == len(tokens)
-            data = np.ascontiguousarray(mask, dtype=np.uint8).tobytes()
-            self.mask_file.write(data)
-            self.mask_digest.update(data)
-        self.lengths.append(np.asarray(lengths, dtype=np.int32))
+            for start in range(0, len(mask), BLOCK_TOKENS):
+                _append(self.mask_file, self.mask_digest, mask[start : start + BLOCK_TOKENS], np.dtype(np.uint8))
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self.documents += len(lengths)
+        self.tokens += len(tokens)
+        self.empty += int(np.count_nonzero(lengths <= 1))
 
     def finish(self) -> str:
         """Close the `.bin`, write the `.idx`, and return the latter's sha256."""
         self.file.close()
         if self.mask_file is not None:
             self.mask_file.close()
-        lengths = np.concatenate(self.lengths) if self.lengths else np.zeros(0, np.int32)
-        offsets = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=offsets[1:])
-        boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(boundaries))
-        digest = hashlib.sha256()
-        with open(self.prefix.with_suffix(".idx"), "wb") as file:
-            for part in (header, lengths.tobytes(), offsets.tobytes(), boundaries.tobytes()):
-                file.write(part)
-                digest.update(part)
-        return digest.hexdigest()
+        self._lengths.close()
+        waiting = self.prefix.with_suffix(".lengths")
+        digest = write_index(self.prefix.with_suffix(".idx"), self.dtype, waiting)
+        waiting.unlink()
+        return digest
+
+
+def write_index(path: Path, dtype: Any, lengths_file: Path) -> str:
+    """Write an `.idx` in blocks, whatever the number of documents.
+
+    Args:
+        dtype: of the tokens in the `.bin`.
+        lengths_file: int32, the tokens of each document.
+
+    Returns:
+        Its sha256.
+    """
+    dtype, digest = np.dtype(dtype), hashlib.sha256()
+    documents = lengths_file.stat().st_size // 4
+    with open(path, "wb") as file:
+
+        def put(data: bytes) -> None:
+            file.write(data)
+            digest.update(data)
+
+        put(HEADER.pack(MAGIC, 1, CODES[dtype], documents, documents + 1))
+        for lengths in _blocks_of_lengths(lengths_file):
+            put(lengths.tobytes())
+        offset = 0
+        for lengths in _blocks_of_lengths(lengths_file):
+            ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+            put((offset + ends - lengths.astype(np.int64) * dtype.itemsize).tobytes())
+            offset += int(ends[-1])
+        for start in range(0, documents + 1, BLOCK_DOCUMENTS):
+            put(np.arange(start, min(start + BLOCK_DOCUMENTS, documents + 1), dtype=np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _blocks_of_lengths(path: Path) -> Iterator[np.ndarray]:
+    with open(path, "rb") as file:
+        while data := file.read(4 * BLOCK_DOCUMENTS):
+            yield np.frombuffer(data, "<i4")
+
+
+def _append(file, digest, array: np.ndarray, dtype: np.dtype) -> None:
+    data = np.ascontiguousarray(array, dtype=dtype).data
+    file.write(data)
+    digest.update(data)
 
 
 class IndexedReader:
-    """Opens a `.bin` and `.idx` without reading them.
+    """Opens a `.bin` and `.idx` without reading them, in the same time whatever their size.
 
     Attributes:
         tokens: memory map of all tokens `[num_tokens]`.
@@ -104,7 +157,8 @@ class IndexedReader:
         dtype = np.dtype(DTYPES[code])
         self.lengths = map_file(index, np.int32, HEADER.size, count)
         self.offsets = map_file(index, np.int64, HEADER.size + 4 * count, count)
-        total = int(self.lengths.sum(dtype=np.int64))
+        # Documents lie end to end, so the last one says where the tokens end; `weft data verify` looks at all.
+        total = int(self.offsets[-1]) // dtype.itemsize + int(self.lengths[-1]) if count else 0
         size = data.stat().st_size if data.exists() else -1
         if size != total * dtype.itemsize:
             raise UserError(
@@ -119,8 +173,38 @@ class IndexedReader:
         return self.tokens[start : start + int(self.lengths[number])]
 
 
-def map_file(path: Path, dtype, offset: int, count: int) -> np.ndarray:
+def map_file(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray:
     """A read-only memory map of `count` numbers `[count]`."""
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def release(*arrays: np.ndarray | None) -> None:
+    """Let go of the pages of memory maps that were read: a pass over a large file then needs no more than a block."""
+    for array in arrays:
+        mapped = getattr(array, "_mmap", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def spans(lengths: np.ndarray, step: int = 1) -> Iterator[tuple[int, int, int, int]]:
+    """Consecutive documents in blocks: first document, the one after the last, first token, the one after the last.
+
+    A block has at most `BLOCK_DOCUMENTS` documents, and more than `BLOCK_TOKENS` tokens only if it is one item.
+
+    Args:
+        lengths: of all documents.
+        step: documents of an item, which is never torn: 2 where they are pairs.
+    """
+    token = 0
+    for start in range(0, len(lengths), BLOCK_DOCUMENTS):
+        ends = np.cumsum(lengths[start : start + BLOCK_DOCUMENTS], dtype=np.int64)
+        first, begin = 0, 0
+        while first < len(ends):
+            stop = int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right"))
+            stop = min(max(stop - (stop - first) % step, first + step), len(ends))
+            end = int(ends[stop - 1])
+            yield start + first, start + stop, token + begin, token + end
+            first, begin = stop, end
+        token += begin
