@@ -11,5 +11,14 @@ VERBS = {
     },
     "look": {
         "inspect": ("weft.cli.data.inspect", "counts, lengths and decoded samples of a token store"),
+        "verify": ("weft.cli.data.verify", "read every byte of token stores and say what is wrong where"),
+    },
+    "work": {
+        "convert": ("weft.cli.data.convert", "stores of Megatron, nanoGPT, Modalities, LitData, MDS"),
+        "shuffle": ("weft.cli.data.shuffle", "documents in random order"),
+        "split": ("weft.cli.data.split", "parts for training and validation; copies stay together"),
+        "sample": ("weft.cli.data.sample", "some documents, drawn at random"),
+        "filter": ("weft.cli.data.filter", "documents by length, or by a function of yours"),
+        "dedup": ("weft.cli.data.dedup", "documents without copies, exact or near"),
     },
 }

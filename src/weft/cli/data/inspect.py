@@ -12,12 +12,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help="a folder that `weft data pack` wrote")
     parser.add_argument("--tokenizer", metavar="DIR", help="decode samples with this tokenizer")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="documents to show (default: 2)")
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare it with the store's digests")
+    parser.add_argument("--verify", action="store_true", help="read every byte as well, as `weft data verify` does")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.inspect import describe
+    from weft.observe.console import Console
 
-    for line in describe(Path(args.store), args.tokenizer, samples=args.samples, verify=args.verify):
+    for line in describe(Path(args.store), args.tokenizer, samples=args.samples):
         print(line)
-    return 0
+    if not args.verify:
+        return 0
+    from weft.data.operations.verify import verify
+
+    console = Console()
+    wrong = verify(args.store, console)
+    for line in wrong:
+        console.line(line)
+    if not wrong:
+        print("verified   every byte is as it was written")
+    return 2 if wrong else 0

@@ -1,0 +1,67 @@
+"""`weft data convert`: token stores of other tools."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "token stores between Weft, Megatron, nanoGPT, Modalities; from LitData and MDS"
+FORMATS = ("weft", "megatron", "nanogpt", "pbin", "litdata", "mds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "INPUT is known by its files: a folder with store.json; Megatron's prefix, .bin, .idx or a folder with one "
+        "pair; nanoGPT's .bin; Modalities' .pbin; folders of LitData and MDS. Nothing in them is executed. A store of "
+        "Weft's says what its ids mean, so --to weft needs --tokenizer, or --vocab-size and --eod."
+    )
+    parser.add_argument("input", metavar="INPUT", help="a token store")
+    parser.add_argument("--to", required=True, choices=FORMATS[:4], help="the format to write")
+    parser.add_argument("--out", required=True, metavar="OUT", help="a folder (weft), a prefix (megatron), a file")
+    parser.add_argument("--from", dest="source", choices=FORMATS, help="the format of INPUT, if it is not found out")
+    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that made the ids")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; an id that is not is an error")
+    parser.add_argument("--eod", type=int, metavar="ID", help="the id of the end-of-document token")
+    parser.add_argument(
+        "--recut",
+        action="store_true",
+        help="forget INPUT's documents: cut behind each end-of-document token",
+    )
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="of the ids of nanoGPT's .bin (default: uint16), or of MDS"
+    )
+    parser.add_argument("--field", metavar="NAME", help="the column of the ids in MDS (default: tokens or input_ids)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.data.operations.convert import Vocabulary, convert
+    from weft.observe.console import Console
+
+    vocabulary = Vocabulary(args.vocab_size, args.eod)
+    if args.tokenizer is not None:
+        from weft.config.headers import read_tokenizer_header
+
+        header = read_tokenizer_header(args.tokenizer)
+        eod = header.eod_id if args.eod is None else args.eod
+        vocabulary = Vocabulary(args.vocab_size or header.vocab_size, eod, header.digest)
+    console = Console()
+    made = convert(
+        Path(args.input),
+        Path(args.out),
+        args.to,
+        vocabulary,
+        source_format=args.source,
+        dtype=args.dtype,
+        field=args.field,
+        recut=args.recut,
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+        console=console,
+    )
+    if made.mask_lost:
+        console.warning(f"{args.to} has no place for the store's loss mask: it was left behind")
+    closed = f", {made.closed:,} of which had no end-of-document token and were given one" if made.closed else ""
+    linked = " (the same files under another name)" if made.linked else ""
+    console.result(f"{args.out}: {made.documents:,} documents{closed}; {made.tokens:,} tokens{linked}")
+    return 0

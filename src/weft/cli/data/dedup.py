@@ -1,0 +1,39 @@
+"""`weft data dedup`: a store without copies."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.cli.data.stores import add_store, report
+
+HELP = "leave out documents that are there already, or nearly (duplicates.jsonl says which)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store(parser, seed=False)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--exact", action="store_true", help="what has the same ids (default)")
+    kind.add_argument("--near", action="store_true", help="also what shares most of its n-grams, by MinHash")
+    parser.add_argument(
+        "--threshold", type=float, default=0.8, metavar="F", help="similarity from which on (default: 0.8)"
+    )
+    parser.add_argument("--ngram", type=int, default=5, metavar="N", help="tokens of an n-gram (default: 5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.data.operations.dedup import dedup
+    from weft.observe.console import Console
+
+    console = Console()
+    made = dedup(
+        args.store,
+        Path(args.out),
+        near=args.near,
+        threshold=args.threshold,
+        ngram=args.ngram,
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+        console=console,
+    )
+    return report(console, [made])

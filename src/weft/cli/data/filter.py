@@ -1,0 +1,39 @@
+"""`weft data filter`: a store without some documents."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.cli.data.stores import add_store, report
+
+HELP = "leave out documents that are too short, too long, or that a function of yours refuses"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_store(parser, seed=False)
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="the fewest, without the end-of-document token")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the most")
+    parser.add_argument(
+        "--function",
+        metavar="MODULE:NAME",
+        help="says whether a document is kept: name(ids), or name(text), which needs --tokenizer",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.data.operations.filter import filter_store
+    from weft.observe.console import Console
+
+    console = Console()
+    made = filter_store(
+        args.store,
+        Path(args.out),
+        min_tokens=args.min_tokens,
+        max_tokens=args.max_tokens,
+        function=args.function,
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+        console=console,
+    )
+    return report(console, [made])

@@ -1,0 +1,39 @@
+"""`weft data split`: a store in parts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from weft.cli.data.stores import add_store, report
+
+HELP = "a store in parts, say for training and validation; copies of a document go to one part"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A document's part depends on its content and the seed alone, so copies of it are all in one part, and the "
+        "parts' sizes are near the fractions, not exactly these."
+    )
+    add_store(parser, parts=True)
+    sizes = parser.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--fractions", type=float, nargs="+", metavar="F", help="one for each --out; their sum is 1")
+    sizes.add_argument("--validation", type=float, metavar="F", help="two parts, of which the second has this share")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.data.operations.split import split
+    from weft.observe.console import Console
+
+    console = Console()
+    fractions = args.fractions if args.fractions is not None else [1 - args.validation, args.validation]
+    made = split(
+        args.store,
+        [Path(out) for out in args.out],
+        fractions,
+        seed=args.seed,
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+        console=console,
+    )
+    return report(console, made)

@@ -1,0 +1,25 @@
+"""`weft data verify`: every byte of token stores."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "read every byte of token stores and say what is wrong where"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="token stores' folders")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.data.operations.verify import verify
+    from weft.observe.console import Console
+
+    console, damaged = Console(), 0
+    for path in args.stores:
+        wrong = verify(path, console)
+        damaged += bool(wrong)
+        for line in wrong:
+            console.line(line)
+        console.result(f"{path}: {'damaged' if wrong else 'every byte is as it was written'}")
+    return 2 if damaged else 0

@@ -1,0 +1,69 @@
+"""A store's documents in a random order that a seed fixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from weft.data.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, release
+from weft.data.operations.making import Made, Part, arguments_of, make
+from weft.data.operations.reading import Block, open_items
+from weft.data.permutation import Permutation
+from weft.data.store import TokenStore
+from weft.observe.console import Console
+
+
+def shuffle(
+    path: str | Path,
+    out: Path,
+    *,
+    seed: int = 0,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> Made:
+    """Write the documents of a store in another order; pairs stay together.
+
+    The order is a keyed permutation, so it is never in memory as a whole. Documents are read where they lie: a store
+    larger than memory should be on a disk that reads from anywhere.
+
+    Raises:
+        UserError: no store, or something else at `out`.
+    """
+    store = open_items(path)
+    step = store.info.item_documents
+    order = Permutation(store.num_documents // step, seed)
+    console = console or Console(speaks=False)
+
+    def fill(parts: list[Part]) -> None:
+        with console.progress(store.num_tokens, "shuffling", unit="token") as bar:
+            for start in range(0, order.n, BLOCK_DOCUMENTS // step):
+                items = order(np.arange(start, min(start + BLOCK_DOCUMENTS // step, order.n)))
+                numbers = (items[:, None] * step + np.arange(step)).reshape(-1)
+                for block in _gather(store, numbers):
+                    parts[0].add(block)
+                bar.update(parts[0].writer.tokens)
+
+    made_from = arguments_of(store, "shuffle", seed=seed)
+    return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]
+
+
+def _gather(store: TokenStore, numbers: np.ndarray):
+    """The documents of these numbers, in this order, in blocks."""
+    lengths = np.asarray(store.lengths[numbers], np.int64)
+    starts = np.asarray(store.offsets[numbers]) // store.tokens.dtype.itemsize
+    release(store.lengths, store.offsets)
+    ends = np.cumsum(lengths)
+    first, begin = 0, 0
+    while first < len(numbers):
+        stop = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right")), first + 1)
+        if stop == first + 1:  # perhaps a very long one: as it lies
+            where = slice(int(starts[first]), int(starts[first] + lengths[first]))
+        else:
+            shift = starts[first:stop] - (ends[first:stop] - lengths[first:stop] - begin)
+            where = np.arange(ends[stop - 1] - begin) + np.repeat(shift, lengths[first:stop])
+        mask = None if store.loss_mask is None else store.loss_mask[where]
+        yield Block(-1, lengths[first:stop], store.tokens[where], mask)
+        release(store.tokens, store.loss_mask)
+        first, begin = stop, int(ends[stop - 1])

@@ -1,0 +1,106 @@
+"""Damage is found, and where; a look at a store is short."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+from store_cases import EOD, make_store
+
+from weft.cli.main import main
+from weft.data.inspect import looked_at
+
+
+def make(folder, **changes):
+    chooser = np.random.default_rng(0)
+    texts = [[*chooser.integers(1, 500, length).tolist(), EOD] for length in (5, 0, 9, 30, 7, 7)]
+    texts[0][0] = 499
+    tokens = np.concatenate(texts)
+    if "mask" in changes:
+        changes["mask"] = tokens > 250
+    return make_store(folder, [len(t) for t in texts], tokens=tokens, dtype=np.uint16, **changes)
+
+
+def change(path, offset, form, value):
+    data = bytearray(path.read_bytes())
+    struct.pack_into(form, data, offset, value)
+    path.write_bytes(data)
+
+
+IDX = 34  # where its lengths begin; then 4 bytes a length, 8 an offset, 8 a boundary
+DAMAGE = {
+    "a flipped bit": (lambda s: change(s / "tokens.bin", 4, "<H", 3), "tokens.bin: its bytes are not"),
+    "an id outside": (lambda s: change(s / "tokens.bin", 16, "<H", 700), "document 2, token 1 is 700, outside"),
+    "a lost end": (lambda s: change(s / "tokens.bin", 12, "<H", 9), "document 1 does not end with"),
+    "lengths that moved": (
+        lambda s: (change(s / "tokens.idx", IDX, "<i", 7), change(s / "tokens.idx", IDX + 4, "<i", 0)),
+        "document 1: a document without",
+    ),
+    "an offset": (lambda s: change(s / "tokens.idx", IDX + 24 + 8, "<q", 2), "document 1: an offset"),
+    "a boundary": (lambda s: change(s / "tokens.idx", IDX + 24 + 48 + 16, "<q", 9), "document 2: a boundary"),
+    "a mask of twos": (lambda s: change(s / "loss_mask.bin", 8, "B", 2), "document 2, token 1 neither 0 nor 1"),
+    "a mask bit": (lambda s: change(s / "loss_mask.bin", 0, "B", 0), "loss_mask.bin: its bytes are not"),
+    "a cut file": (lambda s: (s / "tokens.bin").write_bytes(b"12"), "2 bytes where 128 belong"),
+}
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGE.values(), ids=list(DAMAGE))
+def test_verify_says_what_is_wrong_where(tmp_path, capsys, damage, told):
+    make(tmp_path / "s", mask=True, kind="conversations")
+    assert main(["data", "verify", str(tmp_path / "s")]) == 0
+    assert "every byte is as it was written" in capsys.readouterr().out
+    damage(tmp_path / "s")
+    assert main(["data", "verify", str(tmp_path / "s")]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "damaged" in said.out
+    assert "Traceback" not in said.err
+
+
+def test_wrong_totals_and_several_stores(tmp_path, capsys):
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    for name, empty in (("a", 1), ("b", 4)):
+        content = json.loads((tmp_path / name / "store.json").read_text())
+        (tmp_path / name / "store.json").write_text(json.dumps(content | {"empty_documents": empty}))
+    assert main(["data", "verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    said = capsys.readouterr()
+    assert "empty_documents is 4 where there are 1" in said.err
+    assert "a: every byte" in said.out
+    assert main(["data", "verify", str(tmp_path / "none")]) == 2
+    assert "no such token store" in capsys.readouterr().err
+
+
+def test_a_thousand_wrong_places_are_a_few_lines(tmp_path, capsys):
+    make_store(tmp_path / "s", [2] * 1000, tokens=np.full(2000, 5))  # none ends with EOD
+    assert main(["data", "verify", str(tmp_path / "s")]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "tokens.bin" in line]
+    assert len(lines) == 4
+    assert "997 more" in lines[-1]
+
+
+def test_inspect_shows_kind_mask_and_where_a_store_came_from(tmp_path, tiny_store, tiny_tokenizer, capsys):
+    make(tmp_path / "s", mask=True, kind="conversations")
+    assert main(["data", "shuffle", str(tmp_path / "s"), "--seed", "5", "--out", str(tmp_path / "t")]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", str(tmp_path / "t"), "--samples", "1", "--verify"]) == 0
+    out = capsys.readouterr().out
+    mask = np.fromfile(tmp_path / "t" / "loss_mask.bin", np.uint8)
+    assert "6 documents of conversations, 64 tokens (uint16)" in out
+    assert f"loss mask  {mask.mean():.1%} of the tokens" in out
+    assert "made by    shuffle of" in out
+    assert "seed 5" in out
+    assert "every byte is as it was written" in out
+    assert main(["data", "inspect", str(tiny_store), "--tokenizer", str(tiny_tokenizer)]) == 0
+    assert "####" in capsys.readouterr().out
+
+
+def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
+    import weft.data.inspect as inspecting
+
+    monkeypatch.setattr(inspecting, "LOOKED_AT", 640)
+    part, whole = looked_at(np.arange(10**6))
+    assert not whole
+    assert len(part) == 640
+    assert (part.min(), part.max()) == (0, 10**6 - 1)
+    assert abs(part.mean() - 5e5) < 1e4
