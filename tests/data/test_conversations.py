@@ -1,0 +1,624 @@
+"""Instruction data: ids and masks equal those of `transformers.apply_chat_template`, and every layout is read."""
+
+import json
+import pickle
+import random
+import re
+
+import numpy as np
+import pytest
+
+from weft.cli.main import main
+from weft.config.errors import UserError
+from weft.data.conversations.encode import ConversationSpec
+from weft.data.conversations.layouts import BadRecord, choose_layout, read_record
+from weft.data.conversations.named import NAMED
+from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
+from weft.data.documents import Document
+from weft.data.store import TokenStore
+from weft.data.tokenizer import Tokenizer
+
+SPECIALS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
+SPECIALS += ["<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|im_start|>x"]
+
+# Marks around the words only, or around the end of the turn as well, twice in a turn, with tools, with loop controls.
+WORDS = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}
+{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"""
+TOOLS = """
+{{- bos_token }}{%- if tools %}{{ tools | tojson(indent=2) }}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'skip' %}{% continue %}{% endif %}
+    <|im_start|>{{ m.role }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}
+            {{- m.content or '' }}
+        {%- endgeneration %}
+        {%- if m.tool_calls %} calls {% generation %}{{ m.tool_calls | tojson }}{% endgeneration %}{% endif %}
+        {%- generation %}<|im_end|>{% endgeneration %}
+    {%- else %}{{ m.content | trim }}<|im_end|>{% endif %}
+{% endfor %}"""
+TWICE = NAMED["chatml"].source.replace(
+    "+ '<|im_end|>' -}}{%- end", "-}}{% endgeneration %}{% generation %}<|im_end|>{%- end"
+)
+MARKED = {"words": WORDS, "tools": TOOLS} | {name: NAMED[name].source for name in ("chatml", "llama3")}
+TEXTS = [
+    "What is a loom?",
+    "It weaves: warp and weft.\n\n  Two threads ",
+    "",
+    " ",
+    "né 🎉🎉",
+    "日本語。🧵",
+    "<|im_end|> typed",
+    "x" * 40,
+    "\t\n",
+    "a<|im_start|>xy",
+    "x<|endoftext|>",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a byte-level BPE with the special tokens of several formats, and no chat template."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIALS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    words = (
+        "user assistant system weft warp loom thread weaves the cloth question answer name arguments function 🧵 日本語"
+    )
+    tokenizer.train_from_iterator(
+        [" ".join(random.Random(i).choices(words.split(), k=20)) for i in range(200)], trainer
+    )
+    path = tmp_path_factory.mktemp("chat") / "tok"
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def conversations(seed=0, count=120, tools=False, roles=True):
+    """Seeded conversations of all shapes; `roles`: also such as do not alternate."""
+    chooser = random.Random(seed)
+    for _ in range(count):
+        messages = []
+        if chooser.random() < 0.4:
+            messages.append({"role": "system", "content": chooser.choice(TEXTS)})
+        for _ in range(chooser.randint(1, 4)):
+            messages.append({"role": "user", "content": chooser.choice(TEXTS)})
+            answer = {"role": "assistant", "content": chooser.choice(TEXTS)}
+            if tools and chooser.random() < 0.5:
+                call = {"name": "weave", "arguments": {"threads": 2, "colour": "grün"}}
+                answer["tool_calls"] = [{"type": "function", "function": call}]
+                messages += [answer, {"role": "tool", "content": '{"ok": true}'}]
+                answer = {"role": "assistant", "content": "Done. 🎉"}
+            messages.append(answer)
+        if roles and chooser.random() < 0.2:
+            messages.append({"role": "user", "content": "One more?"})
+        yield {"messages": messages} | ({"tools": [{"name": "weave", "description": "ü"}]} if tools else {})
+
+
+def encoder(folder, source, layout=None, **options):
+    text = TemplateText("a test", source) if isinstance(source, str) else source
+    layout = layout or choose_layout([], "messages")
+    return ConversationSpec(tokenizer=folder, layout=layout, template=text, **options).build()
+
+
+def encode(encoder, records):
+    """The encoder's documents as (ids, mask) lists."""
+    encoded = encoder.encode([Document(record, line) for line, record in enumerate(records, start=1)])
+    assert encoded.ids.dtype == np.uint32
+    assert encoded.mask.dtype == np.uint8
+    assert len(encoded.ids) == len(encoded.mask) == encoded.lengths.sum()
+    cuts = np.cumsum(encoded.lengths)[:-1]
+    rows = zip(np.split(encoded.ids, cuts), np.split(encoded.mask, cuts), strict=True)
+    return [(ids.tolist(), mask.tolist()) for ids, mask in rows] if len(encoded.lengths) else [], encoded
+
+
+def theirs(folder, source, record):
+    """The ids and the mask that transformers gives."""
+    tokenizer = _pretrained(folder)
+    out = tokenizer.apply_chat_template(
+        record["messages"],
+        tools=record.get("tools"),
+        chat_template=source,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return list(out["input_ids"]), list(out["assistant_masks"])
+
+
+def _pretrained(folder, kept={}):  # noqa: B006 (a cache)
+    if folder not in kept:
+        from transformers import PreTrainedTokenizerFast
+
+        kept[folder] = PreTrainedTokenizerFast.from_pretrained(folder)
+    return kept[folder]
+
+
+def opened(document, eod):
+    """A document without the end-of-document token that closes it."""
+    ids, mask = document
+    assert ids[-1] == eod
+    return ids[:-1], mask[:-1]
+
+
+# --- Parity with transformers ---
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("name", MARKED)
+def test_ids_and_masks_are_those_of_transformers(folder, name, exact):
+    records = list(conversations(tools=name == "tools"))
+    ours = encoder(folder, MARKED[name], exact=exact)
+    documents, encoded = encode(ours, records)
+    eod = Tokenizer.load(folder).eod_id
+    assert not encoded.rejects
+    assert ours._spans.fast is not exact
+    for record, document in zip(records, documents, strict=True):
+        expected = theirs(folder, MARKED[name], record)
+        # A text that ends with the end-of-document token is closed already.
+        assert (document if expected[0][-1:] == [eod] else opened(document, eod)) == expected
+
+
+ALTERNATING = ("llama2", "gemma", "mistral", "vicuna", "zephyr")
+
+
+@pytest.mark.parametrize("name", ALTERNATING)
+def test_formats_by_name_render_as_transformers_renders_them(folder, name):
+    records = list(conversations(seed=1, roles=False))
+    eod = Tokenizer.load(folder).eod_id
+    documents, encoded = encode(encoder(folder, find_template(folder, name)), records)
+    assert not encoded.rejects
+    for record, document in zip(records, documents, strict=True):
+        expected = theirs(folder, NAMED[name].source, record)
+        assert (document if expected[0][-1:] == [eod] else opened(document, eod)) == expected
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Bye"},
+]
+# What each format is known to look like; « and » around what the assistant writes.
+KNOWN = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    "«Yo<|im_end|>»\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n",
+    "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]« Yo </s>»<s>[INST] Bye [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user"
+    "<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n«Yo<|eot_id|>»"
+    "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n«Yo<end_of_turn>»\n"
+    "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": "<s>[INST] Be brief.\n\nHi[/INST]« Yo</s>»[INST] Bye[/INST]",
+    "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n«Yo</s>»\n<|user|>\nBye</s>\n"
+    "<|assistant|>\n",
+    "vicuna": "Be brief. USER: Hi ASSISTANT:« Yo</s>»USER: Bye ASSISTANT:",
+    "plain": "Be brief.Hi«Yo»Bye",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_formats_by_name_are_what_their_models_know(name):
+    template = ChatTemplate(TemplateText(name, NAMED[name].source), {"bos_token": "<s>", "eos_token": "</s>"})
+    text, spans = template.render(CHAT, prompt=True)
+    for start, end in reversed(spans):
+        text = f"{text[:start]}«{text[start:end]}»{text[end:]}"
+    assert text == KNOWN[name]
+
+
+def test_formats_by_name_refuse_what_they_would_leave_out(folder):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    records = [{"messages": [*CHAT[:2], call]}, {"messages": CHAT, "tools": [{"name": "f"}]}]
+    for name in NAMED:
+        _, encoded = encode(encoder(folder, find_template(folder, name)), records)
+        assert [reject.line for reject in encoded.rejects] == [1, 2]
+        assert all("tool" in reject.reason for reject in encoded.rejects)
+
+
+def without_marks(source):
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+@pytest.mark.parametrize("name", NAMED)
+def test_turns_found_by_comparing_prefixes_are_those_that_marks_show(folder, name, train_on):
+    records = list(conversations(seed=2, roles=name not in ALTERNATING))
+    marked, _ = encode(encoder(folder, NAMED[name].source, train_on=train_on), records)
+    found, encoded = encode(encoder(folder, without_marks(NAMED[name].source), train_on=train_on), records)
+    assert not encoded.rejects
+    assert found == marked
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_turn_will_do(folder):
+    rewriting = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.last %}{{ 'Hm. ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}
+    {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+    records = [{"messages": CHAT[:3]}, {"messages": [*CHAT, CHAT[2]]}]
+    documents, encoded = encode(encoder(folder, rewriting), records)
+    assert len(documents) == 1
+    assert [(reject.line, "--train-on last" in reject.reason) for reject in encoded.rejects] == [(2, True)]
+    documents, encoded = encode(encoder(folder, rewriting, train_on="last"), records)
+    assert len(documents) == 2
+    decode = Tokenizer.load(folder).decode
+    assert decode([i for i, m in zip(*documents[1], strict=True) if m]) == "Hm. Yo<|im_end|><|endoftext|>"
+
+
+def test_a_tokenizer_that_drops_white_space_does_not_mark_the_users_words(folder, tmp_path):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    record = {"messages": [CHAT[1], {"role": "assistant", "content": "Yo "}, *CHAT[3:], CHAT[2]]}
+    ours = encoder(tmp_path, WORDS)
+    ((ids, mask),), _ = encode(ours, [record])
+    assert not ours._spans.fast
+    decode = Tokenizer.load(folder).decode
+    assert decode([i for i, m in zip(ids, mask, strict=True) if m]) == "YoYo<|endoftext|>"
+    assert "Bye" in decode([i for i, m in zip(*theirs(tmp_path, WORDS, record), strict=True) if m])
+
+
+# --- Layouts ---
+
+ASKED, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+READ = {
+    "messages": {"messages": [ASKED, SAID]},
+    "text parts": {"messages": [{"role": "user", "content": ["H", {"type": "text", "text": "i"}]}, SAID]},
+    "nulls": {"messages": [ASKED | {"name": None}, SAID | {"tool_calls": None}]},
+    "conversation with roles": {"conversation": [ASKED, SAID], "language": "en"},
+    "sharegpt": {"conversations": TURNS},
+    "alpaca": {"instruction": "Hi", "input": "", "output": "Yo"},
+    "dolly": {"instruction": "Hi", "context": "", "response": "Yo", "category": "chat"},
+    "input and target": {"input": "Hi", "target": "Yo"},
+    "prompt and response": {"prompt": "Hi", "response": "Yo"},
+    "prompt and completion": {"prompt": "Hi", "completion": "Yo"},
+    "question and answer": {"question": "Hi", "answer": "Yo"},
+    "prompt and completion of messages": {"prompt": [ASKED], "completion": [SAID]},
+}
+
+
+@pytest.mark.parametrize("record", READ.values(), ids=list(READ))
+def test_every_layout_gives_the_same_conversation(folder, record):
+    documents, encoded = encode(encoder(folder, WORDS, choose_layout([record])), [record])
+    assert encoded.rejects == []
+    assert documents == encode(encoder(folder, WORDS), [{"messages": [ASKED, SAID]}])[0]
+
+
+def test_what_layouts_hold_beside_question_and_answer():
+    def messages(record):
+        return read_record(record, choose_layout([record]))[0].messages
+
+    system = {"role": "system", "content": "Be brief."}
+    assert messages({"system": "Be brief.", "conversations": TURNS}) == [system, ASKED, SAID]
+    assert messages(
+        {
+            "instruction": "Hi",
+            "input": "there",
+            "output": "Yo",
+            "system": "Be brief.",
+            "history": [["Hi", "Yo"]],
+        }
+    ) == [system, ASKED, SAID, {"role": "user", "content": "Hi\nthere"}, SAID]
+    called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
+    result = {"from": "observation", "value": "2"}
+    record = {"conversations": [TURNS[0], called, result, TURNS[1]], "tools": '[{"name": "f"}]'}
+    conversation = read_record(record, choose_layout([record]))[0]
+    assert conversation.tools == [{"name": "f"}]
+    assert conversation.learned == (1, 3)
+    assert conversation.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert conversation.messages[2] == {"role": "tool", "content": "2"}
+    weighed = {"messages": [ASKED, SAID | {"weight": 0}, ASKED, SAID]}
+    assert read_record(weighed, choose_layout([weighed]))[0].learned == (3,)
+
+
+BAD = {
+    "no field 'messages'": {"text": "x"},
+    "field 'messages' is null": {"messages": None},
+    "not a list": {"messages": "Hi"},
+    "no messages": {"messages": []},
+    "not an object": {"messages": ["Hi"]},
+    "a message without 'role'": {"messages": [ASKED, {"content": "Yo"}]},
+    "unknown role": {"messages": [ASKED, {"role": "narrator", "content": "Yo"}]},
+    "'content' is null": {"messages": [ASKED, {"role": "assistant", "content": None}]},
+    "'content' is missing": {"messages": [{"role": "user"}, SAID]},
+    "neither text nor": {"messages": [{"role": "user", "content": 7}, SAID]},
+    "a part that is not text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]},
+    "no assistant turn": {"messages": [ASKED]},
+    "weight 0": {"messages": [ASKED, SAID | {"weight": 0}]},
+    "'tools' is not JSON": {"messages": [ASKED, SAID], "tools": "["},
+}
+
+
+@pytest.mark.parametrize(("reason", "record"), BAD.items(), ids=list(BAD))
+def test_what_is_no_conversation_is_a_reject_with_its_reason(folder, reason, record):
+    documents, encoded = encode(encoder(folder, WORDS), [{"messages": CHAT}, record, {"messages": CHAT}])
+    assert len(documents) == 2
+    assert [reject.line for reject in encoded.rejects] == [2]
+    assert reason in encoded.rejects[0].reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "record", "reason"),
+    [
+        ("alpaca", {"instruction": "Hi", "output": None}, "field 'output' is null"),
+        ("alpaca", {"instruction": "Hi"}, "no field 'output'"),
+        ("pairs", {"input": "Hi", "target": 7}, "not a list of messages"),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f()"}]}, "not JSON"),
+        ("preferences", {"chosen": "a", "rejected": "b"}, "no prompt"),
+        ("preferences", {"prompt": "Hi", "chosen": "a"}, "no field 'rejected'"),
+        ("preferences", {"prompt": "Hi", "chosen": [ASKED], "rejected": [ASKED]}, "share no prompt"),
+    ],
+)
+def test_what_other_layouts_cannot_read(layout, record, reason):
+    with pytest.raises(BadRecord, match=reason):
+        read_record(record, choose_layout([], layout))
+
+
+def test_the_assistant_may_speak_first_and_nobody_need_answer(folder):
+    records = [{"messages": [SAID, ASKED, SAID]}, {"messages": [SAID]}, {"messages": [ASKED, SAID | {"content": ""}]}]
+    for source in (NAMED["chatml"].source, without_marks(NAMED["chatml"].source)):
+        documents, encoded = encode(encoder(folder, source), records)
+        assert not encoded.rejects
+        assert all(any(mask) for _, mask in documents)
+
+
+def test_keys_can_be_stated(folder):
+    record = {"q": "Hi", "a": "Yo"}
+    layout = choose_layout([record], None, {"input": "q", "target": "a"})
+    assert layout.name == "pairs"
+    assert encode(encoder(folder, WORDS, layout), [record])[0] == encode(encoder(folder, WORDS), [READ["messages"]])[0]
+    with pytest.raises(UserError, match=r"no known layout.*'q', 'a'"):
+        choose_layout([record])
+    with pytest.raises(UserError, match="the layout pairs has input, target"):
+        choose_layout([record], "pairs", {"question": "q"})
+
+
+# --- Preferences ---
+
+NO = {"role": "assistant", "content": "No"}
+PREFERENCES = {
+    "strings": {"prompt": "Hi", "chosen": "Yo", "rejected": "No"},
+    "a prompt of messages": {"prompt": [ASKED], "chosen": [SAID], "rejected": [NO]},
+    "whole conversations": {"chosen": [ASKED, SAID], "rejected": [ASKED, NO]},
+    "whole conversations beside the prompt": {"prompt": "Hi", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]},
+    "sharegpt": {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "No"}},
+    "alpaca": {"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"},
+    "question": {"system": "", "question": "Hi", "chosen": "Yo", "rejected": "No"},
+}
+
+
+@pytest.mark.parametrize("record", PREFERENCES.values(), ids=list(PREFERENCES))
+def test_a_preference_gives_two_documents_and_only_the_answer_is_learned(folder, record):
+    ours = encoder(folder, WORDS, choose_layout([record]))
+    assert ours.kind == "preferences"
+    documents, encoded = encode(ours, [record])
+    assert not encoded.rejects
+    expected = [encode(encoder(folder, WORDS), [{"messages": [ASKED, answer]}])[0][0] for answer in (SAID, NO)]
+    assert documents == expected
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_an_earlier_answer_in_the_prompt_is_not_learned(folder, marked):
+    source = NAMED["chatml"].source if marked else without_marks(NAMED["chatml"].source)
+    turns = [ASKED, NO, ASKED]
+    record = {"chosen": [*turns, SAID], "rejected": [*turns, NO, ASKED, NO]}
+    documents, _ = encode(encoder(folder, source, choose_layout([record])), [record])
+    decode = Tokenizer.load(folder).decode
+    learned = [decode([i for i, m in zip(*document, strict=True) if m]) for document in documents]
+    assert learned == ["Yo<|im_end|><|endoftext|>", "No<|im_end|>No<|im_end|><|endoftext|>"]
+    twice, _ = encode(encoder(folder, TWICE, choose_layout([record])), [record])
+    learned = [decode([i for i, m in zip(*document, strict=True) if m]) for document in twice]
+    assert learned == ["Yo<|im_end|><|endoftext|>", "No<|im_end|>No<|im_end|><|endoftext|>"]
+    same = {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID]}
+    documents, _ = encode(encoder(folder, source, choose_layout([same])), [same])
+    assert documents[0] == documents[1]
+
+
+# --- What is learned, ends and lengths ---
+
+
+def test_train_on_all_learns_every_token_and_last_only_the_last_turn(folder):
+    record = {"messages": [*CHAT, NO]}
+    decode = Tokenizer.load(folder).decode
+    whole, _ = encode(encoder(folder, WORDS, train_on="all"), [record])
+    assert all(whole[0][1])
+    last, _ = encode(encoder(folder, WORDS, train_on="last"), [record])
+    assert decode([i for i, m in zip(*last[0], strict=True) if m]) == "No<|endoftext|>"
+    with pytest.raises(UserError, match="--train-on all"):
+        encoder(folder, WORDS, choose_layout([], "preferences"), train_on="all")
+
+
+def test_one_end_of_document_token_closes_each_document_and_is_learned_where_it_closes_an_answer(folder):
+    eod = Tokenizer.load(folder).eod_id
+    ends = "{% for m in messages %}{{ m.content }}{% generation %}<|endoftext|>{% endgeneration %}{% endfor %}"
+    ((ids, mask),), _ = encode(encoder(folder, ends), [{"messages": [ASKED, SAID]}])
+    assert ids.count(eod) == 2
+    assert (ids[-1], mask[-1]) == (eod, 1)
+    for messages, learned in (([ASKED, SAID], 1), ([ASKED, SAID, ASKED], 0)):
+        ((ids, mask),), _ = encode(encoder(folder, WORDS), [{"messages": messages}])
+        assert (ids.count(eod), ids[-1], mask[-1]) == (1, eod, learned)
+    # The turn ends with the end-of-document token already, and white space follows: it is closed, not ended again.
+    blank = (
+        "{% for m in messages %}{{ m.content }}{% generation %}<|endoftext|>{% endgeneration %}{{ '\n' }}{% endfor %}"
+    )
+    ((ids, mask),), _ = encode(encoder(folder, blank), [{"messages": [ASKED, SAID]}])
+    assert (ids[-1], mask[-3:]) == (eod, [1, 0, 0])
+
+
+def test_long_documents_are_left_out_cut_or_kept_and_counted(folder):
+    long = {"messages": [ASKED, {"role": "assistant", "content": "loom " * 50}]}
+    asked = {"messages": [{"role": "user", "content": "loom " * 50}, SAID]}
+    records = [READ["messages"], long, asked, READ["messages"]]
+    (full, _), limit = encode(encoder(folder, WORDS), records), 30
+    documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit), records)
+    assert documents == [full[0], full[3]]
+    assert [(r.line, r.reason, r.on_purpose) for r in encoded.rejects] == [
+        (2, "longer than 30 tokens", True),
+        (3, "longer than 30 tokens", True),
+    ]
+    documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit, overlong="truncate"), records)
+    assert documents == [
+        full[0],
+        (full[1][0][: limit - 1] + full[1][0][-1:], [*full[1][1][: limit - 1], 0]),
+        full[3],
+    ]
+    assert [(r.line, r.reason) for r in encoded.rejects] == [(3, "nothing to learn within 30 tokens")]
+    assert encoded.notes == {"cut to 30 tokens": 1}
+    documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit, overlong="keep"), records)
+    assert documents == full
+    assert encoded.notes == {"longer than 30 tokens, kept": 2}
+    pair = {"prompt": "Hi", "chosen": "Yo", "rejected": "loom " * 50}
+    documents, encoded = encode(
+        encoder(folder, WORDS, choose_layout([pair]), max_tokens=limit), [PREFERENCES["strings"], pair]
+    )
+    assert len(documents) == 2
+    assert [reject.line for reject in encoded.rejects] == [2]
+
+
+def test_batches_and_a_trip_to_another_process_change_nothing(folder):
+    records = list(conversations(seed=3, count=40))
+    whole, _ = encode(encoder(folder, NAMED["chatml"].source), records)
+    sent = pickle.loads(pickle.dumps(encoder(folder, NAMED["chatml"].source)))
+    assert sent.identity() == encoder(folder, NAMED["chatml"].source).identity()
+    assert [encode(sent, [record])[0][0] for record in records] == whole
+    assert encode(sent, [])[0] == []
+
+
+# --- Templates ---
+
+
+def test_a_folders_templates_are_found_as_transformers_finds_them(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    with pytest.raises(UserError, match=r"no chat template in this folder; .*chatml"):
+        find_template(tmp_path)
+
+    def found(tools=None):
+        text = find_template(tmp_path)
+        used = text.source if tools is None else text.with_tools or text.source
+        from transformers import AutoTokenizer
+
+        assert AutoTokenizer.from_pretrained(tmp_path).get_chat_template(tools=tools) == used
+        return used
+
+    config["chat_template"] = "a"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert found() == "a"
+    config["chat_template"] = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "c"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert (found(), found([{}])) == ("b", "c")
+    assert find_template(tmp_path, "tool_use").source == "c"
+    (tmp_path / "chat_template.jinja").write_text("d")
+    assert (found(), found([{}])) == ("d", "d")
+    with pytest.raises(UserError, match="no such file, nor one of chatml"):
+        find_template(tmp_path, "chatlm")
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match=r"chat_template.jinja:1: not a chat template"):
+        find_template(tmp_path)
+
+
+def test_templates_run_in_a_sandbox_and_what_they_refuse_is_a_reject(folder):
+    refusing = {
+        "{{ raise_exception('only weavers') }}": "the chat template refuses it: only weavers",
+        "{{ messages.append(1) }}": "SecurityError",
+        "{{ ''.__class__.__mro__ }}": "refuses",
+        "{% set n = namespace(__class__=1) %}{{ n }}": "SecurityError",
+        "{{ messages[0].content.missing.more }}": "UndefinedError",
+        "{{ 1 // 0 }}": "ZeroDivisionError",
+    }
+    for source, reason in refusing.items():
+        _, encoded = encode(encoder(folder, source + WORDS), [{"messages": CHAT}])
+        assert len(encoded.rejects) == 1
+        assert reason in encoded.rejects[0].reason
+
+
+def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
+    source = """{{ bos_token }}{{ strftime_now('%d %b %Y') }}{{ colour }}{{ messages[1].reasoning_content }}
+    {%- generation %}{{ messages[1].content }}{% endgeneration %}"""
+    record = {"messages": [ASKED, SAID | {"reasoning": "Hm."}], "chat_template_kwargs": {"colour": "red"}}
+    ours = encoder(folder, source, variables={"colour": "blue"}, date="2026-01-31")
+    ((ids, _),), _ = encode(ours, [record])
+    assert Tokenizer.load(folder).decode(ids) == "<s>31 Jan 2026redHm.Yo<|endoftext|>"
+    assert any("2026-01-31" in line for line in ours.warnings())
+    assert ours.identity()["date"] == "2026-01-31"
+    assert encoder(folder, WORDS, date="2026-01-31").identity()["date"] is None
+
+
+def test_a_format_whose_tokens_the_tokenizer_lacks_is_told(tiny_tokenizer):
+    ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, "chatml"))
+    assert ours.warnings()[0].startswith("<|im_start|>, <|im_end|>: no token of this tokenizer")
+
+
+# --- weft data pack ---
+
+
+def pack(folder, tmp_path, records, *options):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["data", "pack", tmp_path / "in.jsonl", "--tokenizer", folder, "--out", tmp_path / "store"]
+    return main([str(part) for part in (*command, *options)])
+
+
+def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsys):
+    records = [*conversations(seed=4, count=30), {"messages": []}, {"messages": CHAT}]
+    options = ("--conversations", "--chat-template", "chatml")
+    assert pack(folder, tmp_path, records, *options) == 2
+    assert "in.jsonl:31: no messages" in capsys.readouterr().err
+    assert pack(folder, tmp_path, records, *options, "--on-error", "skip") == 0
+    told = capsys.readouterr()
+    assert "records: messages (messages, role, content); template: the format chatml" in told.err
+    store = TokenStore.open(tmp_path / "store")
+    assert store.info.kind == "conversations"
+    assert store.info.rejected == {"no messages": 1}
+    expected, _ = encode(encoder(folder, NAMED["chatml"].source), records)
+    assert store.tokens.tolist() == [i for ids, _ in expected for i in ids]
+    assert store.loss_mask.tolist() == [m for _, mask in expected for m in mask]
+
+
+def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_path, capsys):
+    long = {"prompt": "Hi", "chosen": "Yo", "rejected": "loom " * 50}
+    records = [PREFERENCES["strings"], long, PREFERENCES["strings"]]
+    assert pack(folder, tmp_path, records, "--chat-template", "chatml", "--max-tokens", "40") == 0
+    store = TokenStore.open(tmp_path / "store")
+    assert (store.info.kind, store.num_documents) == ("preferences", 4)
+    assert store.info.rejected == {"longer than 40 tokens": 1}
+    note = json.loads((tmp_path / "store" / "rejects.jsonl").read_text())
+    assert (note["line"], note["reason"]) == (2, "longer than 40 tokens")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--conversations",), "no chat template in this folder"),
+        (("--chat-template", "chatml", "--field", "body"), "--field is for texts"),
+        (("--chat-template", "chatml", "--fields", "input"), "NAME=KEY"),
+        (("--chat-template", "chatml", "--overlong", "drop"), "says nothing without --max-tokens"),
+        (("--chat-template", "chatml", "--date", "today"), "--date today"),
+        (("--chat-template", "chatml", "--template-variables", "[1]"), "not a JSON object"),
+        (("--chat-template", "chatml", "--max-tokens", "1"), "at least 2"),
+    ],
+)
+def test_mistakes_are_one_line(folder, tmp_path, capsys, options, told):
+    assert pack(folder, tmp_path, [{"messages": CHAT}], *options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert told in lines[0]
