@@ -96,7 +96,8 @@ def shard(
     fully_shard(model, **{**options, "reshard_after_forward": False})  # its parts are needed at once in backward
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
+            if world.data_ranks > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it
+                module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
             module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
             module.weft_keeps_parameters = keep
 
