@@ -15,6 +15,7 @@ from weft.data.conversations.layouts import BadRecord, choose_layout, read_recor
 from weft.data.conversations.named import NAMED
 from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
 from weft.data.documents import Document
+from weft.data.operations.text_bytes import TextBytes
 from weft.data.store import TokenStore
 from weft.data.tokenizer import Tokenizer
 
@@ -476,6 +477,8 @@ def test_long_documents_are_left_out_cut_or_kept_and_counted(folder):
         (3, "longer than 30 tokens", True),
     ]
     documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit, overlong="truncate"), records)
+    decode = Tokenizer.load(folder).decode
+    assert encoded.bytes == sum(len(decode(ids[:-1]).encode()) for ids, _ in documents)
     assert documents == [
         full[0],
         (full[1][0][: limit - 1] + full[1][0][-1:], [*full[1][1][: limit - 1], 0]),
@@ -592,6 +595,12 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
     expected, _ = encode(encoder(folder, NAMED["chatml"].source), records)
     assert store.tokens.tolist() == [i for ids, _ in expected for i in ids]
     assert store.loss_mask.tolist() == [m for _, mask in expected for m in mask]
+    counted = TextBytes(folder, store.info).count(store.tokens, store.lengths)
+    assert store.info.bytes == counted
+    assert f"{store.loss_mask.mean():.1%} of the tokens are learned" in told.err
+    assert main(["data", "inspect", str(tmp_path / "store"), "--tokenizer", str(folder), "--samples", "99"]) == 0
+    shown = capsys.readouterr().out
+    assert r"Hi<|im_end|>\n<|im_start|>assistant\n{+Yo<|im_end|>+}\n<|im_start|>user\nBye" in shown
 
 
 def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_path, capsys):
@@ -600,6 +609,9 @@ def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_p
     assert pack(folder, tmp_path, records, "--chat-template", "chatml", "--max-tokens", "40") == 0
     store = TokenStore.open(tmp_path / "store")
     assert (store.info.kind, store.num_documents) == ("preferences", 4)
+    chosen, rejected = store.lengths[0], store.lengths[1]
+    told = f"chosen have {chosen} to {chosen} tokens, median {chosen}; rejected have {rejected} to {rejected} tokens"
+    assert told in capsys.readouterr().err
     assert store.info.rejected == {"longer than 40 tokens": 1}
     note = json.loads((tmp_path / "store" / "rejects.jsonl").read_text())
     assert (note["line"], note["reason"]) == (2, "longer than 40 tokens")

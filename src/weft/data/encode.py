@@ -26,6 +26,7 @@ class Encoded:
         mask: uint8 `[tokens]`, 1 where a token is to be learned; None where all are.
         rejects: documents that the encoder cannot take, by their `line`; they have no length above.
         notes: what happened to documents that were kept ("cut to 512 tokens") -> how many.
+        bytes: of the text that records became, in UTF-8, without end-of-document tokens; None where texts were read.
     """
 
     ids: np.ndarray
@@ -33,6 +34,7 @@ class Encoded:
     mask: np.ndarray | None = None
     rejects: list[Reject] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    bytes: int | None = None
 
 
 class Encoder(Protocol):

@@ -74,6 +74,7 @@ class _Worker:
         self._waiting = 0
         self._tokens = self._documents = self._noted = 0
         self._notes: Counter[str] = Counter()
+        self._record_texts = [0 for _ in part.units]  # bytes of the text that records became
         self._fresh_bytes = self._told_tokens = 0
         self._told_at = time.monotonic()
         self._tokenizer = tokenizer = encoder.open()
@@ -120,6 +121,7 @@ class _Worker:
                 self._flush()
         if records:
             self._flush()  # an encoder names what it refuses by its line, which is of the unit
+            self._counts[number].bytes = self._record_texts[number]
 
     def finish(self) -> None:
         """Encode what waits; the part is whole after this."""
@@ -165,6 +167,7 @@ class _Worker:
                     counts.empty -= not value
                 self._rejects.append((self._owners[position], reject))
             self._notes.update(encoded.notes)
+            self._record_texts[self._owners[0]] += encoded.bytes or 0  # records of one unit only are in a batch
             self._write(encoded.ids, encoded.lengths, encoded.mask)
             self._batch.clear()
             self._owners.clear()
@@ -202,7 +205,8 @@ class _Worker:
         lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
         masks = [p.mask for p in parts if p.mask is not None]
         mask = np.concatenate(masks) if masks else np.zeros(0, np.uint8) if self._encoder.has_mask else None
-        return _Placed(ids, lengths, mask, rejects, sum((p.notes for p in parts), Counter()))
+        notes = sum((p.notes for p in parts), Counter())
+        return _Placed(ids, lengths, mask, rejects, notes, sum(p.bytes or 0 for p in parts))
 
     def _write(self, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None) -> None:
         if len(ids) and int(ids.max()) >= self._vocab_size:
@@ -258,9 +262,10 @@ class _Placed:
     mask: np.ndarray | None
     rejects: list[tuple[int, Reject]]
     notes: Counter[str]
+    bytes: int | None
 
 
 def _placed(encoded: Encoded, batch: Sequence[Document]) -> _Placed:
     places = {document.line: place for place, document in enumerate(batch)} if encoded.rejects else {}
     rejects = [(places[reject.line], reject) for reject in encoded.rejects]
-    return _Placed(encoded.ids, encoded.lengths, encoded.mask, rejects, encoded.notes)
+    return _Placed(encoded.ids, encoded.lengths, encoded.mask, rejects, encoded.notes, encoded.bytes)

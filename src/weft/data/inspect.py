@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.headers import read_json
+from weft.data.conversations.show import with_mask
 from weft.data.indexed import release
 from weft.data.operations.text_bytes import open_tokenizer
 from weft.data.store import TokenStore
@@ -51,8 +52,15 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
     decoder = open_tokenizer(tokenizer, info) if tokenizer is not None else None
     for number in np.linspace(0, store.num_documents - 1, max(0, min(samples, store.num_documents))).astype(int):
         ids = store.document(int(number))
-        shown = repr(decoder.decode(ids[:60].tolist())) if decoder is not None else " ".join(map(str, ids[:24]))
-        yield f"document {number:,} ({len(ids):,} tokens): {shown}{' ...' if len(ids) > 60 else ''}"
+        if decoder is None:
+            shown = " ".join(map(str, ids[:24]))
+        elif store.loss_mask is None:
+            shown = repr(decoder.decode(ids[:60].tolist()))
+        else:  # more of it, for what is learned comes late; {+ and +} are around that
+            start = int(store.offsets[number]) // store.tokens.itemsize
+            shown = repr(with_mask(ids[:240], store.loss_mask[start : start + len(ids)][:240], decoder.decode))
+        limit = 60 if decoder is None or store.loss_mask is None else 240
+        yield f"document {number:,} ({len(ids):,} tokens): {shown}{' ...' if len(ids) > limit else ''}"
 
 
 def looked_at(array: np.ndarray) -> tuple[np.ndarray, bool]:

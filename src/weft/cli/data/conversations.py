@@ -131,6 +131,27 @@ def encoder_of(
     return encoder
 
 
+def tell_lengths(out: str | Path, console: Console) -> None:
+    """How long the documents of a new store are, and how much of them is learned."""
+    import numpy as np
+
+    from weft.data.inspect import looked_at
+    from weft.data.store import TokenStore
+
+    store = TokenStore.open(out)
+    lengths, whole = looked_at(store.lengths)
+    if not len(lengths) or store.loss_mask is None:
+        return
+    rows = {"documents": lengths}
+    if store.info.kind == "preferences" and whole:
+        rows = {"chosen": lengths[::2], "rejected": lengths[1::2]}
+    spread = "; ".join(
+        f"{name} have {row.min():,} to {row.max():,} tokens, median {np.median(row):,.0f}" for name, row in rows.items()
+    )
+    mask, _ = looked_at(store.loss_mask)
+    console.line(f"{spread}; {np.count_nonzero(mask) / len(mask):.1%} of the tokens are learned")
+
+
 def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> Layout:
     from weft.config.errors import UserError
     from weft.data.conversations.layouts import choose_layout

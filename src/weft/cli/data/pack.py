@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.data.conversations import add_conversation_options, wants_conversations
+from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
 from weft.cli.data.inputs import add_inputs, reading_of
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def tell(packed: Packed, out: str, console: Console) -> None:
         console.warning(f"skipped {number:,} {reason} files")
     for note, number in info.notes.items():
         console.warning(f"{note}: {number:,} documents")
+    if info.kind != "text":
+        tell_lengths(out, console)
     speed = "up to date"
     if packed.seconds is not None:
         speed = f"{packed.bytes / 1e6 / packed.seconds:,.1f} MB/s, {packed.tokens / packed.seconds:,.0f} tokens/s"

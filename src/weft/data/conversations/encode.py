@@ -149,9 +149,15 @@ class ConversationEncoder:
         ids, lengths, mask = self._spans.encode([draft.text for draft in drafts], [draft.spans for draft in drafts])
         ids, lengths, mask = _close(ids, lengths, mask, tokenizer.eod_id, [draft.learn_end for draft in drafts])
         encoded = Encoded(ids, lengths, mask.view(np.uint8), rejects)
+        sizes = np.array([self._size(draft.text) for draft in drafts], np.int64)
         if self.spec.max_tokens is not None:
-            self._shorten(encoded, lines)
+            sizes = self._shorten(encoded, lines, sizes)
+        encoded.bytes = int(sizes.sum())
         return encoded
+
+    def _size(self, text: str) -> int:
+        """Bytes of a text without the end-of-document token, if it ends with it."""
+        return len(text.removesuffix(self._end).encode())
 
     def _draft(self, conversation: Conversation) -> _Draft:
         if not self._template.takes_parts and any(type(m.get("content")) is list for m in conversation.messages):
@@ -192,17 +198,22 @@ class ConversationEncoder:
         ends_there = len(closed) > len(before) and closed.endswith(tuple(self._spans.added))
         return len(before), len(closed) if ends_there else len(after)
 
-    def _shorten(self, encoded: Encoded, lines: list[int | None]) -> None:
-        """Deal with documents that are too long. `lines`: of the records that `encoded` holds."""
+    def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:
+        """Deal with documents that are too long.
+
+        Args:
+            lines: of the records that `encoded` holds.
+            sizes: of the documents, in bytes; those of the documents that are left are returned.
+        """
         limit, lengths = self.spec.max_tokens, encoded.lengths
         assert limit is not None
         assert encoded.mask is not None
         long = lengths > limit
         if not long.any():
-            return
+            return sizes
         if self.spec.overlong == "keep":
             encoded.notes[f"longer than {limit:,} tokens, kept"] += int(long.sum())
-            return
+            return sizes
         reason, bad = f"longer than {limit:,} tokens", long
         stays = np.ones(len(encoded.ids), bool)
         if self.spec.overlong == "truncate":
@@ -213,6 +224,7 @@ class ConversationEncoder:
                 stays[start + limit - 1 : end - 1] = False
                 encoded.mask[end - 1] = 0  # the end-of-document token stays, but no longer ends an answer
                 bad[number] = not encoded.mask[start : start + limit - 1].any()
+                sizes[number] = len(self.open().decode(encoded.ids[start : start + limit - 1].tolist()).encode())
         each = 2 if self.kind == "preferences" else 1  # a pair is left out as one
         left = np.repeat(bad.reshape(-1, each).any(axis=1), each)
         out = np.flatnonzero(left[::each]).tolist()
@@ -222,6 +234,7 @@ class ConversationEncoder:
         encoded.lengths = np.minimum(lengths, limit)[~left]
         if self.spec.overlong == "truncate" and (long & ~left).any():
             encoded.notes[f"cut to {limit:,} tokens"] += int((long & ~left).sum())
+        return sizes[~left]
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
