@@ -186,13 +186,19 @@ def test_what_is_longer_than_any_document_may_be_is_rejected(tmp_path, monkeypat
     assert reasons(collect(tmp_path / "a.json")[0]) == [(None, "longer than 4 MiB")]
 
 
-def test_a_file_that_shrinks_or_is_gone_is_the_users_to_mend(tmp_path):
+def test_a_file_that_changes_or_is_gone_is_the_users_to_mend(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines([{"text": "x"}] * 9))
     units = plan([path], Reading(), 50)
     path.write_bytes(b"")
-    with pytest.raises(UserError, match="shorter"):
+    with pytest.raises(UserError, match="changed"):
         list(read(units[1], Reading(), Counts()))
+    text = tmp_path / "a.txt"
+    text.write_text("x")
+    whole = plan([text], Reading())
+    text.write_text("xy")
+    with pytest.raises(UserError, match="changed"):
+        list(read(whole[0], Reading(), Counts()))
     path.unlink()
     with pytest.raises(UserError, match="No such file"):
         list(read(units[0], Reading(), Counts()))

@@ -45,7 +45,7 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
             before = _state(file.fileno())
             out.write(_header(0))
             documents = -1  # the last offset is the end
-            for offsets in _offsets(file, on_bytes):
+            for offsets in _offsets(file, before["size"], on_bytes):
                 documents += len(offsets)
                 out.write(offsets)
             if _state(file.fileno()) != before:
@@ -159,13 +159,13 @@ def _header(length: int) -> bytes:
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
-def _offsets(file: BinaryIO, on_bytes: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """The beginnings of all lines that are not blank, and the end of the file, as uint64."""
+def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Iterator[np.ndarray]:
+    """The beginnings of all lines that are not blank in the first `end` bytes, and the end, as uint64."""
     buffer = bytearray(CHUNK)
     view, array = memoryview(buffer), np.frombuffer(buffer, np.uint8)
     base = line = 0  # where the chunk begins; where the unfinished line began
     blank = True  # whether there are only blanks in it so far
-    while size := file.readinto(buffer):  # type: ignore[attr-defined]
+    while size := file.readinto(view[: end - base]):  # type: ignore[attr-defined]
         chunk = array[:size]
         ends = np.flatnonzero(chunk == 10)
         if len(ends):

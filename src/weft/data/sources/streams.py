@@ -79,9 +79,15 @@ class Raw:
 
     def blocks(self) -> Iterator[bytes]:
         """All of the file."""
+        size = 0
         while block := self.read():
             self.note(block)
+            size += len(block)
+            if size > self.unit.size and not self.unit.stream:
+                break
             yield block
+        if size != self.unit.size and not self.unit.stream:
+            raise UserError("has changed while it was read; start again when it is whole", self.unit.path)
         self._whole = True
 
     def whole_lines(self) -> Iterator[bytes]:
@@ -100,7 +106,7 @@ class Raw:
         while at < stop:
             block = self.read(min(BLOCK, stop - at))
             if not block:
-                raise UserError("has become shorter while it was read; start again when it is whole", self.unit.path)
+                raise UserError("has changed while it was read; start again when it is whole", self.unit.path)
             self.note(memoryview(block)[1:] if at < start else block)
             at += len(block)
             last = block[-1:]
