@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import re
-import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
+import orjson
 
 from weft.config.errors import UserError
-from weft.config.headers import read_tokenizer_header
+from weft.config.headers import read_tokenizer_header, tokenizer_file
+from weft.data.exactness import SEPARATOR, Doubts, Recipe, cut, recipe_of
 
-END_OF_DOCUMENT = "<|endoftext|>"
-# How byte-level BPE cuts text into words before merging: contractions, letters, up to 3 digits, punctuation, line ends.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+if TYPE_CHECKING:
+    import tokenizers
+
+# Compared with `tokenizers` before gigatoken is trusted: this text, and some of the first batch.
+PROBE = (
+    "The quick brown fox's 12345 jumps; don't WE'LL   3.14159e-10\r\n\r\n\tdef f(x): return {'a': [x]}  # ok\n\n\n"
+    "Größe naïve ﬁn ’tis ſ İı Ελληνικά русский עברית العربية हिन्दी ไทย 日本語、한국어 á ế "  # noqa: RUF001
+    "½ ² ٣ Ⅷ 一二 \0\7\x85\xa0\u2028\u3000\u200d \ufeff\ufffd --- ==== //// ..... 'S'T \n x\n y  z"
 )
-# Characters whose class (letter, number, neither) differs between the two libraries' Unicode tables, found by comparing
-# the two over all code points. Texts that hold one go through `tokenizers`.
-DISPUTED = re.compile(
-    "[\u088f\u0c5c\u0cdc\ua7ce-\ua7cf\ua7d2\ua7d4\ua7f1\U00010940-\U00010959\U00010ec5-\U00010ec7\U00011db0-\U00011ddb"
-    "\U00011de0-\U00011de9\U00016ea0-\U00016eb8\U00016ebb-\U00016ed3\U00016ff2-\U00016ff6\U000187f8-\U000187ff"
-    "\U00018d09-\U00018d1e\U00018d80-\U00018df2\U0001e6c0-\U0001e6de\U0001e6e0-\U0001e6e2\U0001e6e4-\U0001e6e5"
-    "\U0001e6e7-\U0001e6ed\U0001e6f0-\U0001e6f4\U0001e6fe-\U0001e6ff\U0002b73a-\U0002b73f\U0002cea2-\U0002cead"
-    "\U000323b0-\U00033479]"
-)
-CHECKED_TEXTS = 32  # compared with `tokenizers` before gigatoken is trusted
+CHECKED_CHARACTERS = 60_000
+SLOW_CHARACTERS = 1_000_000  # encoded by `tokenizers` in one call: its encodings take a hundred bytes a token
+BLANKS = ("\u0120", "\u2581")  # how a token spells the blank that it begins with: byte-level, SentencePiece
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
@@ -47,35 +43,41 @@ class Prompt:
 class Tokenizer:
     """A folder with a `tokenizer.json`, and `tokenizer_config.json` whose `eos_token` is the end-of-document token.
 
+    Truncation and padding that a tokenizer.json asks for are left out: no text is cut short.
+
     Attributes:
+        path: of the folder or the tokenizer.json.
         vocab_size: counts special tokens.
         eod_id: of the end-of-document token.
         digest: sha256 of tokenizer.json.
-        exact: send every text through `tokenizers`.
+        exact: every text goes through `tokenizers`. The first batch may set it.
+        checked: gigatoken's ids were compared, or need not be: another process does it.
+        reason: why, if that was not asked for: what gigatoken was not verified for.
     """
 
-    def __init__(self, path: Path, *, exact: bool = False):
-        header = read_tokenizer_header(path)
+    def __init__(self, path: Path, *, exact: bool = False, checked: bool = False):
+        self._header = header = read_tokenizer_header(path)
         if header.eod_id is None:
             raise UserError(
-                'no end-of-document token is stated; name one in tokenizer_config.json: {"eos_token": "..."}', path
+                f"states no end-of-document token; `weft data import-tokenizer {path} --eod TOKEN --out NEW` does so",
+                path,
             )
         self.path, self.vocab_size, self.eod_id, self.digest = path, header.vocab_size, header.eod_id, header.digest
-        self._reference = _read(path / "tokenizer.json")
-        specials = [token.content for token in self._reference.get_added_tokens_decoder().values()]
-        self._special = re.compile("|".join(map(re.escape, specials))) if specials else None
-        self.exact = exact
-        self._fast: Any = None
-        self._checked = 0
+        self.exact, self.reason = exact, None
+        self.checked = checked
 
     @classmethod
-    def load(cls, path: str | Path, *, exact: bool = False) -> Tokenizer:
-        """Open a tokenizer folder.
+    def load(cls, path: str | Path, *, exact: bool = False, checked: bool = False) -> Tokenizer:
+        """Open a tokenizer: its folder, or the tokenizer.json itself.
+
+        Args:
+            exact: send every text through `tokenizers`.
+            checked: another process compared gigatoken with `tokenizers` on this tokenizer; do not do so again.
 
         Raises:
             UserError: there is none, it is broken, or it states no end-of-document token.
         """
-        return cls(Path(path), exact=exact)
+        return cls(Path(path), exact=exact, checked=checked)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text; no token is added."""
@@ -85,29 +87,33 @@ class Tokenizer:
         """The text of ids, special tokens among it; broken UTF-8 becomes U+FFFD."""
         return self._reference.decode(list(ids), skip_special_tokens=False)
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], *, close: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The ids of many texts.
 
+        Args:
+            close: put the end-of-document token behind each text, and count it.
+
         Returns:
-            All ids end to end, and how many are each text's; exactly those of `encode`.
+            All ids end to end (uint32), and how many are each text's (int64); exactly those of `encode`.
+
+        Raises:
+            UserError: an id that the vocabulary has no place for.
         """
-        fast = self._fast_encoder()
+        texts = list(texts)
+        fast = self._checked_encoder(texts)
+        eod = self.eod_id if close else None
         if fast is None:
-            return self._encode_exactly(texts)
-        slow = [i for i, text in enumerate(texts) if self._needs_reference(text)]
-        ids, lengths = _ragged(fast.encode_batch(list(texts)))
-        if self._checked < CHECKED_TEXTS and texts:
-            if not self._agrees(texts, ids, lengths):
-                self.exact = True
-                return self._encode_exactly(texts)
-            self._checked += len(texts)
-        if not slow:
-            return ids, lengths
-        replaced = [np.asarray(e.ids, ids.dtype) for e in self._encodings([texts[i] for i in slow])]
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
-        for i, new in zip(slow, replaced, strict=True):
-            parts[i], lengths[i] = new, len(new)
-        return np.concatenate(parts), lengths
+            ids, lengths = _joined([[part] for part in self._exactly(texts)], eod)
+        elif dirty := self._dirty(texts, fast):
+            ids, lengths = self._mixed(texts, dirty, fast, eod)
+        else:
+            ids, lengths = fast.encode(texts, eod)
+        if len(ids) and int(ids.max()) >= self.vocab_size:
+            raise UserError(
+                f"gave the id {int(ids.max())}, but has {self.vocab_size:,} entries; it is inconsistent, make it again",
+                self.path,
+            )
+        return ids, lengths
 
     def prompt(self, text: str) -> Prompt:
         """A text to continue, ready for `generate`.
@@ -116,7 +122,7 @@ class Tokenizer:
         one is a token that the model has hardly seen. The first new token then is one that begins with a blank.
         """
         if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
-            first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith("\u0120"))
+            first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))
             if first:
                 return Prompt(text[:-1], self.encode(text[:-1]), first)
         return Prompt(text, self.encode(text) or [self.eod_id], None)
@@ -125,128 +131,196 @@ class Tokenizer:
         """Decodes ids one at a time."""
         return StreamDecoder(self)
 
-    def _needs_reference(self, text: str) -> bool:
-        if self._special is not None and self._special.search(text):
-            return True
-        return not text.isascii() and DISPUTED.search(text) is not None
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The ids of `<0x00>` to `<0xFF>` where the decoder makes characters of runs of them (SentencePiece's)."""
+        if b"ByteFallback" not in tokenizer_file(self.path).read_bytes():
+            return frozenset()
+        return frozenset(id for token, id in self._reference.get_vocab().items() if BYTE.fullmatch(token))
 
-    def _fast_encoder(self) -> Any:
+    @functools.cached_property
+    def _reference(self) -> tokenizers.Tokenizer:
+        import tokenizers
+
+        file = tokenizer_file(self.path)
+        try:
+            reference = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"the tokenizers library cannot read it ({error}); make it again", file) from None
+        reference.no_truncation()
+        reference.no_padding()
+        eod = reference.token_to_id(self._header.eod_token or "")
+        if eod != self.eod_id:
+            raise UserError(
+                f"says that {self._header.eod_token!r} is {self.eod_id}, but the tokenizers library numbers it {eod}; "
+                "it is inconsistent, make it again",
+                file,
+            )
+        return reference
+
+    def _checked_encoder(self, texts: list[str]) -> _Fast | None:
+        """gigatoken, once its ids were those of `tokenizers` on PROBE and some of the first batch; or None."""
         if self.exact:
             return None
-        if self._fast is None:
-            import gigatoken
-
-            try:
-                self._fast = gigatoken.Tokenizer.from_json((self.path / "tokenizer.json").read_text(encoding="utf-8"))
-            except (ValueError, RuntimeError, NotImplementedError):  # a kind of tokenizer that it does not know
-                self.exact = True
+        fast = self._fast_encoder
+        if isinstance(fast, str):
+            self.exact, self.reason = True, fast
+            return None
+        if not self.checked and any(texts):
+            step = max(1, len(texts) // 32)
+            size = CHECKED_CHARACTERS // min(32, len(texts))
+            sample = [PROBE, *(text[:size] for text in texts[::step])]
+            dirty = self._dirty(sample, fast)
+            if _joined([[part] for part in self._exactly(sample)])[0].tolist() != (
+                self._mixed(sample, dirty, fast)[0].tolist()
+            ):
+                self.exact, self.reason = True, "gigatoken gave other ids than tokenizers for some of the first texts"
                 return None
-        return self._fast
+            self.checked = True
+        return fast
 
-    def _agrees(self, texts: Sequence[str], ids: np.ndarray, lengths: np.ndarray) -> bool:
-        """Whether gigatoken gave what `tokenizers` gives, on some of the first batch's texts."""
-        step = max(1, len(texts) // CHECKED_TEXTS)
-        starts = np.cumsum(lengths) - lengths
-        for i in range(0, len(texts), step):
-            text = texts[i]
-            if self._needs_reference(text) or len(text) > 1_000_000:
-                continue
-            if self.encode(text) != ids[starts[i] : starts[i] + lengths[i]].tolist():
-                return False
-        return True
+    @functools.cached_property
+    def _fast_encoder(self) -> _Fast | str:
+        recipe = recipe_of(orjson.loads(tokenizer_file(self.path).read_bytes()))
+        if isinstance(recipe, str):
+            return recipe
+        import gigatoken
 
-    def _encodings(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-        return self._reference.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            return _Fast(recipe, gigatoken.Tokenizer.from_json(recipe.json))
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            return f"gigatoken does not take it: {str(error).splitlines()[0]}"
 
-    def _encode_exactly(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        parts = [np.asarray(encoding.ids, np.uint32) for encoding in self._encodings(texts)]
-        lengths = np.array([len(part) for part in parts], np.int64)
-        return (np.concatenate(parts) if parts else np.zeros(0, np.uint32)), lengths
+    def _dirty(self, texts: list[str], fast: _Fast) -> list[int]:
+        """Which texts hold added tokens or doubtful characters."""
+        return [i for i, text in enumerate(texts) if fast.special_in(text) or fast.doubts.about(text)]
+
+    def _mixed(
+        self, texts: list[str], dirty: list[int], fast: _Fast, eod: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Texts of which some need `tokenizers` for all or a part."""
+        rows: list[list[str | np.ndarray]] = [[text] for text in texts]
+        for i in dirty:
+            rows[i] = list(self._parts(texts[i], fast))
+        ids, lengths = fast.encode([part for row in rows for part in row if isinstance(part, str)])
+        pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+        return _joined([[next(pieces) if isinstance(part, str) else part for part in row] for row in rows], eod)
+
+    def _parts(self, text: str, fast: _Fast) -> Iterator[str | np.ndarray]:
+        """What gigatoken may encode of a text, and the ids of the rest."""
+        if not fast.recipe.by_words or fast.fenced_in(text):
+            yield from self._exactly([text])
+            return
+        for piece in cut(text) if fast.doubts.about(text) else [text]:
+            if fast.doubts.about(piece):
+                yield from self._exactly([piece])
+            else:
+                for part, special in fast.split(piece):
+                    yield np.array([self._reference.token_to_id(part)], np.uint32) if special else part
+
+    def _exactly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        batch: list[str] = []
+        characters = 0
+        for text in texts:
+            if batch and characters + len(text) > SLOW_CHARACTERS:
+                yield from self._by_reference(batch)
+                batch, characters = [], 0
+            batch.append(text)
+            characters += len(text)
+        yield from self._by_reference(batch)
+
+    def _by_reference(self, texts: list[str]) -> Iterator[np.ndarray]:
+        for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False):
+            yield np.array(encoding.ids, np.uint32)
+
+
+class _Fast:
+    """gigatoken with a recipe."""
+
+    def __init__(self, recipe: Recipe, encoder: Any):
+        self.recipe, self._encoder = recipe, encoder
+        self.doubts = Doubts(recipe)
+        fenced = (*recipe.fenced, SEPARATOR)
+        every = (*recipe.first, *recipe.then, *fenced)
+        self._every, self._fenced = _either(every), _either(fenced)
+        self._splits = [_either(texts) for texts in (recipe.first, recipe.then) if texts]
+        # Finding a word is many times faster than a regex; of many (`<|reserved_17|>`) the way they begin will do.
+        self._hints = every if len(every) <= 4 else tuple({text[:2] for text in every})
+
+    def special_in(self, text: str) -> bool:
+        """Whether the text of an added token is in a text."""
+        return any(hint in text for hint in self._hints) and self._every.search(text) is not None
+
+    def fenced_in(self, text: str) -> bool:
+        """Whether the text of an added token is in it that only `tokenizers` handles."""
+        return self._fenced.search(text) is not None
+
+    def split(self, text: str) -> list[tuple[str, bool]]:
+        """A text's parts in order, and which are added tokens."""
+        parts = [(text, False)]
+        for pattern in self._splits:
+            new: list[tuple[str, bool]] = []
+            for part, special in parts:
+                pieces = [part] if special else pattern.split(part)
+                new += [(piece, special or n % 2 == 1) for n, piece in enumerate(pieces) if piece]
+            parts = new
+        return parts
+
+    def encode(self, texts: list[str], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Ids end to end and their numbers; `eod` closes each text, unless it is None."""
+        if not self.recipe.by_words:
+            return _joined([[self._encoder.encode(text)] for text in texts], eod)
+        # One call for all texts; their ids come back as one array.
+        ids = self._encoder.encode_batch_padded([SEPARATOR.join([*texts, ""])], pad_id=0)[0][0]
+        ends = np.flatnonzero(ids == self.recipe.separator)
+        lengths = np.diff(ends, prepend=-1)
+        if eod is None:
+            return np.delete(ids, ends), lengths - 1
+        ids[ends] = eod
+        return ids, lengths
+
+
+def _either(texts: Sequence[str]) -> re.Pattern[str]:
+    """Finds the leftmost of some texts, and the longest of those that begin there, as `tokenizers` does."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
+
+
+def _joined(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of texts, each in parts, end to end, and how many are each text's; `eod` closes each, unless it is None."""
+    if eod is not None:
+        end = np.array([eod], np.uint32)
+        rows = [[*row, end] for row in rows]
+    lengths = np.array([sum(map(len, row)) for row in rows], np.int64)
+    parts = [part for row in rows for part in row]
+    return (np.concatenate(parts) if parts else np.zeros(0, np.uint32)), lengths
 
 
 class StreamDecoder:
-    """Text as ids come in: `step` gives what is certain, `flush` the rest. Never half a character."""
+    """Text as ids come in: `step` gives what is certain, `flush` the rest. Never half a character.
+
+    All pieces together are what `decode` gives for all ids at once.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self._ids = tokenizer, []
-        self._emitted = 0
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # the last ones shown, for a decoder that looks back, then those not shown
+        self._shown = 0
 
     def step(self, id: int) -> str:
         """The new text after one more id; may be empty while a character is incomplete."""
         self._ids.append(id)
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):  # the first bytes of a longer character
-            return ""
-        new, self._emitted = text[self._emitted :], len(text)
-        if len(self._ids) > 64:  # keep the work per token constant: what is shown needs no second look
-            self._ids, self._emitted = [], 0
-        return new
+        # A run of byte tokens is characters only if the whole run is valid UTF-8, so it is not known before its end.
+        return "" if id in self._tokenizer.byte_ids else self._new(last=False)
 
     def flush(self) -> str:
         """What is left, with U+FFFD for a character that never became whole."""
+        return self._new(last=True)
+
+    def _new(self, *, last: bool) -> str:
         text = self._tokenizer.decode(self._ids)
-        new, self._ids, self._emitted = text[self._emitted :], [], 0
+        if text.endswith("\ufffd") and not last:  # the first bytes of a longer character
+            return ""
+        new = text[len(self._tokenizer.decode(self._ids[: self._shown])) :]
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
         return new
-
-
-def _ragged(array: Any) -> tuple[np.ndarray, np.ndarray]:
-    """gigatoken's ragged array as flat ids and lengths, without Python lists."""
-    import awkward
-
-    lengths = np.asarray(awkward.num(array, axis=1), dtype=np.int64)
-    return np.array(awkward.to_numpy(awkward.flatten(array, axis=1)), dtype=np.uint32), lengths
-
-
-def _read(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise UserError(f"not a tokenizer that the tokenizers library reads ({error}); make it again", file) from None
-
-
-def train(texts: Iterable[str], vocab_size: int, out: Path, *, overwrite: bool = False) -> int:
-    """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its folder, whole or not at all.
-
-    Args:
-        texts: the documents; the same texts give the same bytes.
-        vocab_size: counts the 256 bytes and the special token `<|endoftext|>`.
-
-    Returns:
-        The size reached: less than asked if the texts run out of pairs to merge.
-
-    Raises:
-        UserError: a size below 257, or no text.
-    """
-    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < 257:
-        raise UserError(f"--vocab-size {vocab_size}: at least 257 are needed, for 256 bytes and {END_OF_DOCUMENT}")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer.save(str(partial / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_DOCUMENT,
-        "clean_up_tokenization_spaces": False,
-    }
-    (partial / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if overwrite:
-        shutil.rmtree(out, ignore_errors=True)
-    os.replace(partial, out)
-    return tokenizer.get_vocab_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from weft.cli.data.inputs import add_inputs, reading_of
@@ -13,6 +14,16 @@ HELP = "train a byte-level BPE on text"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, special tokens counted")
+    parser.add_argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="one more special token beside <|endoftext|>",
+    )
+    parser.add_argument(
+        "--max-bytes", type=float, metavar="N", help="learn from evenly spaced documents of N bytes (such as 2e9)"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="the tokenizer's folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is there")
 
@@ -21,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
     from weft.data.documents import Counts, Reject
     from weft.data.sources import find_files, read_all
-    from weft.data.tokenizer import train
+    from weft.data.train_tokenizer import thin_out, train
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)
@@ -35,15 +46,33 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{why}; mend it, or --on-error skip leaves such documents out", path, reject.line)
 
     sizes = [path.stat().st_size for path in files if path.is_file()]
-    with console.progress(sum(sizes) if len(sizes) == len(files) else None, "reading", unit="B") as bar:
-        documents = read_all(files, reading, counts, on_reject=on_reject, on_progress=lambda done: bar.update(done))
-        texts = (document.value for document in documents)
-        size = train(texts, args.vocab_size, out, overwrite=args.overwrite)
+    total = sum(sizes) if len(sizes) == len(files) else None
+    with console.progress(total, "reading", unit="B") as bar:
+        read = taken = taken_bytes = 0
+
+        def on_progress(done: int) -> None:
+            nonlocal read
+            read = done
+            bar.update(done)
+
+        def texts() -> Iterator[str]:
+            nonlocal taken, taken_bytes
+            documents = read_all(files, reading, counts, on_reject=on_reject, on_progress=on_progress)
+            every = (document.value for document in documents)
+            if args.max_bytes is not None:
+                # Where the size is not known (standard input) the first ones have to do.
+                every = thin_out(every, int(args.max_bytes), lambda: read / total if total else 1.0)
+            for text in every:
+                taken += 1
+                taken_bytes += len(text) if text.isascii() else len(text.encode())
+                yield text
+
+        size = train(texts(), args.vocab_size, out, special=args.special)
     if counts.rejected:
         console.warning(f"left out: {dict(counts.rejected)}")
     if size < args.vocab_size:
         console.warning(
             f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the tokenizer's size is {size:,}"
         )
-    console.result(f"{out}: {size:,} tokens, from {counts.documents:,} documents ({counts.bytes / 1e6:,.1f} MB)")
+    console.result(f"{out}: {size:,} tokens, from {taken:,} documents ({taken_bytes / 1e6:,.1f} MB)")
     return 0

@@ -1,0 +1,251 @@
+"""Which tokenizers, and which texts, gigatoken may encode: those where its ids are the `tokenizers` library's.
+
+Everything is exact by default: a tokenizer whose every part is on the lists below is trusted, and of its texts those
+without doubtful characters. The tests compare the two libraries over all code points in many contexts.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+# How byte-level BPE cuts text into words before merging, as tokenizer.json spells it. Llama 3 uses `llama3`, and so do
+# the tokenizers that Weft trains.
+PATTERNS = {
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s+\z|\s*[\r\n]|\s+(?!\S)|\s+"
+    ),
+    "llama3": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "o200k": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+# gigatoken does as `cl100k` above (and as tiktoken) when it is given this, which means something else to `tokenizers`.
+_GIGATOKENS = {PATTERNS["cl100k"]: PATTERNS["cl100k"].replace(r"|\s+\z", "")}
+# A text may be cut here and its parts encoded one by one: in every pattern above a blank can only begin a word. Large
+# documents are, so that one doubtful character does not send megabytes the slow way.
+CUT = re.compile(r"(?<=\S)(?= \S)")
+PIECE = 32_768  # characters
+# Stands between texts that are encoded in one call; longer than any word that gigatoken looks up whole.
+SEPARATOR = "\0\1weft: the next document\1\0"
+# How byte-level tokenizers spell the 256 bytes (Radford et al., 2019): visible ones as they are, others from U+0100.
+_VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_SPELLING = {byte: chr(byte) for byte in _VISIBLE}
+_SPELLING |= {byte: chr(256 + n) for n, byte in enumerate(sorted({*range(256)} - _VISIBLE))}
+_BYTES = frozenset(_SPELLING.values())
+_PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How gigatoken encodes as one tokenizer.json means.
+
+    Attributes:
+        json: a tokenizer.json for gigatoken: of model and pre-tokenizer only what matters, and without added tokens.
+        by_words: byte-level BPE on words: texts may be joined and cut. Otherwise BPE on whole texts with byte fallback.
+        nfc: texts must be in Unicode's normal form C.
+        separator: the id of SEPARATOR.
+        first, then: texts of the added tokens in the order that `tokenizers` looks for them: `first` everywhere, then
+            `then` in what is left. Both are empty if `fenced`.
+        fenced: texts of added tokens that only `tokenizers` handles: those that strip blanks, stand alone, ...
+    """
+
+    json: bytes
+    by_words: bool
+    nfc: bool
+    separator: int
+    first: tuple[str, ...]
+    then: tuple[str, ...]
+    fenced: tuple[str, ...]
+
+
+def recipe_of(content: Any) -> Recipe | str:
+    """How to encode a tokenizer.json's texts by gigatoken, or why not ("its normalizer is ..., which ...")."""
+    model = content["model"]
+    if model.get("type") != "BPE":
+        return f"its model is {model.get('type')}, and gigatoken does BPE only"
+    if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return "its BPE has dropout, a prefix or a suffix"
+    merges, vocabulary = model["merges"], model["vocab"]
+    pairs = [tuple(m) if isinstance(m, list) else tuple(m.split(" ", 1)) for m in merges]
+    if len(set(pairs)) != len(pairs):
+        return "it lists a merge twice"
+    by_words = not model.get("byte_fallback")
+    shape = _words(content) if by_words else _sentences(content)
+    if isinstance(shape, str):
+        return shape
+    pre_tokenizer, normalizer, nfc = shape
+    if by_words and not (vocabulary.keys() >= _BYTES and _BYTES.issuperset("".join(_plain(content)))):
+        return "its vocabulary is not byte-level"
+    if not by_words and not vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
+        return "its vocabulary lacks some bytes"
+    ranks = np.fromiter((vocabulary[a + b] for a, b in pairs), np.int64, len(pairs))
+    if by_words and len(pairs) and not (np.diff(ranks) > 0).all():
+        # gigatoken takes ids for ranks if they look like such, and then the leftmost of two merges to the same token.
+        # A repeated merge, which it ignores, makes it go by the merges' own order.
+        pairs.append(pairs[0])
+    added = content.get("added_tokens") or []
+    separator = max([*vocabulary.values(), *(token["id"] for token in added)]) + 1
+    sorted_out = _added(added, by_words, normalizer is not None or nfc)
+    if isinstance(sorted_out, str):
+        return sorted_out
+    first, then, fenced = sorted_out
+    slim = {
+        "version": "1.0",
+        "added_tokens": [{"id": separator, "content": SEPARATOR, "special": True}] if by_words else [],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": pairs,
+            "byte_fallback": not by_words,
+            "ignore_merges": bool(model.get("ignore_merges")),
+        },
+    }
+    return Recipe(orjson.dumps(slim), by_words, nfc, separator, first, then, fenced)
+
+
+def spelled(token: bytes) -> str:
+    """Bytes as byte-level tokenizers spell them."""
+    return "".join(map(_SPELLING.__getitem__, token))
+
+
+def _plain(content: Any) -> list[str]:
+    """The vocabulary without the added tokens, whose text need not be spelled in bytes."""
+    added = {token["content"] for token in content.get("added_tokens") or []}
+    vocabulary = content["model"]["vocab"]
+    # An added token in the vocabulary that spells the same bytes as another word would hide that word.
+    added -= {text for text in added if not _BYTES.issuperset(text) and spelled(text.encode()) in vocabulary}
+    return [token for token in vocabulary if token not in added]
+
+
+def _words(content: Any) -> tuple[Any, None, bool] | str:
+    """The pre-tokenizer for gigatoken, no normalizer, and whether texts must be NFC; or why not."""
+    normalizer = content.get("normalizer")
+    parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    kinds = {part["type"] for part in parts if part}
+    if kinds - {"NFC"}:
+        return f"its normalizer is {', '.join(sorted(kinds))}, which was not verified with gigatoken"
+    given = content.get("pre_tokenizer") or {"type": "none"}
+    parts = given["pretokenizers"] if given["type"] == "Sequence" else [given]
+    last = parts[-1] if parts else {"type": "none"}
+    unknown = "its pre-tokenizer was not verified with gigatoken"
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space", True):
+        return unknown
+    if len(parts) == 1 and last.get("use_regex", True):
+        return {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}, None, bool(kinds)
+    if len(parts) != 2 or last.get("use_regex", True) or parts[0]["type"] != "Split":
+        return unknown
+    split = parts[0]
+    # Every character is in some word of these patterns, so keeping the matches and removing the rest are the same.
+    how = split.get("behavior"), bool(split.get("invert"))
+    regex = split["pattern"].get("Regex")
+    if regex not in PATTERNS.values() or how not in {("Isolated", False), ("Removed", True)}:
+        return unknown
+    split = {"type": "Split", "pattern": {"Regex": _GIGATOKENS.get(regex, regex)}, "behavior": "Isolated"}
+    return split, None, bool(kinds)
+
+
+def _sentences(content: Any) -> tuple[Any, Any, bool] | str:
+    """The pre-tokenizer and normalizer of a tokenizer like Llama 2's; or why not."""
+    normalizer, given = content.get("normalizer"), content.get("pre_tokenizer")
+    parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
+    if given is None and parts in ([_PREFIX, _BLANKS], [_BLANKS]):
+        return None, normalizer, False
+    if (
+        normalizer is None
+        and given is not None
+        and given["type"] == "Metaspace"
+        and given.get("replacement") == "▁"
+        and given.get("split") is False
+        and given.get("prepend_scheme") in {"always", "first", "never"}
+    ):
+        return given, None, False
+    return "its normalizer and pre-tokenizer were not verified with gigatoken"
+
+
+def _added(
+    added: list[Any], by_words: bool, normalizes: bool
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
+    """The added tokens' texts: looked for first, then, and left to `tokenizers`; or why gigatoken is no use."""
+    texts = [token["content"] for token in added]
+    if "" in texts:
+        return "an added token is empty"
+    odd = any(
+        token.get("single_word")
+        or token.get("lstrip")
+        or token.get("rstrip")
+        or " " in token["content"]
+        or (normalizes and token.get("normalized", not token.get("special")))
+        for token in added
+    )
+    normalized = [token.get("normalized", not token.get("special")) for token in added]
+    if odd or not by_words:
+        # `tokenizers` looks for a normalized token's normal form in the normal form of the text.
+        blanks = any(later and (" " in text or "▁" in text) for later, text in zip(normalized, texts, strict=True))
+        if normalizes and not by_words and blanks:
+            return "an added token with blanks is looked for in normalized text"
+        return (), (), tuple({*texts, *(unicodedata.normalize("NFC", text) for text in texts)})
+    first = tuple(text for text, later in zip(texts, normalized, strict=True) if not later)
+    return first, tuple(text for text, later in zip(texts, normalized, strict=True) if later), ()
+
+
+class Doubts:
+    """Finds the texts whose characters the libraries may class differently.
+
+    A character is settled if this Python's Unicode tables, older than either library's, have it: classes do not change
+    once they are given. Private use and what is reserved for pictographs is settled too.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self._none, self._nfc = not recipe.by_words, recipe.nfc  # without words there are no classes of characters
+        self._known = np.zeros(0x110000, bool)  # looked up already
+        self._doubtful = np.zeros(0x110000, bool)
+
+    def about(self, text: str) -> bool:
+        """Whether a text must go through `tokenizers`. Linear, a nanosecond or two a character; none for ASCII."""
+        if self._none or text.isascii():
+            return False
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        known = self._known[codes]
+        if not known.all():
+            for code in np.unique(codes[~known]).tolist():
+                self._known[code] = True
+                self._doubtful[code] = not settled(code)
+        if self._doubtful[codes].any():
+            return True
+        return self._nfc and not unicodedata.is_normalized("NFC", text)
+
+
+def settled(code: int) -> bool:
+    """Whether all versions of both libraries class this code point alike."""
+    return unicodedata.category(chr(code)) != "Cn" or 0x1F000 <= code <= 0x1FAFF or 0x1FC00 <= code <= 0x1FFFD
+
+
+def cut(text: str) -> list[str]:
+    """A text in pieces of some 32,768 characters that may be encoded one by one."""
+    pieces, start = [], 0
+    while len(text) - start > PIECE:
+        found = CUT.search(text, start + PIECE)
+        if found is None:
+            break
+        pieces.append(text[start : found.start()])
+        start = found.start()
+    return [*pieces, text[start:]]
