@@ -261,7 +261,7 @@ def test_a_store_short_by_one_byte_and_a_missing_tokenizer(files):
     found = problems(RUN, "tokenizer=nowhere", data=True)
     assert len(found) == 2
     assert found[0].startswith("run.yaml:4: data.validation: heldout/tokens.bin: 139 bytes where 140 belong")
-    assert found[1].startswith("command line: tokenizer: nowhere: no such tokenizer folder")
+    assert found[1].startswith("command line: tokenizer: nowhere: no such tokenizer")
     load(RUN, "tokenizer=nowhere", data=False)
 
 

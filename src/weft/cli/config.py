@@ -68,6 +68,7 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
     """What follows from a checked config, in words."""
     from weft.config.derive import derive, sequence_length
     from weft.config.errors import UserError
+    from weft.config.mixture import plan, weighted
     from weft.config.model import ModelSection
     from weft.config.size import in_words, model_size
 
@@ -89,15 +90,20 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
 
         tokens = read_store_header(config.data.train).num_tokens
         told["data"] = f"{config.data.train}, {tokens:,} tokens, in sequences of {sequence_length(config):,}"
+    sizes = _sizes(config) if open_data else None
+    samples = None if sizes is None or weighted(config.data) else sum(sizes)
     ranks = _data_ranks(config)
     try:
-        length = derive(config, train_tokens=tokens, data_ranks=ranks)
+        length = derive(config, train_tokens=tokens, train_samples=samples, data_ranks=ranks)
     except UserError:
         told["length"] = f"{config.training.epochs:g} epochs"
         return told
     told["length"] = f"{length.steps:,} steps of {length.tokens_per_step:,} tokens, {length.tokens:,} in all" + (
         f" ({length.epochs:.3g} epochs)" if length.epochs else ""
     )
+    if sizes is not None:
+        planned = plan(config.data, sizes, length.sequence_length, length.steps * length.sequences_per_step)
+        told["data"] = f"\n{'':14}".join(planned.lines())
     told["batch"] = (
         f"{length.sequences_per_step:,} sequences = {ranks} rank{'s' if ranks > 1 else ''} x {length.accumulation} "
         f"micro-batch{'es' if length.accumulation > 1 else ''} of up to {length.micro_batch_size}"
@@ -108,6 +114,22 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
     told["while at it"] = ", ".join(every)
     told["writes to"] = str(config.run_directory)
     return told
+
+
+def _sizes(config) -> list[int] | None:
+    """Sequences in each source of a mixture of stores, as far as their headers tell: best-fit packing gives some more.
+
+    None for one source, or where a dataset of the user's own is among them.
+    """
+    from weft.config.data import StoreSource
+    from weft.config.derive import sequence_length
+    from weft.config.headers import read_store_header
+    from weft.config.mixture import sources_of
+
+    sources = sources_of(config.data)
+    if not sources or not all(isinstance(source, StoreSource) for source in sources):
+        return None
+    return [(read_store_header(source.store).num_tokens - 1) // sequence_length(config) for source in sources]
 
 
 def _data_ranks(config) -> int:

@@ -26,6 +26,7 @@ ROOM_OF = {
     "model": "model",
     "data.train": "dataset",
     "data.validation": "dataset",
+    "data.train[]": "dataset",
     "log.trackers": "tracker",
 }
 # What a key that must be there is for.
@@ -132,8 +133,14 @@ class Draft:
             if issubclass(section, Component):
                 return self.check_component(node, section, ROOM_OF[key], key)
             return self.check_section(node, section, key)
-        others = plain_types(info.annotation)
-        if section is not None and not others:
+        listed = listed_sections(info.annotation)
+        if listed and isinstance(node.value, list):
+            return self.check_list(node, listed, key)
+        others = [kind for kind in plain_types(info.annotation) if not listed or get_origin(kind) is not list]
+        if listed and others == [types.NoneType] and node.value is not None:
+            self.problems.append(node.problem(key, f"must be a list of mappings, not {show(node)}"))
+            return None
+        if section is not None and (not others or (others == [types.NoneType] and node.value is not None)):
             what = "null has no meaning here; remove the key to get the defaults"
             if node.value is not None:
                 example = f"{{type: {node.value}}}" if issubclass(section, Component) else "{key: value, ...}"
@@ -158,6 +165,33 @@ class Draft:
             self.check_component(node, CustomModelSection, "model", "model")
         else:
             self.check_section(node, ModelSection, "model")
+
+    def check_list(self, node: Node, sections: list[type[BaseModel]], key: str) -> None:
+        """A list of mappings: each of the kind whose required key it has. A text stands for that key alone."""
+        values: list[Any] = []
+        before = len(self.problems)
+        if not node.value:
+            self.problems.append(node.problem(key, "the list is empty; add an item, or remove the key"))
+        for number, item in enumerate(node.value):
+            inner = f"{key}[{number}]"
+            shorthand = required_key(sections[0])
+            if isinstance(item.value, str) and shorthand is not None:
+                item = Node({shorthand: item}, item.file, item.line)
+            if not item.is_mapping:
+                self.problems.append(item.problem(inner, f"must be a mapping, not {show(item)}"))
+                continue
+            section = next((s for s in reversed(sections) if required_key(s) in item.value), sections[0])
+            if issubclass(section, Component):
+                self.check_component(item, section, ROOM_OF[f"{key}[]"], inner)
+                if inner in self.values:
+                    values.append(section(**self.values.pop(inner)))
+                continue
+            found = len(self.problems)
+            self.check_section(item, section, inner)
+            if len(self.problems) == found:
+                values.append(section(**{name: self.values[f"{inner}.{name}"] for name in field_names(section)}))
+        if len(self.problems) == before:
+            self.values[key] = values
 
     def check_trackers(self, node: Node, key: str) -> None:
         """A list of names, or of mappings with a `type`."""
@@ -301,6 +335,21 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
         if isinstance(branch, type) and issubclass(branch, BaseModel):
             return branch
     return None
+
+
+def listed_sections(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a list's items may be, if one of an annotation's alternatives is a list of sections."""
+    for branch in _branches(annotation):
+        if get_origin(branch) is list:
+            items = _branches(get_args(branch)[0])
+            if all(isinstance(item, type) and issubclass(item, BaseModel) for item in items):
+                return items
+    return []
+
+
+def required_key(section: type[BaseModel]) -> str | None:
+    """The first key that a section must have."""
+    return next((name for name, info in field_names(section).items() if info.is_required()), None)
 
 
 def plain_types(annotation: Any) -> list[Any]:

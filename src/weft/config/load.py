@@ -63,6 +63,8 @@ def build(draft: Draft) -> RunConfig:
 
 def _value(draft: Draft, key: str, annotation: Any) -> Any:
     section = section_class(annotation)
+    if key in draft.values and (draft.values[key] is None or isinstance(draft.values[key], list)):
+        return draft.values[key]
     if key == "model":
         section = CustomModelSection if isinstance(draft.get("model"), dict) else ModelSection
     if section is None or key == "log.trackers" or (issubclass(section, Component) and not _is_part(draft, key)):

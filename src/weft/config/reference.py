@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from weft.config.components import Part, built_ins, find_part
-from weft.config.draft import ROOM_OF, field_names, section_class
+from weft.config.draft import ROOM_OF, field_names, listed_sections, section_class
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
@@ -24,6 +24,8 @@ from weft.config.size import in_words, model_size
 from weft.config.values import describe, spell
 
 _OWN_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+_ITEMS = ("StoreSource", "StageSection")  # of lists, which are replaced whole: no base file has a part of one
 
 
 # ---- JSON Schema
@@ -48,16 +50,19 @@ def json_schema() -> dict[str, Any]:
     ):
         _add_parts(definitions[name], room, required=False)
     _add_parts(definitions["Component"], "tracker", required=True)
-    for name in ("DatasetSection", "CustomModelSection"):
+    for name in ("DatasetSection", "DatasetSource", "CustomModelSection"):
         definitions[name]["properties"]["type"]["pattern"] = _OWN_CLASS
         definitions[name]["required"] = ["type"]
     trackers = definitions["LogSection"]["properties"]["trackers"]["items"]
     trackers["anyOf"] = [
         _type_schema("tracker") if branch.get("type") == "string" else branch for branch in trackers["anyOf"]
     ]
+    for branch in definitions["DataSection"]["properties"]["train"]["anyOf"]:
+        if branch.get("type") == "array":
+            branch["items"]["anyOf"].insert(0, {"type": "string"})
     schema.pop("required", None)
     for name, definition in definitions.items():
-        if name not in ("Component", "DatasetSection", "CustomModelSection"):
+        if name not in ("Component", "DatasetSection", "DatasetSource", "CustomModelSection", *_ITEMS):
             definition.pop("required", None)
     return schema
 
@@ -142,6 +147,15 @@ def markdown() -> str:
 def _section(name: str, section: type[BaseModel]) -> str:
     rows = [_row(key, info) for key, info in field_names(section).items()]
     text = f"## {name}\n\n{_prose(section.__doc__)}\n\n{_table(rows)}"
+    for key, info in field_names(section).items():
+        listed = [part for part in listed_sections(info.annotation) if not issubclass(part, Component)]
+        below = section_class(info.annotation)
+        if below is not None and not issubclass(below, Component):
+            listed.append(below)
+        for part in listed:
+            inner = [_row(below_key, below_info) for below_key, below_info in field_names(part).items()]
+            each = ", each item of a list" if part is not below else ""
+            text += f"\n### {name}.{key}{each}\n\n{_prose(part.__doc__)}\n\n{_table(inner)}"
     room = ROOM_OF.get(name) if issubclass(section, Component) else ("tracker" if name == "log" else None)
     for type_ in built_ins(room) if room else ():
         text += "\n" + _part(name if room != "tracker" else "log.trackers", type_, find_part(type_, room or ""))
@@ -201,8 +215,12 @@ def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
         return f"list of: {_kind(get_args(kind)[0])}"
     if origin is tuple:
         return f"[{'; '.join(_kind(part) for part in get_args(kind) if part is not ...)}]"
+    if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Component):
+        return f"`{{{', '.join(f'{key}: ...' for key in field_names(kind))}}}`"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "`{type: ..., ...}`"
+    if origin is dict and get_args(kind):
+        return f"mapping of names to: {_kind(get_args(kind)[1])}"
     return describe(kind)
 
 

@@ -1,12 +1,11 @@
-"""What must hold between keys, and between the keys and the data."""
+"""What must hold between keys (`config/data_rules.py`: within `data:`, and between it and the data)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
-from weft.config.derive import DEFAULT_SEQUENCES, count_steps
+from weft.config.data_rules import check_data_section, check_headers, sequences_of
+from weft.config.derive import count_steps
 from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.mesh import ParallelSection, mesh_shape
@@ -20,7 +19,8 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _batch(draft)
     _name(draft)
     _mesh(draft)
-    samples = _data(draft) if check_data else None
+    check_data_section(draft)
+    samples = check_headers(draft) if check_data else None
     _warm_up(draft, samples)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.problem(
@@ -118,14 +118,6 @@ def _batch(draft: Draft) -> None:
         )
 
 
-def sequences_of(draft: Draft) -> int | None:
-    """Sequences per step, if known."""
-    length, tokens = draft.get("data.sequence_length"), draft.get("training.batch_tokens")
-    if not length or "training.batch_tokens" not in draft.values:
-        return None
-    return DEFAULT_SEQUENCES if tokens is None else tokens // length
-
-
 def _name(draft: Draft) -> None:
     name = draft.get("run.name")
     if "run.name" not in draft.values:
@@ -177,76 +169,4 @@ def _warm_up(draft: Draft, samples: int | None) -> None:
             "schedule.warmup_steps",
             f"{steps} steps of warm-up, but the run has {total}; set it to {max(1, total // 20)}, or lengthen the run",
             "training.steps",
-        )
-
-
-# ---- the headers of the data
-
-
-def _data(draft: Draft) -> int | None:
-    """Open the headers. Returns the number of training sequences, if known."""
-    from weft.config.headers import read_store_header, read_tokenizer_header
-
-    folder = draft.get("tokenizer")
-    tokenizer = _opened(draft, "tokenizer", read_tokenizer_header) if isinstance(folder, str) else None
-    train = _opened(draft, "data.train", read_store_header)
-    held_out = _opened(draft, "data.validation", read_store_header)
-    length = draft.get("data.sequence_length")
-    for key, store in (("data.train", train), ("data.validation", held_out)):
-        if store is not None and length is not None and store.num_tokens < length + 1:
-            draft.problem(
-                key,
-                f"{draft.get(key)} has {store.num_tokens:,} tokens, which is shorter than one sequence "
-                f"(sequence_length {length} and the token after it); shorten data.sequence_length or pack more text",
-            )
-    same = "pack both with one tokenizer"
-    if tokenizer is not None and _differ(train, tokenizer.digest):
-        draft.problem(
-            "data.train",
-            f"{draft.get('data.train')} was packed with another tokenizer than {folder}; "
-            "name the one that packed it, or pack it again",
-        )
-    reference = train.tokenizer_digest if train is not None else tokenizer.digest if tokenizer is not None else None
-    if reference is not None and _differ(held_out, reference):
-        draft.problem(
-            "data.validation",
-            f"{draft.get('data.validation')} was packed with another tokenizer than the training data; {same}",
-        )
-    _vocabulary(draft, tokenizer, train)
-    return (train.num_tokens - 1) // length if train is not None and length else None
-
-
-def _opened(draft: Draft, key: str, read: Callable[[str], Any]) -> Any:
-    path = draft.get(key)
-    if not isinstance(path, str):
-        return None
-    try:
-        return read(path)
-    except UserError as error:
-        draft.problem(key, str(error))
-        return None
-
-
-def _differ(store: Any, digest: str) -> bool:
-    return store is not None and store.tokenizer_digest is not None and store.tokenizer_digest != digest
-
-
-def _vocabulary(draft: Draft, tokenizer: Any, train: Any) -> None:
-    """`model.vocab_size`: no less than the tokenizer's; that, if it is not set."""
-    needed, whose = None, ""
-    if tokenizer is not None:
-        needed, whose = tokenizer.vocab_size, f"tokenizer {draft.get('tokenizer')}"
-    elif train is not None and train.vocab_size is not None:
-        needed, whose = train.vocab_size, f"tokenizer of {draft.get('data.train')}"
-    if "model.vocab_size" not in draft.values or "model.hidden_size" not in draft.values:
-        return
-    size = draft.get("model.vocab_size")
-    if size is None and needed is not None:
-        draft.fill("model.vocab_size", needed, f"from the {whose}")
-    elif size is None and not draft.problems:
-        draft.problem("model.vocab_size", "required: no tokenizer says how many tokens there are; add it")
-    elif size is not None and needed is not None and size < needed:
-        draft.problem(
-            "model.vocab_size",
-            f"{size} is smaller than the {whose}, which has {needed:,} tokens; set {needed} or remove the key",
         )

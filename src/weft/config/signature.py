@@ -94,6 +94,14 @@ def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     return found
 
 
+def method_arguments(source: ClassSource, name: str) -> frozenset[str] | None:
+    """The names that a method takes; None if it is not written in the class itself, or takes any."""
+    method = _method(source.node, name)
+    if method is None or method.args.kwarg is not None:
+        return None
+    return frozenset(arg.arg for arg in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs))
+
+
 def _function_signature(function: ast.FunctionDef, module: Module) -> Signature:
     a = function.args
     positional = [*a.posonlyargs, *a.args][1:]

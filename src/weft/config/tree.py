@@ -46,10 +46,17 @@ class Node:
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def get(self, *path: str) -> Node | None:
-        """The node below, or None."""
+        """The node below, or None. A list's items are `"train[0]"`, ..."""
         node: Node | None = self
         for key in path:
-            node = node.value.get(key) if node is not None and node.is_mapping else None
+            name, bracket, number = key.partition("[")
+            below = node.value.get(key) if node is not None and node.is_mapping else None
+            if below is None and bracket and node is not None and node.is_mapping:
+                items = node.value.get(name)
+                place = int(number[:-1]) if number[:-1].isdecimal() else -1
+                if items is not None and isinstance(items.value, list) and 0 <= place < len(items.value):
+                    below = items.value[place]
+            node = below
         return node
 
     def problem(self, key: str, what: str) -> Problem:

@@ -92,9 +92,7 @@ def _check_one(node: Node, kind: Any, key: str, problems: list[Problem], bounds:
     elif (origin or kind) in (list, tuple):
         value = _sequence(node, origin or kind, get_args(kind), key, problems)
     elif (origin or kind) is dict:
-        value = node.plain() if node.is_mapping else INVALID
-        if value is INVALID:
-            problems.append(node.problem(key, f"must be a mapping, not {show(node)}"))
+        value = _mapping(node, get_args(kind), key, problems)
     else:
         value = _scalar(node, kind, key, problems)
     if value is INVALID:
@@ -174,6 +172,15 @@ def _sequence(node: Node, kind: type, items: tuple[Any, ...], key: str, problems
     pairs = enumerate(zip(node.value, kinds, strict=True))
     values = [check_value(item, item_kind, f"{key}[{i}]", problems) for i, (item, item_kind) in pairs]
     return INVALID if any(value is INVALID for value in values) else kind(values)
+
+
+def _mapping(node: Node, items: tuple[Any, ...], key: str, problems: list[Problem]) -> Any:
+    if not node.is_mapping:
+        problems.append(node.problem(key, f"must be a mapping, not {show(node)}"))
+        return INVALID
+    kind = items[1] if len(items) == 2 else Any
+    values = {name: check_value(item, kind, f"{key}.{name}", problems) for name, item in node.value.items()}
+    return INVALID if any(value is INVALID for value in values.values()) else values
 
 
 def _broken(value: Any, bound: Any) -> str | None:

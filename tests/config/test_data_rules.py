@@ -1,0 +1,279 @@
+"""Mistakes in `data:` that mixes, packs and warms up: each one line, with its place and what to do."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from config_cases import load, problems, write
+
+from weft.config.load import dump_yaml
+
+MIX = """\
+model: {preset: llama-tiny, vocab_size: 512}
+data:
+  train:
+  - {store: a, weight: 0.7}
+  - {store: b,
+     weight: 0.3, max_epochs: 2}
+  sequence_length: 64
+training: {steps: 10, batch_tokens: 1024}
+"""
+
+
+def changed(old: str, new: str) -> str:
+    assert old in MIX
+    return MIX.replace(old, new)
+
+
+def one(text: str, *overrides: str, data: bool = False) -> str:
+    (found,) = problems(text, *overrides, data=data)
+    assert ";" in found  # what to do
+    return found
+
+
+WITHOUT = MIX.replace(", weight: 0.7", "").replace("weight: 0.3, ", "")
+CURRICULUM = """\
+  curriculum:
+  - {tokens: 4000, weights: {a: 0.9, b: 0.1}}
+  - {weights: {a: 1,
+               c: 1}}
+"""
+
+
+def staged(*changes: tuple[str, str]) -> str:
+    """The mixture with a curriculum, right but for the changes."""
+    text = CURRICULUM.replace("c:", "b:")
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return WITHOUT.replace("  sequence", text + "  sequence")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (changed("weight: 0.7", "weight: -1"), "run.yaml:4: data.train[0].weight: must be at least 0, not -1"),
+        (changed("0.7", "0").replace("0.3", "0"), "run.yaml:4: data.train[0].weight: all weights are 0"),
+        (changed(", weight: 0.7", ""), "run.yaml:4: data.train[0]: a has no weight and others have"),
+        (
+            changed("weight: 0.3", "weights: 0.3"),
+            "run.yaml:6: data.train[1].weights: unknown key; did you mean",
+        ),
+        (changed("store: a", "store: b"), "run.yaml:5: data.train[1]: an earlier source is called 'b' as well"),
+        (changed("store: a", "name: a"), "run.yaml:4: data.train[0].store: required: the token store; instead"),
+        (changed("max_epochs: 2", "max_epochs: 0"), "run.yaml:6: data.train[1].max_epochs: must be more than 0"),
+        (
+            changed("weight: 0.3", "weight: 1e-6"),
+            "run.yaml:6: data.train[1].weight: b has a share of 1.4e-06",
+        ),
+        (
+            changed("  sequence", "  temperature: 2\n  sequence"),
+            "run.yaml:4: data.train[0].weight: data.temperature",
+        ),
+        (
+            changed("  sequence", CURRICULUM.replace("c:", "b:") + "  sequence"),
+            "run.yaml:4: data.train[0].weight: data.c",
+        ),
+        (WITHOUT, None),
+        (staged(), None),
+        (
+            staged((" b: 1", " c: 1")),
+            "run.yaml:10: data.curriculum[1].weights.c: no source has this name (there are a, b)",
+        ),
+        (
+            staged(("tokens: 4000, ", "")),
+            "run.yaml:8: data.curriculum[0]: how long does this stage last?",
+        ),
+        (
+            staged(("4000", "1e9")),
+            "run.yaml:9: data.curriculum[1]: this stage begins after 1,000,000,000 tokens, and the run has 10,240",
+        ),
+        (
+            staged(("{a: 0.9, b: 0.1}", "{a: 0}")),
+            "run.yaml:8: data.curriculum[0].weights: all weights are 0",
+        ),
+        (
+            staged(("0.1", "-0.1")),
+            "run.yaml:8: data.curriculum[0].weights.b: must be at least 0, not -0.1",
+        ),
+        (
+            changed("steps: 10,", "epochs: 1,"),
+            "run.yaml:8: training.epochs: sources with weights are not",
+        ),
+        (changed("  - {store: a, weight: 0.7}", "  - 3"), "run.yaml:4: data.train[0]: must be a mapping, not 3"),
+    ],
+)
+def test_mistakes_in_a_mixture(text, said):
+    if said is None:
+        load(text)
+    else:
+        found = problems(text)
+        assert len(found) == 1, found
+        assert found[0].startswith(said)
+
+
+def test_a_near_name_is_suggested():
+    text = WITHOUT.replace("{store: a}", "{store: data/wikipedia}").replace(
+        "  sequence", "  curriculum:\n  - {weights: {wikipdia: 1, wikipedia: 1, b: 1}}\n  sequence"
+    )
+    assert "no source has this name; did you mean 'wikipedia'?" in one(text)
+
+
+def test_a_source_without_any_stage_is_told():
+    text = WITHOUT.replace("  sequence", "  curriculum:\n  - {weights: {a: 1}}\n  sequence")
+    assert one(text).startswith("run.yaml:5: data.train[1]: no stage of the curriculum uses b")
+
+
+SINGLE = "model: llama-tiny\ndata: {train: a, sequence_length: 64}\ntraining: {steps: 10}\n"
+
+
+@pytest.mark.parametrize("key", ["temperature=2", "mixture_block=10", "curriculum=[{weights: {a: 1}}]"])
+def test_one_source_has_nothing_to_mix(key):
+    assert "there is nothing to mix" in one(SINGLE, f"data.{key}")
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(48, "choose 32 or 16 or 8 or 4"), (64, "choose 32"), (10, "choose 32"), (0, "must be at least 1")],
+)
+def test_length_warm_up_halves_the_sequence(start, said):
+    found = problems(SINGLE, f"data.length_warmup={{start: {start}, steps: 5}}")
+    assert len(found) == 1
+    assert said in found[0]
+    assert load(SINGLE, "data.length_warmup={start: 16, steps: 5}").data.length_warmup.start == 16
+
+
+def test_length_warm_up_is_whole_and_no_longer_than_the_run():
+    assert "data.length_warmup.steps: required" in problems(SINGLE, "data.length_warmup={start: 8}")[0]
+    assert "must be a mapping" in problems(SINGLE, "data.length_warmup=8")[0]
+    assert "11 steps of warm-up, but the run has 10" in one(SINGLE, "data.length_warmup={start: 8, steps: 11}")
+
+
+def test_best_fit_keeps_documents_apart_and_is_for_stores():
+    assert load(SINGLE, "data.packing=best_fit").data.document_attention is True
+    assert load(SINGLE).data.document_attention is False
+    assert "keeps documents apart" in one(SINGLE, "data.packing=best_fit", "data.document_attention=false")
+    write("class Rows:\n    def __init__(self): ...\n", "mine.py")
+    own = SINGLE.replace("train: a", "train: {type: 'mine:Rows'}")
+    assert "data.train has none" in one(own, "data.packing=best_fit")
+    assert "a dataset of your own gives segments" in one(own, "data.document_attention=true")
+    assert "did you mean 'best_fit'" in problems(SINGLE, "data.packing=bestfit")[0]
+
+
+def test_a_model_that_cannot_keep_documents_apart_is_told():
+    write("class Net:\n    def __init__(self): ...\n    def forward(self, tokens, positions): ...\n", "net.py")
+    text = SINGLE.replace("llama-tiny", "{type: 'net:Net'}")
+    assert "Net.forward takes no segments" in one(text, "data.document_attention=true")
+    load(text)
+
+
+def test_datasets_of_the_users_own_join_a_mixture():
+    write("class Rows:\n    def __init__(self, *, rows: int = 3): ...\n", "mine.py")
+    text = changed("{store: a, weight: 0.7}", "{type: 'mine:Rows', weight: 0.7, rows: 4}")
+    source = load(text).data.train[0]
+    assert (source.label, source.weight, source.arguments) == ("Rows", 0.7, {"rows": 4})
+    assert "data.train[0].rows: must be a whole number" in problems(text.replace("rows: 4", "rows: x"))[0]
+
+
+def test_texts_are_stores():
+    config = load(SINGLE.replace("train: a", "train: [a, /data/b]"))
+    assert [source.label for source in config.data.train] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MIX,
+        staged(),
+        SINGLE.replace("train: a", "train: [a, b]").replace("sequence", "temperature: 2, sequence"),
+        SINGLE.replace("sequence_", "packing: best_fit, length_warmup: {start: 8, steps: 3}, sequence_"),
+    ],
+)
+def test_what_is_written_reads_back_to_the_same(text):
+    config = load(text)
+    write(dump_yaml(config, origins=True), "again.yaml")
+    assert load(name="again.yaml") == config
+
+
+# ---- headers
+
+
+def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 300):
+    folder = Path(name)
+    folder.mkdir(parents=True)
+    (folder / "tokens.bin").write_bytes(b"\1\0" * tokens)
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2) + struct.pack("<iqqq", tokens, 0, 0, 1)
+    (folder / "tokens.idx").write_bytes(index)
+    info = {
+        "tokens": tokens,
+        "documents": 1,
+        "vocab_size": vocabulary,
+        "tokenizer_digest": digest,
+        "eod_id": 0,
+        "bytes": 9,
+    }
+    (folder / "store.json").write_text(json.dumps(info))
+
+
+def test_every_store_of_a_mixture_is_opened():
+    make_store("a", 5000)
+    (found,) = problems(MIX, data=True)
+    assert found.startswith("run.yaml:5: data.train[1].store: b: no such token store")
+    make_store("b", 60)
+    assert one(MIX, data=True).startswith("run.yaml:5: data.train[1].store: b has 60 tokens, which is shorter than")
+
+
+def test_stores_of_different_tokenizers_do_not_mix():
+    make_store("a", 5000)
+    make_store("b", 5000, digest="two")
+    assert one(MIX, data=True).startswith(
+        "run.yaml:5: data.train[1].store: b was packed with another tokenizer than a; "
+    )
+
+
+def test_the_largest_vocabulary_counts():
+    make_store("a", 5000)
+    make_store("b", 5000, vocabulary=400)
+    config = load(MIX.replace(", vocab_size: 512", ""), data=True)
+    assert config.model.vocab_size == 400
+    assert config.origins["model.vocab_size"] == "from the tokenizer of b"
+
+
+def test_limits_that_the_run_passes_are_told():
+    make_store("a", 64 * 50 + 1)
+    make_store("b", 64 * 50 + 1)
+    text = MIX.replace("weight: 0.7", "weight: 0.7, max_epochs: 1").replace("steps: 10", "steps: 9")
+    load(text, data=True)  # 9 x 16 = 144 of 50 + 100
+    found = one(text, "training.steps=10", data=True)
+    assert found.startswith("run.yaml:4: data.train[0].max_epochs: the run has 10,240 tokens, but max_epochs lets the")
+    assert "give 9,600" in found
+
+
+def test_a_list_without_weights_has_epochs():
+    make_store("a", 64 * 40 + 1)
+    make_store("b", 64 * 40 + 1)
+    text = SINGLE.replace("train: a", "train: [a, b]").replace("steps: 10", "epochs: 2").replace("10", "2")
+    from weft.cli.config import facts
+
+    config = load(text, data=True)
+    told = facts(config, open_data=True)
+    assert told["length"].startswith("5 steps")  # of 32 sequences, for 160
+    assert "2 epochs of 2,560" in told["data"]
+
+
+def test_the_plan_is_shown_without_torch_and_numpy():
+    import subprocess
+    import sys
+
+    make_store("a", 64 * 50 + 1)
+    make_store("b", 64 * 50 + 1)
+    write(MIX)
+    program = (
+        "import sys; from weft.cli.main import main; code = main(['config', 'check', 'run.yaml']); "
+        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "2 sources in sequences of 64, shares exact over every 10,000 sequences" in done.stdout
+    assert "70.00%            7,168 tokens, 2.24 epochs of 3,200" in done.stdout
