@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -69,7 +71,12 @@ class Batch:
 
 
 class Dataset(Protocol):
-    """What can be trained on. A class with `complete = True` gives every part as arrays of one length, unchecked."""
+    """What can be trained on.
+
+    A class with `complete = True` gives every part as arrays of one length, unchecked. It may also have
+    `read(indices)`, which gives many samples at once, each part stacked `[n, seq]`; and `where(index)`, which says in
+    words where a sample comes from.
+    """
 
     def __len__(self) -> int: ...
 
@@ -86,6 +93,24 @@ def collate(
     Raises:
         UserError: the dataset gave something that is no sample; says which.
     """
+    parts = read_samples(dataset, np.asarray(indices, np.int64))
+    if missing := rows - len(indices):
+        parts = {key: np.concatenate([part, np.repeat(part[:1], missing, axis=0)]) for key, part in parts.items()}
+    parts["weight"][real:] = 0
+    numbers = torch.full((rows,), -1, dtype=torch.int64)
+    numbers[:real] = torch.from_numpy(np.asarray(samples[:real], np.int64))
+    stacked = {key: torch.from_numpy(part) for key, part in parts.items()}
+    return Batch(**{"segments": None, **stacked}, samples=numbers)
+
+
+def read_samples(dataset: Dataset, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The parts of samples, each stacked `[n, seq]`: tokens, labels, weight, positions and, if any has them, segments.
+
+    Raises:
+        UserError: something that is no sample, or samples that are not equally long; says which.
+    """
+    if getattr(dataset, "complete", False) and hasattr(dataset, "read"):
+        return dataset.read(indices)
     read = [_sample(dataset, int(index)) for index in indices]
     length = len(read[0]["tokens"])
     for index, sample in zip(indices, read, strict=True):
@@ -93,18 +118,11 @@ def collate(
             raise UserError(
                 f"sample {index} has {len(sample['tokens'])} tokens where others have {length}; all must be as long"
             )
-    padding = [read[0]] * (rows - len(read))
-    stacked = {
-        key: torch.from_numpy(np.stack([sample[key] for sample in read + padding]))
-        for key in ("tokens", "labels", "weight", "positions")
-    }
-    stacked["weight"][real:] = 0
-    segments = None
-    if "segments" in read[0]:
-        segments = torch.from_numpy(np.stack([sample["segments"] for sample in read + padding]))
-    numbers = torch.full((rows,), -1, dtype=torch.int64)
-    numbers[:real] = torch.from_numpy(np.asarray(samples[:real], np.int64))
-    return Batch(**stacked, segments=segments, samples=numbers)
+    stacked = {key: np.stack([s[key] for s in read]) for key in ("tokens", "labels", "weight", "positions")}
+    if any("segments" in sample for sample in read):
+        one_document = np.zeros(length, np.int64)
+        stacked["segments"] = np.stack([sample.get("segments", one_document) for sample in read])
+    return stacked
 
 
 def _sample(dataset: Dataset, index: int) -> dict[str, np.ndarray]:
@@ -112,7 +130,12 @@ def _sample(dataset: Dataset, index: int) -> dict[str, np.ndarray]:
     if getattr(dataset, "complete", False):
         return dataset[index]
     name = type(dataset).__name__
-    given = dataset[index]
+    try:
+        given = dataset[index]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(*_in_users_code(error, dataset, index)) from error
     if not isinstance(given, dict) or "tokens" not in given:
         raise UserError(f"{name}[{index}] is no mapping with 'tokens'; return {{'tokens': integers [seq], ...}}")
     if unknown := given.keys() - {"tokens", "labels", "weight", "positions", "segments"}:
@@ -142,3 +165,17 @@ def _sample(dataset: Dataset, index: int) -> dict[str, np.ndarray]:
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}[{index}] is no sample: {error}") from None
     return sample
+
+
+def _in_users_code(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
+    """What a dataset of the user's own raised, in one line, and where in its file."""
+    name = type(dataset).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == inspect.getsourcefile(type(dataset))]
+    place = (own or frames)[-1]
+    what = " ".join(str(error).split())
+    return (
+        f"{name}[{index}] raised {type(error).__name__}{': ' if what else ''}{what}; mend it and run the command again",
+        place.filename,
+        place.lineno,
+    )

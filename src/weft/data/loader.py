@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as TorchDataset
 
 from weft.config.errors import UserError
 from weft.data.batch import Batch, Dataset, collate
-from weft.data.permutation import Permutation
+from weft.data.length_warmup import LengthWarmup
+from weft.data.order import Epochs, Order
 
 
 class BatchSource:
     """The batches of a run. `batch(step)` is a function of the step alone.
 
-    Sample number `n` of the run is the `n % samples`-th of epoch `n // samples`, whose order is a keyed permutation of
-    (seed, epoch). Step `s` takes samples `s * rows` to `(s + 1) * rows - 1`; only then are they shared out to ranks.
+    Step `s` takes samples `s * rows` to `(s + 1) * rows - 1` of the run; where these lie in the dataset, the `order`
+    says; only then are they shared out to ranks.
 
     Args:
         rows: sequences of the global batch.
         rank, ranks: which part of it is this rank's; short parts are padded with rows of weight 0.
+        seed, shuffle: of the order, if none is given: every epoch is a permutation keyed by seed and epoch.
+        order: sample numbers to indices of the dataset.
+        length_warmup: cuts the sequences of early steps into shorter rows.
     """
 
     def __init__(
-        self, dataset: Dataset, *, rows: int, rank: int = 0, ranks: int = 1, seed: int = 0, shuffle: bool = True
+        self,
+        dataset: Dataset,
+        *,
+        rows: int,
+        rank: int = 0,
+        ranks: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        length_warmup: LengthWarmup | None = None,
     ):
         self.dataset, self.rows, self.rank, self.ranks = dataset, rows, rank, ranks
-        self.seed, self.shuffle = seed, shuffle
         self.samples_per_epoch = len(dataset)
         if self.samples_per_epoch < 1:
             raise UserError("the training dataset has no samples; check data.train")
+        self.order = order or Epochs(self.samples_per_epoch, seed, shuffle=shuffle)
+        self.length_warmup = length_warmup
 
     def samples(self, step: int) -> np.ndarray:
         """The numbers of the samples of a step's global batch, over all epochs `[rows]`."""
@@ -41,60 +51,51 @@ class BatchSource:
 
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Where in the dataset these samples are."""
-        epochs, order = np.divmod(samples, self.samples_per_epoch)
-        if not self.shuffle:
-            return order
-        result = np.empty_like(order)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            result[chosen] = Permutation(self.samples_per_epoch, self.seed, int(epoch))(order[chosen])
-        return result
+        return self.order(samples)
+
+    def mine(self, step: int) -> np.ndarray:
+        """The numbers of this rank's samples of a step."""
+        each = -(-self.rows // self.ranks)
+        return self.samples(step)[self.rank * each : (self.rank + 1) * each]
 
     def batch(self, step: int) -> Batch:
         """This rank's rows of the global batch of `step`, counted from 0."""
-        each = -(-self.rows // self.ranks)
-        mine = self.samples(step)[self.rank * each : (self.rank + 1) * each]
+        each, mine = -(-self.rows // self.ranks), self.mine(step)
         # A rank without rows reads the step's first sample, to have something of the right shape to pad with.
         read = mine if len(mine) else self.samples(step)[:1]
-        return collate(self.dataset, self.indices(read), read, rows=each, real=len(mine))
+        batch = collate(self.dataset, self.indices(read), read, rows=each, real=len(mine))
+        if self.length_warmup is None:
+            return batch
+        length, expected = batch.tokens.shape[1], self.length_warmup.sequence_length
+        if length != expected:
+            raise UserError(
+                f"data.length_warmup cuts sequences of {expected} tokens, data.sequence_length, but the dataset's have "
+                f"{length}; set data.sequence_length to that"
+            )
+        return batch.cut(self.length_warmup.length(step))
+
+    def where(self, step: int) -> str:
+        """Where this rank's samples of a step come from, in words."""
+        samples = self.mine(step)
+        if len(samples) == 0:
+            samples = self.samples(step)[:1]
+        describe = getattr(self.dataset, "where", lambda index: f"sample {index} of {type(self.dataset).__name__}")
+        first, last = (describe(int(index)) for index in self.indices(samples)[[0, -1]])
+        return f"samples {samples[0]:,} to {samples[-1]:,}: from {first} to {last}"
 
     def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
         """The batches of steps `start` to `stop - 1`; with `workers`, read ahead by so many processes.
 
         Raises:
-            UserError: a sample that is none, with its number.
+            UserError: a sample that is none, with its number; a worker that was killed, with what it read.
         """
-        if workers == 0:
-            for step in range(start, stop):
-                yield self.batch(step)
+        if workers > 0:
+            from weft.data.workers import read_ahead
+
+            yield from read_ahead(self, start, stop, workers)
             return
-        loader = DataLoader(
-            _Steps(self),
-            batch_size=None,
-            sampler=range(start, stop),
-            num_workers=workers,
-            worker_init_fn=_ignore_interrupts,
-            pin_memory=torch.cuda.is_available(),
-        )
-        for batch in loader:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
-
-
-class _Steps(TorchDataset):
-    def __init__(self, source: BatchSource):
-        self.source = source
-
-    def __getitem__(self, step: int) -> Batch | UserError:
-        try:
-            return self.source.batch(step)
-        except UserError as error:
-            return error  # raised in the training process: DataLoader would wrap it in a traceback
-
-
-def _ignore_interrupts(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers itself
+        for step in range(start, stop):
+            yield self.batch(step)
 
 
 def validation_batches(

@@ -71,3 +71,8 @@ class PackedDataset:
         weight = np.zeros(length, np.float32)
         weight[:filled] = 1 if store.loss_mask is None else store.loss_mask[source + 1]
         return {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions, "segments": segments}
+
+    def where(self, index: int) -> str:
+        """Where a sample comes from, in words."""
+        documents, _, _ = self.index.documents_of(index, self.length)
+        return f"document {int(documents[0]):,} of {self.store.path} (packed sequence {index:,})"

@@ -102,7 +102,8 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 step += 1
-                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight)
+                row = self.length.sequence_length // self.pieces(batch)
+                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row)
 
                 if self.due(step, self.length.checkpoint_every):
                     self.save(step)
@@ -131,7 +132,8 @@ class Loop:
         if weight == 0:
             self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        micro_batches = batch.split(self.length.micro_batch_size)
+        # Length warm-up cuts sequences into rows: a micro-batch has as many more of them.
+        micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
         for number, micro_batch in enumerate(micro_batches, start=1):
             on_last_micro_batch(self.model, number == len(micro_batches))
             self.seed(step, micro_batch)
@@ -141,6 +143,10 @@ class Loop:
             (loss / (weight or 1.0)).backward()
             total += loss.detach()
         return self.world.sum(total)[0] / (weight or 1.0)
+
+    def pieces(self, batch: Batch) -> int:
+        """Rows that each sequence of the batch is cut into."""
+        return max(1, len(batch.tokens) // self.length.rows_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
         """Randomness (dropout) is a function of seed, step and sample: nothing to save, nothing that knows of ranks."""

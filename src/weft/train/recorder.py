@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.config.derive import RunLength
+from weft.config.mixture import Plan
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.data.batch import Batch
@@ -38,6 +40,7 @@ class Recorder:
     Args:
         step: updates made by earlier sessions; what they wrote after it is taken back, for those steps are made again.
         digests: of the data, for the manifest.
+        plan: of a mixture: told before the first step, and kept in the manifest.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Recorder:
         step: int,
         digests: dict[str, str],
         console: Console,
+        plan: Plan | None = None,
     ):
         self.config, self.world, self.run, self.length, self.console = config, world, run, length, console
         log_to_file(run.path, world.rank)
@@ -59,12 +63,13 @@ class Recorder:
         layers, width = (
             (section.num_hidden_layers, section.hidden_size) if isinstance(section, ModelSection) else (0, 0)
         )
-        self.flops_per_token = flops_per_token(matmul, layers, width, config.data.sequence_length or 0)
+        self.flops_of_row = partial(flops_per_token, matmul, layers, width)
+        self.flops_per_token = self.flops_of_row(config.data.sequence_length or 0)
         peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
         self.peak = peak.flops_per_second
         self.warned: set[str] = set()
         self.record: dict[str, Any] = {}
-        self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
+        self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
         self.began = time.perf_counter()
         if not self.speaks:
             return
@@ -87,13 +92,14 @@ class Recorder:
             peak_origin=peak.origin,
             memory_kind=memory_kind(world.device),
             data_digests=digests,
+            **({"mixture": plan.as_dict()} if plan is not None else {}),
             steps=length.steps,
             tokens_per_step=length.tokens_per_step,
             resumed_step=step,
         )
-        self._introduce(parameters, step)
+        self._introduce(parameters, step, plan)
 
-    def _introduce(self, parameters: int, step: int) -> None:
+    def _introduce(self, parameters: int, step: int, plan: Plan | None) -> None:
         training, length = self.config.training, self.length
         self.console.line(
             f"{self.run.path}: {parameters / 1e6:,.1f}M parameters, {length.steps:,} steps of "
@@ -101,6 +107,8 @@ class Recorder:
             f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
             + (f" ({training.threads} threads)" if self.world.device.type == "cpu" else "")
         )
+        for line in plan.lines() if plan is not None else ():
+            self.console.line(line)
         if step:
             self.console.line(f"goes on after step {step:,}")
             for change in self.run.changes(self.config):
@@ -137,13 +145,18 @@ class Recorder:
         """The batch is here."""
         self.data_seconds += time.perf_counter() - self.began
 
-    def end_step(self, step: int, *, loss: float, lr: float, grad_norm: float, weight: float) -> None:
-        """The update is made. Validation, samples and checkpoints come after it, outside of its time."""
+    def end_step(self, step: int, *, loss: float, lr: float, grad_norm: float, weight: float, row: int) -> None:
+        """The update is made. Validation, samples and checkpoints come after it, outside of its time.
+
+        Args:
+            row: tokens per row, of which attention's work depends.
+        """
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - self.began
         self.steps += 1
         self.tokens += self.length.tokens_per_step
+        self.flops += self.length.tokens_per_step * self.flops_of_row(row)
         speed = self.tokens / self.seconds
         self.record = {
             "step": step,
@@ -152,7 +165,7 @@ class Recorder:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens_per_second": speed,
-            "mfu": mfu(speed, self.flops_per_token, self.peak),
+            "mfu": mfu(speed, self.flops / self.tokens, self.peak),
             "memory_bytes": memory_bytes(self.world.device),
             "step_seconds": self.seconds / self.steps,
             "data_seconds": self.data_seconds / self.steps,
@@ -180,7 +193,7 @@ class Recorder:
             self.metrics.write(self.record)
             self.tracking.log(step, self.record)
         log.info("%s", self.record)
-        self.tokens = self.seconds = self.data_seconds = self.steps = 0.0
+        self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Text that the model wrote."""

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
-from weft.config.data import DatasetSection
-from weft.config.derive import RunLength, derive
 from weft.config.errors import UserError
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
-from weft.data.batch import Batch, Dataset
-from weft.data.loader import BatchSource, validation_batches
-from weft.data.store import StoreInfo, TokenStore
-from weft.data.windows import StoreDataset
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
+from weft.train.data import Data, open_data
 from weft.train.loop import Loop, Outcome
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, claim
@@ -57,7 +49,7 @@ class Trainer:
         world, run = start_world(self.config.parallel), None
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)
-            data = world.agree(lambda: open_data(config, world))
+            data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
             loop = wire(config, world, run, data, model, optimizer, step, self.console)
@@ -83,56 +75,6 @@ def prepare(config: RunConfig, world: World, *, fresh: bool) -> tuple[RunDirecto
     config = config.model_copy(update={"training": TrainingSection(**chosen)})
     apply_choices(config.training)
     return run, config
-
-
-@dataclass(frozen=True)
-class Data:
-    """What is learned from and measured on, as functions of the step."""
-
-    length: RunLength
-    source: BatchSource
-    held_out: Callable[[bool], Iterable[Batch]] | None
-    bytes_per_token: float | None
-    digests: dict[str, str]
-
-
-def open_data(config: RunConfig, world: World) -> Data:
-    """Open the stores (or the user's datasets) and work out the run's length."""
-    train, info = open_dataset(config.data.train, config)
-    tokens = len(train) * config.data.sequence_length
-    length = derive(config, train_tokens=tokens, train_samples=len(train), data_ranks=world.data_ranks)
-    source = BatchSource(
-        train,
-        rows=length.sequences_per_step,
-        rank=world.data_rank,
-        ranks=world.data_ranks,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-    )
-    digests = {"train": info.digest} if info else {}
-    if config.data.validation is None:
-        return Data(length, source, None, None, digests)
-    held_out, held_info = open_dataset(config.data.validation, config)
-    limit = config.validation.tokens and max(1, config.validation.tokens // config.data.sequence_length)
-    batches = partial(
-        validation_batches,
-        held_out,
-        rows=(config.validation.micro_batch_size or length.micro_batch_size) * world.data_ranks,
-        rank=world.data_rank,
-        ranks=world.data_ranks,
-    )
-    if held_info:
-        digests["validation"] = held_info.digest
-    bytes_per_token = held_info.bytes / held_info.tokens if held_info and held_info.bytes else None
-    return Data(length, source, lambda whole: batches(limit=None if whole else limit), bytes_per_token, digests)
-
-
-def open_dataset(chosen: str | DatasetSection, config: RunConfig) -> tuple[Dataset, StoreInfo | None]:
-    """A token store's sequences, or a dataset of the user's own."""
-    if isinstance(chosen, DatasetSection):
-        return load_class(chosen.type, "dataset")(**chosen.arguments), None
-    store = TokenStore.open(chosen)
-    return StoreDataset(store, config.data.sequence_length), store.info
 
 
 def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -177,7 +119,7 @@ def wire(
     """Put the parts together, and write down what this run is."""
     world.agree(lambda: run.write_config(config), only_first=True)
     tokenizer = run.tokenizer()
-    recorder = Recorder(config, world, run, data.length, model, step, data.digests, console)
+    recorder = Recorder(config, world, run, data.length, model, step, data.digests, console, data.plan)
     schedule = load_class(config.schedule.type, "schedule")(data.length.steps, **config.schedule.arguments)
     prompts = config.samples.prompts
     if prompts and tokenizer is None:

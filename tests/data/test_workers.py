@@ -1,0 +1,58 @@
+"""A process that reads ahead and dies, or a dataset that raises: one line that says where, no traceback."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from weft.config.errors import UserError
+from weft.data.loader import BatchSource
+
+
+class Deadly:
+    """Kills its process, or raises, at one sample."""
+
+    def __init__(self, at: int, how: str):
+        self.at, self.how = at, how
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index == self.at:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.how == "exit":
+                os._exit(7)
+            raise KeyError("no such\nrow")
+        return {"tokens": np.arange(8)}
+
+
+@pytest.mark.parametrize(("how", "said"), [("killed", "killed by SIGKILL"), ("exit", "ended with exit code 7")])
+def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
+    source = BatchSource(Deadly(22, how), rows=4, shuffle=False)
+    seen = []
+    with pytest.raises(UserError) as told:
+        seen.extend(int(batch.samples[0]) for batch in source.iterate(2, 20, workers=2))
+    text = str(told.value)
+    assert "\n" not in text
+    assert said in text
+    assert "step 6, samples 20 to 23: from sample 20 of Deadly to sample 23 of Deadly" in text
+    assert "data.workers" in text
+    assert seen == [8, 12, 16][: len(seen)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_is_told_with_its_sample_and_line(workers):
+    source = BatchSource(Deadly(9, "raise"), rows=4, shuffle=False)
+    with pytest.raises(UserError, match=r"test_workers.py:\d+: Deadly\[9\] raised KeyError: .no such.nrow.; ") as told:
+        list(source.iterate(0, 5, workers))
+    assert "\n" not in str(told.value)
+
+
+def test_no_handler_is_left_that_raises_in_the_middle_of_other_work():
+    before = signal.getsignal(signal.SIGCHLD)
+    source = BatchSource(Deadly(-1, ""), rows=4)
+    next(iter(source.iterate(0, 3, workers=1)))
+    assert signal.getsignal(signal.SIGCHLD) == before
