@@ -278,6 +278,8 @@ class _Pack:
                 else:
                     pool.submit(part)
                 handed += 1
+            if assembly.next in failures:
+                raise self._told(assembly, held[assembly.next], failures[assembly.next])
             if assembly.next in ready:
                 content = ready.pop(assembly.next)
                 if assembly.next > 0 and assembly.exact and not content["exact"]:
@@ -285,9 +287,7 @@ class _Pack:
                         remove(self._folder / "parts", index)
                     return False
                 self._append(assembly, held.pop(assembly.next), content)
-            elif assembly.next in failures:
-                raise self._told(assembly, held[assembly.next], failures[assembly.next])
-            for index, failure in pool.wait(block=assembly.next not in ready and assembly.next not in failures):
+            for index, failure in pool.wait(block=assembly.next in held and assembly.next not in ready):
                 if failure is not None:
                     failures[index] = failure
                 elif (content := finished(self._folder / "parts", held[index])) is not None:
