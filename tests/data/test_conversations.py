@@ -207,7 +207,7 @@ KNOWN = {
     "mistral": "<s>[INST] Be brief.\n\nHi[/INST]« Yo</s>»[INST] Bye[/INST]",
     "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n«Yo</s>»\n<|user|>\nBye</s>\n"
     "<|assistant|>\n",
-    "vicuna": "Be brief. USER: Hi ASSISTANT:« Yo</s>»USER: Bye ASSISTANT:",
+    "vicuna": "<s>Be brief. USER: Hi ASSISTANT:« Yo</s>»USER: Bye ASSISTANT:",
     "plain": "Be brief.Hi«Yo»Bye",
 }
 
@@ -244,18 +244,48 @@ def test_turns_found_by_comparing_prefixes_are_those_that_marks_show(folder, nam
     assert found == marked
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_unless_the_last_turn_will_do(folder):
+REASONING = """
+{%- set last = namespace(user=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}
+        {%- if loop.index0 > last.user %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}
+        {{- m.content + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{ m.content + '<|im_end|>' }}{% endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{{ stub or '' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("stub", ["", "<think>\n", "<|channel>none"])
+def test_turns_are_found_in_templates_that_drop_earlier_reasoning(folder, stub):
+    records = [record for record in conversations(seed=6) if "<|im_end|>" not in json.dumps(record)]
+    found, encoded = encode(encoder(folder, without_marks(REASONING), variables={"stub": stub}), records)
+    assert not encoded.rejects
+    marked, _ = encode(encoder(folder, REASONING), records)
+    if stub != "<think>\n":
+        assert found == marked
+        return
+    # What opens the turn is given to the model, not learned from it.
+    opening = Tokenizer.load(folder).encode(stub)
+    for (ids, mask), (same, other) in zip(found, marked, strict=True):
+        assert ids == same
+        differs = [i for i, (a, b) in enumerate(zip(mask, other, strict=True)) if a != b]
+        assert [ids[i] for i in differs] == (opening if differs else [])
+
+
+def test_a_template_that_rewrites_what_was_before_a_turn_is_refused(folder):
     rewriting = """{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
-    {%- if m.role == 'assistant' and loop.last %}{{ 'Hm. ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}
+    {%- if m.role == 'user' and not loop.last %}{{ 'Hm. ' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}
     {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+    _, encoded = encode(encoder(folder, rewriting), [{"messages": CHAT[:3]}])
+    assert [(reject.line, "--train-on last" in reject.reason) for reject in encoded.rejects] == [(1, True)]
+    growing = rewriting.replace("m.role == 'user' and not loop.last", "loop.length > 4 and loop.first")
     records = [{"messages": CHAT[:3]}, {"messages": [*CHAT, CHAT[2]]}]
-    documents, encoded = encode(encoder(folder, rewriting), records)
+    documents, encoded = encode(encoder(folder, growing), records)
+    assert [reject.line for reject in encoded.rejects] == [2]
     assert len(documents) == 1
-    assert [(reject.line, "--train-on last" in reject.reason) for reject in encoded.rejects] == [(2, True)]
-    documents, encoded = encode(encoder(folder, rewriting, train_on="last"), records)
-    assert len(documents) == 2
-    decode = Tokenizer.load(folder).decode
-    assert decode([i for i, m in zip(*documents[1], strict=True) if m]) == "Hm. Yo<|im_end|><|endoftext|>"
 
 
 def test_a_tokenizer_that_drops_white_space_does_not_mark_the_users_words(folder, tmp_path):

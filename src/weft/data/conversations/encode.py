@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,7 +20,7 @@ from weft.data.documents import Document, Reject
 from weft.data.encode import Encoded
 from weft.data.tokenizer import Tokenizer
 
-MEND = ", so turns cannot be told apart; --chat-template with one {% generation %} mark a turn, or --train-on last"
+MEND = "; --chat-template with {% generation %} marks tells turns apart, and --train-on last may do"
 
 
 @dataclass(frozen=True)
@@ -182,21 +183,36 @@ class ConversationEncoder:
         return _Draft(text, spans, learn_end)
 
     def _turn(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """What the assistant's message `number` adds to the text before it, behind the turn's beginning."""
+        """Where in the text the assistant's message `number` is: what it adds to the text before it, behind the turn's
+        beginning, with its end-of-turn token. The model stops there: white space that follows is never its to write.
+
+        Raises:
+            BadRecord: the text does not tell.
+        """
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
         try:
             before, _ = self._template.render(messages[:number], tools, variables, prompt=True)
             after = text
             if number + 1 < len(messages):
                 after, _ = self._template.render(messages[: number + 1], tools, variables)
+            start = len(before)
+            if not (text.startswith(before) and after.startswith(before)):
+                start = _opening(self._template.render(messages[:number], tools, variables)[0], before, text)
         except BadRecord as bad:
             raise BadRecord(f"the chat template cannot render what is before a turn ({bad}){MEND}") from None
-        if not after.startswith(before) or not text.startswith(after):
-            raise BadRecord(f"the chat template writes a turn anew when others follow{MEND}")
-        # The model stops at the end-of-turn token: white space behind it is never its to write.
         closed = after.rstrip()
-        ends_there = len(closed) > len(before) and closed.endswith(tuple(self._spans.added))
-        return len(before), len(closed) if ends_there else len(after)
+        token = max((token for token in self._spans.added if closed.endswith(token)), key=len, default="")
+        if text.startswith(after):
+            end = len(closed) if token and len(closed) > (start or 0) else len(after)
+        elif token and token not in json.dumps(messages[number], ensure_ascii=False):
+            # Templates write reasoning in the last turns only: with more messages this turn reads differently. It still
+            # ends with the same token.
+            end = text.find(token, start) + len(token)
+        else:
+            end = 0
+        if start is None or start > end:
+            raise BadRecord(f"the chat template writes a turn anew when others follow{MEND}")
+        return start, end
 
     def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:
         """Deal with documents that are too long.
@@ -235,6 +251,23 @@ class ConversationEncoder:
         if self.spec.overlong == "truncate" and (long & ~left).any():
             encoded.notes[f"cut to {limit:,} tokens"] += int((long & ~left).sum())
         return sizes[~left]
+
+
+def _opening(base: str, before: str, text: str) -> int | None:
+    """Where a turn begins whose opening is not all in the text: some templates open it with reasoning to be filled in,
+    which they leave out of what has been said. It is in the text by its first lines at least, or this is None.
+
+    Args:
+        base, before: the conversation before the turn, without and with the turn's opening.
+    """
+    if not (text.startswith(base) and before.startswith(base)):
+        return None
+    shared = 0
+    for expected, found in zip(before[len(base) :], text[len(base) :], strict=False):
+        if expected != found:
+            break
+        shared += 1
+    return before.rfind("\n", len(base), len(base) + shared) + 1 or None
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ _GEMMA = (
 _VICUNA = (
     _ALTERNATE
     + """\
+{{- bos_token -}}
 {%- if system is not none -%}
     {{- system -}}
 {%- else -%}
