@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-import unicodedata
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -72,9 +71,14 @@ def in_contexts(character: str) -> str:
     return f"{c}a{c} {c}1{c}{c}'{c}S{c}!{c}\n{c}  {c}\t{c}"
 
 
+def spelling() -> dict[int, str]:
+    """How byte-level tokenizers spell each byte."""
+    return {byte: spelled(bytes([byte])) for byte in range(256)}
+
+
 def byte_pairs(seed: int = 0) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """A vocabulary and merges in which every two bytes merge, in random order: where words end shows in the ids."""
-    alphabet = [spelled(bytes([byte])) for byte in range(256)]
+    alphabet = [*spelling().values()]
     pairs = [(a, b) for a in alphabet for b in alphabet]
     random.Random(seed).shuffle(pairs)
     return {token: id for id, token in enumerate([*alphabet, *map("".join, pairs)])}, pairs
@@ -181,7 +185,3 @@ def prose(seed: int = 5) -> list[str]:
         "\n\n",
     ]
     return [" ".join(chooser.choices(words, k=40)) for _ in range(300)] + nasty_texts(seed, 50)
-
-
-def is_nfc(text: str) -> bool:
-    return unicodedata.is_normalized("NFC", text)

@@ -6,6 +6,7 @@ HELP = "train a tokenizer, pack text into token stores, work on stores"
 VERBS = {
     "make": {
         "train-tokenizer": ("weft.cli.data.train_tokenizer", "train a byte-level BPE on text"),
+        "import-tokenizer": ("weft.cli.data.import_tokenizer", "use a SentencePiece model or tiktoken ranks"),
         "index": ("weft.cli.data.index", "byte offsets of a JSON-lines file's documents, for random access"),
         "pack": ("weft.cli.data.pack", "tokenize documents into a token store"),
     },
