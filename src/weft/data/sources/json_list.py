@@ -12,7 +12,7 @@ from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
 from weft.data.sources import lines, streams
 from weft.data.sources.kinds import Reading
-from weft.data.sources.streams import BLOCK, BOM, Broken, Raw, again, head, unpacked, without_bom
+from weft.data.sources.streams import BOM, HEAD, Broken, Raw, again, head, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, checked, taker
 
@@ -23,7 +23,7 @@ def holds_lines(path: str) -> bool:
     """Whether a `.json` file holds JSON lines."""
     try:
         with open(path, "rb") as file:
-            return like_lines(file.read(BLOCK))
+            return like_lines(file.read(HEAD))
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", path) from None
 
@@ -45,9 +45,9 @@ def like_lines(begins: bytes) -> bool:
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of the file's records; `line` is the number of the record, or of the line if it has one a line."""
     blocks = without_bom(unpacked(raw, raw.blocks()))
-    first = head(blocks, BLOCK)
+    first = head(blocks, HEAD)
     blocks = again(first, blocks)
-    if like_lines(first[:BLOCK]):
+    if like_lines(first[:HEAD]):
         yield from lines.read_blocks(blocks, reading, tally)
         return
     take = taker(reading)

@@ -11,7 +11,7 @@ import orjson
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
-from weft.data.sources.streams import Raw, pieces, unpacked, without_bom
+from weft.data.sources.streams import Raw, unpacked, whole_lines, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Take, Unfit, checked, taker
 
@@ -24,13 +24,22 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
 
 def read_blocks(blocks: Iterator[bytes], reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of blocks of lines."""
-    counts, take, loads = tally.counts, taker(reading), orjson.loads
+    counts, take, loads, new = tally.counts, taker(reading), orjson.loads, tuple.__new__
     # Of a plain field; what else there is takes the careful way.
     key = None if reading.records or reading.template is not None or "." in reading.field else reading.field
     number = 0
-    for lines in pieces(blocks, b"\n"):
-        documents = empty = size = 0
-        for line in lines:
+    for lines in whole_lines(blocks):
+        if lines is None:
+            number += 1
+            counts.lines = number
+            yield tally.reject(number, too_long())
+            continue
+        documents = empty = size = at = 0
+        view, find, stop = memoryview(lines), lines.find, len(lines)
+        while at < stop:
+            end = find(b"\n", at)
+            line = view[at : end if end >= 0 else stop]  # no copy
+            at = end + 1 if end >= 0 else stop
             number += 1
             # The way of nearly every line: nothing is done here but parse, look up, count.
             try:
@@ -43,21 +52,19 @@ def read_blocks(blocks: Iterator[bytes], reading: Reading, tally: Tally) -> Iter
                     size += len(text) if text.isascii() else len(text.encode())
                 else:
                     empty += 1
-                yield Document(text, number)
-            elif line is not None and (not line or line.isspace()):
+                yield new(Document, (text, number))
+            elif not (raw := bytes(line)) or raw.isspace():
                 counts.blank_lines += 1
             else:
-                yield _carefully(line, number, take, reading.records, tally)
+                yield _carefully(raw, number, take, reading.records, tally)
         counts.documents += documents
         counts.empty += empty
         counts.bytes += size
         counts.lines = number
 
 
-def _carefully(line: bytes | None, number: int, take: Take, records: bool, tally: Tally) -> Document | Reject:
+def _carefully(line: bytes, number: int, take: Take, records: bool, tally: Tally) -> Document | Reject:
     try:
-        if line is None:
-            raise too_long()
         value = take(parsed(line))
     except Unfit as why:
         return tally.reject(number, why)

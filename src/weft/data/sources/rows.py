@@ -9,7 +9,7 @@ from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
-from weft.data.sources.streams import BLOCK, Broken, Raw, again, head, pieces, unpacked, without_bom
+from weft.data.sources.streams import HEAD, Broken, Raw, again, head, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.text import binary
 from weft.data.sources.values import Unfit, checked, taker
@@ -18,7 +18,7 @@ from weft.data.sources.values import Unfit, checked, taker
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of the rows; `line` is where in the file a row begins. Every cell is text, an empty one too."""
     blocks = unpacked(raw, raw.blocks())
-    first = head(blocks, BLOCK)
+    first = head(blocks, HEAD)
     if reason := binary(first):
         tally.skip_file(reason)
         return

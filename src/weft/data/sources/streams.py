@@ -12,7 +12,8 @@ from weft.config.errors import UserError
 from weft.data.documents import Counts
 from weft.data.sources.kinds import Unit
 
-BLOCK = 1 << 20
+BLOCK = 128 << 10  # bytes read at once: they stay in a core's cache while they are digested and parsed
+HEAD = 1 << 20  # so much of a file tells what it is
 LONGEST = 256 << 20  # bytes of one document: beyond it, no machine's memory would be safe
 BOM = b"\xef\xbb\xbf"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -205,6 +206,35 @@ def without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """`blocks` without the mark that some editors write before UTF-8."""
     yield head(blocks, len(BOM)).removeprefix(BOM)
     yield from blocks
+
+
+def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
+    """Whole lines, many in one piece of bytes, line ends included; None for a line longer than LONGEST.
+
+    Broken passes through, and takes the unfinished line with it.
+    """
+    begun: list[bytes | memoryview] = []  # of the unfinished line
+    size, too_long = 0, False
+    for block in blocks:
+        cut = block.rfind(b"\n") + 1
+        if cut:
+            if too_long:
+                yield None
+                begun, begin = [], block.find(b"\n") + 1
+            else:
+                begin = 0
+            if begin < cut:
+                yield b"".join([*begun, memoryview(block)[begin:cut]])
+            begun, size, too_long = [], 0, False
+        if cut < len(block) and not too_long:
+            begun.append(memoryview(block)[cut:])
+            size += len(block) - cut
+            if size > LONGEST:
+                begun, too_long = [], True
+    if too_long:
+        yield None
+    elif size:
+        yield b"".join(begun)
 
 
 def pieces(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:

@@ -8,7 +8,7 @@ from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
-from weft.data.sources.streams import BLOCK, Raw, again, head, pieces, unpacked, without_bom
+from weft.data.sources.streams import HEAD, Raw, again, head, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit
 
@@ -16,7 +16,7 @@ from weft.data.sources.values import Unfit
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of a text file; none of a binary one, or where records are asked for: such files are counted."""
     blocks = unpacked(raw, raw.blocks())
-    first = head(blocks, BLOCK)
+    first = head(blocks, HEAD)
     if reason := "text" if reading.records else binary(first):
         tally.skip_file(reason)
         return
@@ -46,8 +46,8 @@ def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
 
 
 def _between(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[Document | Reject]:
-    first = head(blocks, BLOCK)
-    end = first.find(b"\n", 0, BLOCK)
+    first = head(blocks, HEAD)
+    end = first.find(b"\n", 0, HEAD)
     if end > 0 and "\r" not in separator and first[end - 1 : end] == b"\r":  # lines end as Windows' do
         separator = separator.replace("\n", "\r\n")
     mark = separator.encode("utf-8")
