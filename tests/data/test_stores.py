@@ -251,3 +251,28 @@ def test_nothing_is_left_of_an_operation_that_failed(tmp_path, monkeypatch, caps
     assert weft("split", tmp_path / "in", "--validation", "0.5", "--out", tmp_path / "a", tmp_path / "b") == 2
     assert "No space left" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_after_a_kill_the_same_call_makes_the_same_store(tmp_path):
+    import os
+    import signal
+    import subprocess
+    import sys
+
+    make(tmp_path / "in", 300, copies=100)
+    # Killed when the files are whole, before the first has its name.
+    program = (
+        "import os, signal\n"
+        "from weft.cli.main import main\n"
+        "import weft.data.operations.making as making\n"
+        "making.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"main(['data', 'dedup', '{tmp_path / 'in'}', '--out', '{tmp_path / 'out'}'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ}, capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    for out in ("out", "again"):
+        assert weft("dedup", tmp_path / "in", "--out", tmp_path / out) == 0
+    for name in ("tokens.bin", "store.json", "duplicates.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "in", "out"]

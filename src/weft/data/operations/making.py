@@ -145,14 +145,12 @@ def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusabl
     Raises:
         UserError: something else is there.
     """
-    if not out.exists():
+    if overwrite or not out.exists():
         return None
     if reusable and (out / "store.json").exists():
         stored = read_json(out / "store.json")
         if stored.get("made_from") == made_from:
             return StoreInfo.model_validate(stored)
-    if overwrite:
-        return None
     raise UserError("exists already and is not this store; name another --out, or --overwrite replaces it", out)
 
 

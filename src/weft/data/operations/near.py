@@ -15,7 +15,7 @@ import numpy as np
 from weft.config.errors import UserError
 from weft.data.indexed import release
 from weft.data.operations.groups import Groups
-from weft.data.operations.reading import Block, scan
+from weft.data.operations.reading import Block, read_parts, scan
 from weft.data.permutation import mix
 from weft.data.store import TokenStore
 from weft.observe.console import Console
@@ -23,6 +23,8 @@ from weft.observe.console import Console
 PERMUTATIONS, SEED = 128, 42
 LONGEST = 1 << 24  # tokens of a document that are looked at
 LEADERS = 8  # of documents that fell together by chance: with so many of them each other one is compared
+ROLLED = 1 << 17  # n-grams hashed at once: they stay in the processor's cache
+MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 SIGNED = 1 << 13  # documents signed at once: rensa gives their signatures as lists
 CANDIDATES = 1 << 15  # pairs of signatures compared at once: 32 MB
 
@@ -92,17 +94,22 @@ class NearDuplicates:
 
     def similarity(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """The share of the signatures' numbers in which items agree, pair by pair."""
-        found = np.empty(len(left))
-        for start in range(0, len(left), CANDIDATES):
-            part = slice(start, start + CANDIDATES)
-            found[part] = (self.signatures[left[part]] == self.signatures[right[part]]).mean(1)
-            release(self.signatures)
+        found, size = np.empty(len(left)), 4 * PERMUTATIONS
+        with open(self.work / "signatures", "rb", buffering=0) as file:
+            for start in range(0, len(left), CANDIDATES):
+                part = slice(start, start + CANDIDATES)
+                rows = [
+                    read_parts(file, numbers[part] * size, np.full(len(numbers[part]), size), np.dtype(np.uint32))
+                    for numbers in (left, right)
+                ]
+                found[part] = (rows[0] == rows[1]).reshape(-1, PERMUTATIONS).mean(1)
         return found
 
     def _sign(self, first_of: np.ndarray) -> None:
+        table = mix(np.arange(1, self.store.info.vocab_size + 1, dtype=np.uint64) * MULTIPLIER)
         with self.console.progress(self.store.num_tokens, "signing", unit="token") as bar:
             for block in scan(self.store, bar.update):
-                hashes, ends = shingles(block, self.step, self.ngram)
+                hashes, ends = shingles(block, self.step, self.ngram, table)
                 first, offsets = block.first // self.step, np.concatenate([[0], ends])
                 first_of[first : first + len(ends)] = np.arange(first, first + len(ends))
                 for start in range(0, len(ends), SIGNED):
@@ -150,29 +157,46 @@ def rows_per_band(threshold: float) -> int:
     return 1
 
 
-def shingles(block: Block, step: int, ngram: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the n-grams of each item's ids (without its last one, the end): uint64, and where each item's end."""
+def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of the n-grams of each item's ids (without its last one, the end): uint64, and where each item's end.
+
+    Args:
+        table: a random uint64 number for each id.
+    """
     lengths = block.lengths.reshape(-1, step).sum(1)
-    tokens = np.asarray(block.tokens)
-    starts, sizes = np.cumsum(lengths) - lengths, np.minimum(lengths - 1, LONGEST)
+    tokens, sizes = block.tokens, np.minimum(lengths - 1, LONGEST)
     if len(sizes) == 1:  # perhaps a very long one
-        tokens = tokens[: int(sizes[0])]
+        tokens, lengths = tokens[: int(sizes[0]) + 1], sizes + 1
+    stops = np.cumsum(lengths)
     counts = np.maximum(sizes - ngram + 1, 1)
     ends = np.cumsum(counts)
-    hashes = np.zeros(int(ends[-1]), np.uint64)
+    within = np.ones(len(tokens), bool)  # an n-gram begins here and ends before the item's end
+    for back in range(1, ngram + 1):
+        within[np.maximum(stops - back, 0)] = False
+    rolled = np.concatenate([_rolled(tokens, start, ngram, table) for start in range(0, len(tokens), ROLLED)])
     full = sizes >= ngram
-    if full.any():
-        mixed = mix(tokens.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        rolled = np.zeros(len(tokens) - ngram + 1, np.uint64)
-        for k in range(ngram):
-            rolled = mix(rolled * np.uint64(0x100000001B3) + mixed[k : len(tokens) - ngram + 1 + k])
-        shift = np.repeat(starts[full] - (np.cumsum(counts[full]) - counts[full]), counts[full])
-        hashes[np.repeat(full, counts)] = rolled[np.arange(int(counts[full].sum())) + shift]
+    if full.all():
+        return rolled[within], ends
+    hashes = np.zeros(int(ends[-1]), np.uint64)
+    hashes[np.repeat(full, counts)] = rolled[within]
     for number in np.flatnonzero(~full).tolist():
-        ids = np.ascontiguousarray(tokens[starts[number] : starts[number] + sizes[number]]).astype(np.int64)
+        ids = tokens[stops[number] - lengths[number] : stops[number] - 1].astype(np.int64)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
         hashes[ends[number] - 1] = int.from_bytes(digest, "little")
     return hashes, ends
+
+
+def _rolled(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
+    """A hash of the n-gram that begins at each of `ROLLED` tokens from `start` (of nothing, where the tokens end)."""
+    size = min(ROLLED, len(tokens) - start)
+    drawn = np.zeros(size + ngram - 1, np.uint64)
+    part = tokens[start : start + len(drawn)]
+    drawn[: len(part)] = np.take(table, part, mode="clip")
+    rolled = drawn[:size].copy()
+    for k in range(1, ngram):
+        rolled *= MULTIPLIER
+        rolled += drawn[k : k + size]
+    return mix(rolled)
 
 
 def _root(first_of: np.ndarray, number: int) -> int:

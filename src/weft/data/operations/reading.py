@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,8 +34,14 @@ class Block:
         """The documents for which `keep` `[documents]` is true (their `first` means nothing any more)."""
         if keep.all():
             return self
-        kept = np.repeat(keep, self.lengths)
-        return Block(-1, self.lengths[keep], self.tokens[kept], None if self.mask is None else self.mask[kept])
+        ends = np.concatenate([[0], np.cumsum(self.lengths)])
+        edges = np.flatnonzero(np.diff(keep, prepend=False, append=False))
+        runs = [slice(a, b) for a, b in ends[edges].reshape(-1, 2).tolist()]
+
+        def kept(array: np.ndarray) -> np.ndarray:
+            return np.concatenate([array[run] for run in runs]) if runs else array[:0]
+
+        return Block(-1, self.lengths[keep], kept(self.tokens), None if self.mask is None else kept(self.mask))
 
     def documents(self) -> Iterator[np.ndarray]:
         """Each document's ids."""
@@ -64,7 +71,29 @@ def scan(store: TokenStore, on_tokens: Callable[[int], None] = lambda done: None
     """
     for first, stop, start, end in spans(store.lengths, store.info.item_documents):
         lengths = np.array(store.lengths[first:stop], np.int64)
-        mask = None if store.loss_mask is None else store.loss_mask[start:end]
-        yield Block(first, lengths, store.tokens[start:end], mask)
+        # Plain arrays: slicing a memmap again costs a microsecond.
+        mask = None if store.loss_mask is None else np.asarray(store.loss_mask[start:end])
+        yield Block(first, lengths, np.asarray(store.tokens[start:end]), mask)
         release(store.tokens, store.loss_mask, store.lengths)
         on_tokens(end)
+
+
+def read_parts(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Bytes from many places of a file, end to end, as an array of `dtype`.
+
+    They are read, not mapped: each place would bring the 64 KB around it into memory.
+
+    Args:
+        file: opened without a buffer.
+        starts, sizes: of each place, in bytes.
+    """
+    array = np.empty(int(sizes.sum()) // dtype.itemsize, dtype)
+    room, at = memoryview(array).cast("B"), 0
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        file.seek(start)
+        end = at + size
+        while at < end:
+            if not (got := file.readinto(room[at:end])):  # type: ignore[attr-defined]
+                raise UserError("ends too early; it was changed while it was read", file.name)
+            at += got
+    return array

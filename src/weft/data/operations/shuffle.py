@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from weft.data.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, release
 from weft.data.operations.making import Made, Part, arguments_of, make
-from weft.data.operations.reading import Block, open_items
+from weft.data.operations.reading import Block, open_items, read_parts
 from weft.data.permutation import Permutation
 from weft.data.store import TokenStore
 from weft.observe.console import Console
@@ -37,11 +40,14 @@ def shuffle(
     console = console or Console(speaks=False)
 
     def fill(parts: list[Part]) -> None:
-        with console.progress(store.num_tokens, "shuffling", unit="token") as bar:
+        with ExitStack() as stack:
+            names = ["tokens.bin"] + ["loss_mask.bin"] * (store.loss_mask is not None)
+            files = [stack.enter_context(open(store.path / name, "rb", buffering=0)) for name in names]
+            bar = stack.enter_context(console.progress(store.num_tokens, "shuffling", unit="token"))
             for start in range(0, order.n, BLOCK_DOCUMENTS // step):
                 items = order(np.arange(start, min(start + BLOCK_DOCUMENTS // step, order.n)))
                 numbers = (items[:, None] * step + np.arange(step)).reshape(-1)
-                for block in _gather(store, numbers):
+                for block in _gather(store, files, numbers):
                     parts[0].add(block)
                 bar.update(parts[0].writer.tokens)
 
@@ -49,8 +55,12 @@ def shuffle(
     return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]
 
 
-def _gather(store: TokenStore, numbers: np.ndarray):
-    """The documents of these numbers, in this order, in blocks."""
+def _gather(store: TokenStore, files: list[BinaryIO], numbers: np.ndarray) -> Iterator[Block]:
+    """The documents of these numbers, in this order, in blocks.
+
+    Args:
+        files: of the tokens and, where there is one, of the mask.
+    """
     lengths = np.asarray(store.lengths[numbers], np.int64)
     starts = np.asarray(store.offsets[numbers]) // store.tokens.dtype.itemsize
     release(store.lengths, store.offsets)
@@ -58,12 +68,9 @@ def _gather(store: TokenStore, numbers: np.ndarray):
     first, begin = 0, 0
     while first < len(numbers):
         stop = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right")), first + 1)
-        if stop == first + 1:  # perhaps a very long one: as it lies
-            where = slice(int(starts[first]), int(starts[first] + lengths[first]))
-        else:
-            shift = starts[first:stop] - (ends[first:stop] - lengths[first:stop] - begin)
-            where = np.arange(ends[stop - 1] - begin) + np.repeat(shift, lengths[first:stop])
-        mask = None if store.loss_mask is None else store.loss_mask[where]
-        yield Block(-1, lengths[first:stop], store.tokens[where], mask)
-        release(store.tokens, store.loss_mask)
+        arrays = [
+            read_parts(file, starts[first:stop] * dtype.itemsize, lengths[first:stop] * dtype.itemsize, dtype)
+            for file, dtype in zip(files, (store.tokens.dtype, np.dtype(np.uint8)), strict=False)
+        ]
+        yield Block(-1, lengths[first:stop], arrays[0], arrays[1] if len(arrays) > 1 else None)
         first, begin = stop, int(ends[stop - 1])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.errors import UserError
+from weft.config.headers import tokenizer_file
 from weft.data.store import StoreInfo
 from weft.data.tokenizer import Tokenizer
 
@@ -23,7 +24,7 @@ class TextBytes:
 
     def __init__(self, tokenizer: str | Path, info: StoreInfo):
         self.tokenizer = open_tokenizer(tokenizer, info)
-        self._table = byte_table(Path(tokenizer) / "tokenizer.json", info.vocab_size)
+        self._table = byte_table(tokenizer_file(tokenizer), info.vocab_size)
 
     def count(self, tokens: np.ndarray, lengths: np.ndarray) -> int:
         """Bytes of the documents' text; each one's last token is its end and has none."""
