@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from weft.kernels import documents
 from weft.kernels.attention import attention, document_mask
-from weft.kernels.documents import block_mask, each_document, segment_mask
+from weft.kernels.documents import block_mask, document_attention, segment_mask
 
 CPU = {"dtype": torch.float64, "head_dim": 8}
 
@@ -47,10 +48,11 @@ def drawn(seq, heads, kv_heads, head_dim=8, dtype=torch.float64, device="cpu", b
     ]
 
 
-@pytest.mark.parametrize("form", ["segments", "documents one by one", "boolean mask"])
+@pytest.mark.parametrize("form", ["segments", "one by one", "long ones one by one", "boolean mask"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("seq", "scale"), [(1, None), (2, None), (23, None), (23, 0.2)])
-def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale):
+def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale, monkeypatch):
+    monkeypatch.setattr(documents, "SHORT", {"one by one": 0, "long ones one by one": 4}.get(form, documents.SHORT))
     q, k, v = drawn(seq, heads, kv_heads)
     segments = some_segments(seq)
     if form == "segments":
@@ -73,7 +75,9 @@ def test_one_document_a_row_is_plain_causal_attention():
     assert torch.allclose(ours, attention(q, k, v, causal=True), atol=1e-6)
 
 
-def test_bfloat16_is_as_near_as_its_rounding():
+@pytest.mark.parametrize("short", [0, 180])
+def test_bfloat16_is_as_near_as_its_rounding(short, monkeypatch):
+    monkeypatch.setattr(documents, "SHORT", short)
     q, k, v = drawn(70, 4, 2)
     exact = written_out(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), some_segments(70))
     ours = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, segments=some_segments(70))
@@ -81,7 +85,9 @@ def test_bfloat16_is_as_near_as_its_rounding():
     assert (ours - exact).abs().max() < 0.02
 
 
-def test_gradients_that_are_one_number_shown_many_times_are_understood():
+@pytest.mark.parametrize("short", [0, 180])
+def test_gradients_that_are_one_number_shown_many_times_are_understood(short, monkeypatch):
+    monkeypatch.setattr(documents, "SHORT", short)
     q, k, v = drawn(11, 2, 2)
     segments = some_segments(11)
     for x in (q, k, v):
@@ -102,7 +108,7 @@ def test_dropout_drops_weights_and_lets_nothing_through_between_documents():
 
 def test_the_operator_keeps_pytorchs_rules():
     q, k, v = drawn(9, 2, 2)
-    torch.library.opcheck(each_document, (q, k, v, some_segments(9), None))
+    torch.library.opcheck(document_attention, (q, k, v, some_segments(9), None))
 
 
 @pytest.mark.parametrize("seq", [1, 100, 128, 129, 700, 1024])

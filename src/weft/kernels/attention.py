@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from weft.kernels.documents import block_mask, each_document, segment_mask
+from weft.kernels.documents import block_mask, document_attention, segment_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,7 +73,7 @@ def attention(
     if mask is not None and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return each_document(q, k, v, mask, scale)[0]
+        return document_attention(q, k, v, mask, scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
