@@ -76,8 +76,8 @@ def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # --- On a CPU, where no kernel skips what a mask hides: long documents one by one, short ones side by side. ---
 # An operator of its own, so that compiled code holds one call, and nothing of lengths that change with every batch.
 
-# Up to so many tokens, calls for single documents cost more than copying them together; and that in float32, for each of
-# bfloat16's small matrix products has its price: 4,096 tokens in documents of 16 took 176 ms, in float32 42; in
+# Up to so many tokens, calls for single documents cost more than copying them together; and that in float32, for each
+# of bfloat16's small matrix products has its price: 4,096 tokens in documents of 16 took 176 ms, in float32 42; in
 # documents of 128 they took 120 and 77, of 256 80 and 96, of 2,048 235 and 322 (8 heads of 64, one thread, with AMX).
 SHORT = 180
 
