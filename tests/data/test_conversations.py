@@ -1,160 +1,35 @@
-"""Instruction data: ids and masks equal those of `transformers.apply_chat_template`, and every layout is read."""
+"""Ids and masks of conversations are those of `transformers.apply_chat_template`; their ends, lengths and stores."""
 
 import json
 import pickle
-import random
-import re
 
-import numpy as np
 import pytest
+from chat_cases import (  # noqa: F401 (the fixture)
+    ASKED,
+    CHAT,
+    MARKED,
+    NO,
+    ONE,
+    PAIR,
+    SAID,
+    WORDS,
+    chat_folder,
+    conversations,
+    encode,
+    encoder,
+    opened,
+    theirs,
+    without_marks,
+)
 
 from weft.cli.main import main
 from weft.config.errors import UserError
-from weft.data.conversations.encode import ConversationSpec
-from weft.data.conversations.layouts import BadRecord, choose_layout, read_record
+from weft.data.conversations.layouts import choose_layout
 from weft.data.conversations.named import NAMED
 from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
-from weft.data.documents import Document
 from weft.data.operations.text_bytes import TextBytes
 from weft.data.store import TokenStore
 from weft.data.tokenizer import Tokenizer
-
-SPECIALS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
-SPECIALS += ["<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "<|im_start|>x"]
-
-# Marks around the words only, or around the end of the turn as well, twice in a turn, with tools, with loop controls.
-WORDS = """
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}
-{%- else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"""
-TOOLS = """
-{{- bos_token }}{%- if tools %}{{ tools | tojson(indent=2) }}<|im_end|>
-{% endif %}
-{%- for m in messages %}
-    {%- if m.role == 'skip' %}{% continue %}{% endif %}
-    <|im_start|>{{ m.role }}
-    {%- if m.role == 'assistant' %}
-        {%- generation %}
-            {{- m.content or '' }}
-        {%- endgeneration %}
-        {%- if m.tool_calls %} calls {% generation %}{{ m.tool_calls | tojson }}{% endgeneration %}{% endif %}
-        {%- generation %}<|im_end|>{% endgeneration %}
-    {%- else %}{{ m.content | trim }}<|im_end|>{% endif %}
-{% endfor %}"""
-TWICE = NAMED["chatml"].source.replace(
-    "+ '<|im_end|>' -}}{%- end", "-}}{% endgeneration %}{% generation %}<|im_end|>{%- end"
-)
-MARKED = {"words": WORDS, "tools": TOOLS} | {name: NAMED[name].source for name in ("chatml", "llama3")}
-TEXTS = [
-    "What is a loom?",
-    "It weaves: warp and weft.\n\n  Two threads ",
-    "",
-    " ",
-    "né 🎉🎉",
-    "日本語。🧵",
-    "<|im_end|> typed",
-    "x" * 40,
-    "\t\n",
-    "a<|im_start|>xy",
-    "x<|endoftext|>",
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of a byte-level BPE with the special tokens of several formats, and no chat template."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=SPECIALS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    words = (
-        "user assistant system weft warp loom thread weaves the cloth question answer name arguments function 🧵 日本語"
-    )
-    tokenizer.train_from_iterator(
-        [" ".join(random.Random(i).choices(words.split(), k=20)) for i in range(200)], trainer
-    )
-    path = tmp_path_factory.mktemp("chat") / "tok"
-    path.mkdir()
-    tokenizer.save(str(path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    return path
-
-
-def conversations(seed=0, count=120, tools=False, roles=True):
-    """Seeded conversations of all shapes; `roles`: also such as do not alternate."""
-    chooser = random.Random(seed)
-    for _ in range(count):
-        messages = []
-        if chooser.random() < 0.4:
-            messages.append({"role": "system", "content": chooser.choice(TEXTS)})
-        for _ in range(chooser.randint(1, 4)):
-            messages.append({"role": "user", "content": chooser.choice(TEXTS)})
-            answer = {"role": "assistant", "content": chooser.choice(TEXTS)}
-            if tools and chooser.random() < 0.5:
-                call = {"name": "weave", "arguments": {"threads": 2, "colour": "grün"}}
-                answer["tool_calls"] = [{"type": "function", "function": call}]
-                messages += [answer, {"role": "tool", "content": '{"ok": true}'}]
-                answer = {"role": "assistant", "content": "Done. 🎉"}
-            messages.append(answer)
-        if roles and chooser.random() < 0.2:
-            messages.append({"role": "user", "content": "One more?"})
-        yield {"messages": messages} | ({"tools": [{"name": "weave", "description": "ü"}]} if tools else {})
-
-
-def encoder(folder, source, layout=None, **options):
-    text = TemplateText("a test", source) if isinstance(source, str) else source
-    layout = layout or choose_layout([], "messages")
-    return ConversationSpec(tokenizer=folder, layout=layout, template=text, **options).build()
-
-
-def encode(encoder, records):
-    """The encoder's documents as (ids, mask) lists."""
-    encoded = encoder.encode([Document(record, line) for line, record in enumerate(records, start=1)])
-    assert encoded.ids.dtype == np.uint32
-    assert encoded.mask.dtype == np.uint8
-    assert len(encoded.ids) == len(encoded.mask) == encoded.lengths.sum()
-    cuts = np.cumsum(encoded.lengths)[:-1]
-    rows = zip(np.split(encoded.ids, cuts), np.split(encoded.mask, cuts), strict=True)
-    return [(ids.tolist(), mask.tolist()) for ids, mask in rows] if len(encoded.lengths) else [], encoded
-
-
-def theirs(folder, source, record):
-    """The ids and the mask that transformers gives."""
-    tokenizer = _pretrained(folder)
-    out = tokenizer.apply_chat_template(
-        record["messages"],
-        tools=record.get("tools"),
-        chat_template=source,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    return list(out["input_ids"]), list(out["assistant_masks"])
-
-
-def _pretrained(folder, kept={}):  # noqa: B006 (a cache)
-    if folder not in kept:
-        from transformers import PreTrainedTokenizerFast
-
-        kept[folder] = PreTrainedTokenizerFast.from_pretrained(folder)
-    return kept[folder]
-
-
-def opened(document, eod):
-    """A document without the end-of-document token that closes it."""
-    ids, mask = document
-    assert ids[-1] == eod
-    return ids[:-1], mask[:-1]
-
 
 # --- Parity with transformers ---
 
@@ -188,12 +63,6 @@ def test_formats_by_name_render_as_transformers_renders_them(folder, name):
         assert (document if expected[0][-1:] == [eod] else opened(document, eod)) == expected
 
 
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Yo"},
-    {"role": "user", "content": "Bye"},
-]
 # What each format is known to look like; « and » around what the assistant writes.
 KNOWN = {
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -228,10 +97,6 @@ def test_formats_by_name_refuse_what_they_would_leave_out(folder):
         _, encoded = encode(encoder(folder, find_template(folder, name)), records)
         assert [reject.line for reject in encoded.rejects] == [1, 2]
         assert all("tool" in reject.reason for reject in encoded.rejects)
-
-
-def without_marks(source):
-    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last"])
@@ -307,163 +172,6 @@ def test_a_tokenizer_that_drops_white_space_does_not_mark_the_users_words(folder
     assert "Bye" in decode([i for i, m in zip(*theirs(tmp_path, WORDS, record), strict=True) if m])
 
 
-# --- Layouts ---
-
-ASKED, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
-TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
-READ = {
-    "messages": {"messages": [ASKED, SAID]},
-    "text parts": {"messages": [{"role": "user", "content": ["H", {"type": "text", "text": "i"}]}, SAID]},
-    "nulls": {"messages": [ASKED | {"name": None}, SAID | {"tool_calls": None}]},
-    "conversation with roles": {"conversation": [ASKED, SAID], "language": "en"},
-    "sharegpt": {"conversations": TURNS},
-    "alpaca": {"instruction": "Hi", "input": "", "output": "Yo"},
-    "dolly": {"instruction": "Hi", "context": "", "response": "Yo", "category": "chat"},
-    "input and target": {"input": "Hi", "target": "Yo"},
-    "prompt and response": {"prompt": "Hi", "response": "Yo"},
-    "prompt and completion": {"prompt": "Hi", "completion": "Yo"},
-    "question and answer": {"question": "Hi", "answer": "Yo"},
-    "prompt and completion of messages": {"prompt": [ASKED], "completion": [SAID]},
-}
-
-
-@pytest.mark.parametrize("record", READ.values(), ids=list(READ))
-def test_every_layout_gives_the_same_conversation(folder, record):
-    documents, encoded = encode(encoder(folder, WORDS, choose_layout([record])), [record])
-    assert encoded.rejects == []
-    assert documents == encode(encoder(folder, WORDS), [{"messages": [ASKED, SAID]}])[0]
-
-
-def test_what_layouts_hold_beside_question_and_answer():
-    def messages(record):
-        return read_record(record, choose_layout([record]))[0].messages
-
-    system = {"role": "system", "content": "Be brief."}
-    assert messages({"system": "Be brief.", "conversations": TURNS}) == [system, ASKED, SAID]
-    assert messages(
-        {
-            "instruction": "Hi",
-            "input": "there",
-            "output": "Yo",
-            "system": "Be brief.",
-            "history": [["Hi", "Yo"]],
-        }
-    ) == [system, ASKED, SAID, {"role": "user", "content": "Hi\nthere"}, SAID]
-    called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
-    result = {"from": "observation", "value": "2"}
-    record = {"conversations": [TURNS[0], called, result, TURNS[1]], "tools": '[{"name": "f"}]'}
-    conversation = read_record(record, choose_layout([record]))[0]
-    assert conversation.tools == [{"name": "f"}]
-    assert conversation.learned == (1, 3)
-    assert conversation.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
-    assert conversation.messages[2] == {"role": "tool", "content": "2"}
-    weighed = {"messages": [ASKED, SAID | {"weight": 0}, ASKED, SAID]}
-    assert read_record(weighed, choose_layout([weighed]))[0].learned == (3,)
-
-
-BAD = {
-    "no field 'messages'": {"text": "x"},
-    "field 'messages' is null": {"messages": None},
-    "not a list": {"messages": "Hi"},
-    "no messages": {"messages": []},
-    "not an object": {"messages": ["Hi"]},
-    "a message without 'role'": {"messages": [ASKED, {"content": "Yo"}]},
-    "unknown role": {"messages": [ASKED, {"role": "narrator", "content": "Yo"}]},
-    "'content' is null": {"messages": [ASKED, {"role": "assistant", "content": None}]},
-    "'content' is missing": {"messages": [{"role": "user"}, SAID]},
-    "neither text nor": {"messages": [{"role": "user", "content": 7}, SAID]},
-    "a part that is not text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]},
-    "no assistant turn": {"messages": [ASKED]},
-    "weight 0": {"messages": [ASKED, SAID | {"weight": 0}]},
-    "'tools' is not JSON": {"messages": [ASKED, SAID], "tools": "["},
-}
-
-
-@pytest.mark.parametrize(("reason", "record"), BAD.items(), ids=list(BAD))
-def test_what_is_no_conversation_is_a_reject_with_its_reason(folder, reason, record):
-    documents, encoded = encode(encoder(folder, WORDS), [{"messages": CHAT}, record, {"messages": CHAT}])
-    assert len(documents) == 2
-    assert [reject.line for reject in encoded.rejects] == [2]
-    assert reason in encoded.rejects[0].reason
-
-
-@pytest.mark.parametrize(
-    ("layout", "record", "reason"),
-    [
-        ("alpaca", {"instruction": "Hi", "output": None}, "field 'output' is null"),
-        ("alpaca", {"instruction": "Hi"}, "no field 'output'"),
-        ("pairs", {"input": "Hi", "target": 7}, "not a list of messages"),
-        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f()"}]}, "not JSON"),
-        ("preferences", {"chosen": "a", "rejected": "b"}, "no prompt"),
-        ("preferences", {"prompt": "Hi", "chosen": "a"}, "no field 'rejected'"),
-        ("preferences", {"prompt": "Hi", "chosen": [ASKED], "rejected": [ASKED]}, "share no prompt"),
-    ],
-)
-def test_what_other_layouts_cannot_read(layout, record, reason):
-    with pytest.raises(BadRecord, match=reason):
-        read_record(record, choose_layout([], layout))
-
-
-def test_the_assistant_may_speak_first_and_nobody_need_answer(folder):
-    records = [{"messages": [SAID, ASKED, SAID]}, {"messages": [SAID]}, {"messages": [ASKED, SAID | {"content": ""}]}]
-    for source in (NAMED["chatml"].source, without_marks(NAMED["chatml"].source)):
-        documents, encoded = encode(encoder(folder, source), records)
-        assert not encoded.rejects
-        assert all(any(mask) for _, mask in documents)
-
-
-def test_keys_can_be_stated(folder):
-    record = {"q": "Hi", "a": "Yo"}
-    layout = choose_layout([record], None, {"input": "q", "target": "a"})
-    assert layout.name == "pairs"
-    assert encode(encoder(folder, WORDS, layout), [record])[0] == encode(encoder(folder, WORDS), [READ["messages"]])[0]
-    with pytest.raises(UserError, match=r"no known layout.*'q', 'a'"):
-        choose_layout([record])
-    with pytest.raises(UserError, match="the layout pairs has input, target"):
-        choose_layout([record], "pairs", {"question": "q"})
-
-
-# --- Preferences ---
-
-NO = {"role": "assistant", "content": "No"}
-PREFERENCES = {
-    "strings": {"prompt": "Hi", "chosen": "Yo", "rejected": "No"},
-    "a prompt of messages": {"prompt": [ASKED], "chosen": [SAID], "rejected": [NO]},
-    "whole conversations": {"chosen": [ASKED, SAID], "rejected": [ASKED, NO]},
-    "whole conversations beside the prompt": {"prompt": "Hi", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]},
-    "sharegpt": {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "No"}},
-    "alpaca": {"instruction": "Hi", "input": "", "chosen": "Yo", "rejected": "No"},
-    "question": {"system": "", "question": "Hi", "chosen": "Yo", "rejected": "No"},
-}
-
-
-@pytest.mark.parametrize("record", PREFERENCES.values(), ids=list(PREFERENCES))
-def test_a_preference_gives_two_documents_and_only_the_answer_is_learned(folder, record):
-    ours = encoder(folder, WORDS, choose_layout([record]))
-    assert ours.kind == "preferences"
-    documents, encoded = encode(ours, [record])
-    assert not encoded.rejects
-    expected = [encode(encoder(folder, WORDS), [{"messages": [ASKED, answer]}])[0][0] for answer in (SAID, NO)]
-    assert documents == expected
-
-
-@pytest.mark.parametrize("marked", [True, False])
-def test_an_earlier_answer_in_the_prompt_is_not_learned(folder, marked):
-    source = NAMED["chatml"].source if marked else without_marks(NAMED["chatml"].source)
-    turns = [ASKED, NO, ASKED]
-    record = {"chosen": [*turns, SAID], "rejected": [*turns, NO, ASKED, NO]}
-    documents, _ = encode(encoder(folder, source, choose_layout([record])), [record])
-    decode = Tokenizer.load(folder).decode
-    learned = [decode([i for i, m in zip(*document, strict=True) if m]) for document in documents]
-    assert learned == ["Yo<|im_end|><|endoftext|>", "No<|im_end|>No<|im_end|><|endoftext|>"]
-    twice, _ = encode(encoder(folder, TWICE, choose_layout([record])), [record])
-    learned = [decode([i for i, m in zip(*document, strict=True) if m]) for document in twice]
-    assert learned == ["Yo<|im_end|><|endoftext|>", "No<|im_end|>No<|im_end|><|endoftext|>"]
-    same = {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID]}
-    documents, _ = encode(encoder(folder, source, choose_layout([same])), [same])
-    assert documents[0] == documents[1]
-
-
 # --- What is learned, ends and lengths ---
 
 
@@ -498,7 +206,7 @@ def test_one_end_of_document_token_closes_each_document_and_is_learned_where_it_
 def test_long_documents_are_left_out_cut_or_kept_and_counted(folder):
     long = {"messages": [ASKED, {"role": "assistant", "content": "loom " * 50}]}
     asked = {"messages": [{"role": "user", "content": "loom " * 50}, SAID]}
-    records = [READ["messages"], long, asked, READ["messages"]]
+    records = [ONE, long, asked, ONE]
     (full, _), limit = encode(encoder(folder, WORDS), records), 30
     documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit), records)
     assert documents == [full[0], full[3]]
@@ -520,9 +228,7 @@ def test_long_documents_are_left_out_cut_or_kept_and_counted(folder):
     assert documents == full
     assert encoded.notes == {"longer than 30 tokens, kept": 2}
     pair = {"prompt": "Hi", "chosen": "Yo", "rejected": "loom " * 50}
-    documents, encoded = encode(
-        encoder(folder, WORDS, choose_layout([pair]), max_tokens=limit), [PREFERENCES["strings"], pair]
-    )
+    documents, encoded = encode(encoder(folder, WORDS, choose_layout([pair]), max_tokens=limit), [PAIR, pair])
     assert len(documents) == 2
     assert [reject.line for reject in encoded.rejects] == [2]
 
@@ -635,7 +341,7 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
 
 def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_path, capsys):
     long = {"prompt": "Hi", "chosen": "Yo", "rejected": "loom " * 50}
-    records = [PREFERENCES["strings"], long, PREFERENCES["strings"]]
+    records = [PAIR, long, PAIR]
     assert pack(folder, tmp_path, records, "--chat-template", "chatml", "--max-tokens", "40") == 0
     store = TokenStore.open(tmp_path / "store")
     assert (store.info.kind, store.num_documents) == ("preferences", 4)

@@ -204,7 +204,7 @@ class ConversationEncoder:
         token = max((token for token in self._spans.added if closed.endswith(token)), key=len, default="")
         if text.startswith(after):
             end = len(closed) if token and len(closed) > (start or 0) else len(after)
-        elif token and token not in json.dumps(messages[number], ensure_ascii=False):
+        elif token and token not in json.dumps(messages[number], ensure_ascii=False, default=str):
             # Templates write reasoning in the last turns only: with more messages this turn reads differently. It still
             # ends with the same token.
             end = text.find(token, start) + len(token)

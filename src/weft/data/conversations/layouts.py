@@ -60,8 +60,8 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         "history": ("history",),
     },
     "pairs": {
-        "input": ("input", "prompt", "prompt", "question", "query"),  # each with the target below it
-        "target": ("target", "completion", "response", "answer", "response"),
+        "input": ("input", "prompt", "prompt", "question", "query", "input"),  # each with the target below it
+        "target": ("target", "completion", "response", "answer", "response", "output"),
         "system": ("system",),
         "tools": ("tools",),
     },
@@ -349,8 +349,9 @@ def _system(record: Record, layout: Layout, messages: list[dict]) -> list[dict]:
 def _history(record: Record, key: str) -> list[dict]:
     """Alpaca's earlier turns: a list of [question, answer]."""
     messages = []
-    for turn in record.get(key) or []:
-        if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+    turns = record.get(key) or []
+    for turn in turns if isinstance(turns, list | tuple) else [turns]:
+        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
             raise BadRecord(f"field {key!r} is not a list of [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages
