@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -83,26 +84,34 @@ def _parquet(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Re
 
 
 def _arrow(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-    with pa.memory_map(raw.unit.path) as source:
-        if source.read(len(ARROW_FILE)) == ARROW_FILE:
-            file = pa.ipc.open_file(source)
-            number = file.num_record_batches
-            batches = ((file.get_batch(i), raw.unit.size * (i + 1) // number) for i in range(number))
+    # It is closed when the last batch that lies in it is gone.
+    mapped = mmap.mmap(raw.file.fileno(), 0, access=mmap.ACCESS_READ)
+    for batch, position in _batches(pa.BufferReader(pa.py_buffer(mapped)), raw.unit.size):
+        columns = _columns(batch.schema.names, reading)
+        if isinstance(columns, Unfit):
+            yield from _all_unfit(batch.num_rows, columns, tally)
         else:
-            source.seek(0)
-            file = pa.ipc.open_stream(source)
-            batches = ((batch, source.tell()) for batch in file)
-        columns = _columns(file.schema.names, reading)
-        for batch, position in batches:
-            if isinstance(columns, Unfit):
-                yield from _all_unfit(batch.num_rows, columns, tally)
-            else:
-                batch = batch if columns is None else batch.select(columns)
-                rows = _rows_at_once(batch.num_rows, batch.nbytes)
-                for begin in range(0, batch.num_rows, rows):
-                    yield from _documents(batch.slice(begin, rows), reading, tally)
-            raw.advance(position)
-        raw.advance(None)
+            batch = batch if columns is None else batch.select(columns)
+            rows = _rows_at_once(batch.num_rows, batch.nbytes)
+            for begin in range(0, batch.num_rows, rows):
+                yield from _documents(batch.slice(begin, rows), reading, tally)
+                if hasattr(mapped, "madvise"):  # what has been read is not this process's memory any more
+                    mapped.madvise(mmap.MADV_DONTNEED)
+        raw.advance(position)
+    raw.advance(None)
+
+
+def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
+    """The batches of an Arrow file or stream, and about how many bytes have been read with each."""
+    if source.read(len(ARROW_FILE)) == ARROW_FILE:
+        file = pa.ipc.open_file(source)
+        number = file.num_record_batches
+        for i in range(number):
+            yield file.get_batch(i), size * (i + 1) // number
+    else:
+        source.seek(0)
+        for batch in pa.ipc.open_stream(source):
+            yield batch, source.tell()
 
 
 def _rows_at_once(rows: int, size: int) -> int:
