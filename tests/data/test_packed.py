@@ -1,5 +1,6 @@
 """Packed documents: nothing lost, nothing twice, nothing torn without need; and the losses of single documents."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from weft.data.packed import PackedDataset
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.objectives.pretrain import Pretrain
+from weft.observe.console import Console
 
 LENGTHS = {
     "mixed": (some_lengths(0, 300, 200), 32),
@@ -80,6 +82,15 @@ def test_efficiency_is_the_share_that_is_no_padding(packed):
     _, dataset = packed
     real = np.mean([sample["weight"] > 0 for sample in samples(dataset)])
     assert dataset.efficiency == pytest.approx(real, abs=1e-12)
+
+
+def test_what_was_packed_is_told(tmp_path):
+    told = io.StringIO()
+    dataset = PackedDataset(make_store(tmp_path / "store", [1, 9, 5, 17]), 8, console=Console(err=told))
+    assert dataset.describe() in told.getvalue()
+    assert dataset.describe().endswith(
+        "store: 4 documents, 1 of one token left out, packed into 4 sequences of 8, 12.50% padding"
+    )
 
 
 def test_many_documents_leave_little_padding(tmp_path):

@@ -24,7 +24,7 @@ class PackedDataset:
     Args:
         store: of texts or conversations; a label's weight is the loss mask of that label's token, or 1.
         sequence_length: inputs of a sample.
-        console: shows how the index is made, the first time.
+        console: shows how the index is made, the first time, and then `describe`.
 
     Attributes:
         inputs: tokens in all samples that are no padding.
@@ -49,6 +49,16 @@ class PackedDataset:
         if self.samples < 1:
             raise UserError("no document of two tokens or more: there is nothing to learn; pack more text", store.path)
         self.efficiency = self.inputs / (self.samples * sequence_length)
+        if console is not None:
+            console.line(self.describe())
+
+    def describe(self) -> str:
+        """What was packed, in a line."""
+        left_out = f", {self.unlearnable:,} of one token left out" if self.unlearnable else ""
+        return (
+            f"{self.store.path}: {self.store.num_documents:,} documents{left_out}, packed into {self.samples:,} "
+            f"sequences of {self.length:,}, {1 - self.efficiency:.2%} padding"
+        )
 
     def __len__(self) -> int:
         return self.samples
