@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from weft.data.documents import Document, Reject
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from weft.data.tokenizer import Tokenizer
 
 

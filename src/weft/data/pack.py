@@ -154,6 +154,9 @@ class _Pack:
         pool = self._open_pool(job, workers, ray)
         assembly = None
         try:
+            import weft.data.indexed
+            import weft.data.store  # noqa: F401 (needed at the end, when nobody would be at work meanwhile)
+
             self._claim(overwrite)
             lines_before = self._lines_before if self._shard is not None else None
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)

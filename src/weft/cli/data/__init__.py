@@ -15,6 +15,7 @@ VERBS = {
         "verify": ("weft.cli.data.verify", "read every byte of token stores and say what is wrong where"),
     },
     "work": {
+        "merge": ("weft.cli.data.merge", "put stores end to end, shards among them"),
         "convert": ("weft.cli.data.convert", "stores of Megatron, nanoGPT, Modalities, LitData, MDS"),
         "shuffle": ("weft.cli.data.shuffle", "documents in random order"),
         "split": ("weft.cli.data.split", "parts for training and validation; copies stay together"),
