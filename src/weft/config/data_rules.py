@@ -9,7 +9,7 @@ from weft.config.data import DataSection, DatasetSource, StoreSource
 from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
 from weft.config.errors import UserError
-from weft.config.mixture import BLOCK, phases_of, shortfall, stages_of, unheard, weighted
+from weft.config.mixture import BLOCK, phases_of, shortfall, sources_of, stages_of, unheard, weighted
 from weft.config.signature import method_arguments
 from weft.config.source import NotFound, find_class
 from weft.config.suggest import did_you_mean
@@ -165,11 +165,12 @@ def _shares(draft: Draft, sizes: list[int], length: int) -> None:
     if found is None:
         return
     stage, place, what = found
-    name = section.train[place].label
+    source = sources_of(section)[place]
+    name = source.label
     key = f"data.train[{place}]"
     if section.curriculum is not None:
         key = f"data.curriculum[{stage}].weights.{name}"
-    elif section.train[place].weight is not None:
+    elif source.weight is not None:
         key += ".weight"
     draft.problem(key, f"{name} has {what}")
 
@@ -264,7 +265,7 @@ def _limits(draft: Draft, sizes: list[int], length: int) -> None:
     found = phases_of(section, sizes, length)
     what = shortfall(found, steps * (sequences_of(draft) or 0), length)
     if what is not None:
-        limited = [number for number, source in enumerate(section.train) if source.max_epochs is not None]
+        limited = [number for number, source in enumerate(sources_of(section)) if source.max_epochs is not None]
         draft.problem(f"data.train[{limited[0]}].max_epochs", what)
 
 

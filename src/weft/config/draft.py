@@ -180,7 +180,7 @@ class Draft:
             if not item.is_mapping:
                 self.problems.append(item.problem(inner, f"must be a mapping, not {show(item)}"))
                 continue
-            section = next((s for s in reversed(sections) if required_key(s) in item.value), sections[0])
+            section = next((s for s in reversed(sections) if (required_key(s) or "") in item.value), sections[0])
             if issubclass(section, Component):
                 self.check_component(item, section, ROOM_OF[f"{key}[]"], inner)
                 if inner in self.values:
