@@ -45,7 +45,9 @@ NAMES = [f"{pattern}{'-nfc' * nfc}" for pattern, nfc in BYTE_LEVEL]
 def test_every_character_beside_every_class_of_others(tmp_path, pattern, nfc):
     made = cases.by_pairs(pattern, nfc=nfc)
     tokenizer = Tokenizer.load(cases.save(made, tmp_path))
-    assert_same(tokenizer, made, list(map(cases.in_contexts, cases.characters())))
+    # All of them for the tokenizers that Weft trains and for the pattern that knows most classes.
+    step = 1 if pattern in ("llama3", "o200k") else 4
+    assert_same(tokenizer, made, list(map(cases.in_contexts, cases.characters()[::step])))
 
 
 @pytest.mark.parametrize(("pattern", "nfc"), BYTE_LEVEL, ids=NAMES)

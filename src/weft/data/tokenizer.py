@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ PROBE = (
     "½ ² ٣ Ⅷ 一二 \0\7\x85\xa0\u2028\u3000\u200d \ufeff\ufffd --- ==== //// ..... 'S'T \n x\n y  z"
 )
 CHECKED_CHARACTERS = 60_000
+PARALLEL_CHARACTERS = 1_000_000  # less is encoded in one thread
 SLOW_CHARACTERS = 1_000_000  # encoded by `tokenizers` in one call: its encodings take a hundred bytes a token
+PARALLEL_BYTES = 4 << 20  # gigatoken's threads are worth it from here on; to use them it imports awkward, 0.15 s
 BLANKS = ("\u0120", "\u2581")  # how a token spells the blank that it begins with: byte-level, SentencePiece
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -193,7 +197,9 @@ class Tokenizer:
 
     def _dirty(self, texts: list[str], fast: _Fast) -> list[int]:
         """Which texts hold added tokens or doubtful characters."""
-        return [i for i, text in enumerate(texts) if fast.special_in(text) or fast.doubts.about(text)]
+        # Most batches hold no doubtful character, and to ask once is faster.
+        doubtful = fast.doubts.about("".join(text for text in texts if not text.isascii()))
+        return [i for i, text in enumerate(texts) if fast.special_in(text) or (doubtful and fast.doubts.about(text))]
 
     def _mixed(
         self, texts: list[str], dirty: list[int], fast: _Fast, eod: int | None = None
@@ -270,14 +276,24 @@ class _Fast:
         """Ids end to end and their numbers; `eod` closes each text, unless it is None."""
         if not self.recipe.by_words:
             return _joined([[self._encoder.encode(text)] for text in texts], eod)
-        # One call for all texts; their ids come back as one array.
-        ids = self._encoder.encode_batch_padded([SEPARATOR.join([*texts, ""])], pad_id=0)[0][0]
+        # One call for all texts; their ids come back as one array. As bytes: one text of wide characters would make a
+        # joined string four times as large.
+        joined = SEPARATOR.encode().join([*map(str.encode, texts), b""])
+        if len(joined) < PARALLEL_BYTES:
+            ids = self._encoder.encode(joined)
+        else:
+            ids = self._encoder.encode_batch_padded([joined], pad_id=0)[0][0]
         ends = np.flatnonzero(ids == self.recipe.separator)
         lengths = np.diff(ends, prepend=-1)
         if eod is None:
             return np.delete(ids, ends), lengths - 1
         ids[ends] = eod
         return ids, lengths
+
+
+def one_thread() -> bool:
+    """Whether this process is to use one thread: one of several that share the work."""
+    return os.environ.get("RAYON_NUM_THREADS") == "1" or multiprocessing.parent_process() is not None
 
 
 def _either(texts: Sequence[str]) -> re.Pattern[str]:

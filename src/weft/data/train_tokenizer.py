@@ -106,14 +106,18 @@ def write_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def thin_out(texts: Iterable[str], most: int, progress: Callable[[], float]) -> Iterator[str]:
-    """Evenly spaced texts of a stream, of `most` bytes in UTF-8 or a document more.
+def thin_out(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
+    """Evenly spaced texts of a stream, together at most some `most` bytes of UTF-8; without `total` the first ones.
 
     Args:
-        progress: how much of the stream has been read, from 0 to 1.
+        total: bytes of the files that are read.
+        progress: how much of them has been read, from 0 to 1.
     """
-    taken = 0
+    seen = taken = 0
     for text in texts:
-        if taken < most * progress():
-            taken += len(text) if text.isascii() else len(text.encode())
+        size = len(text) if text.isascii() else len(text.encode())
+        # The second bound counts where the files are compressed, and their texts more than `total`.
+        if taken <= most * (seen / total if total else 1) and taken < most * progress():
+            taken += size
             yield text
+        seen += size

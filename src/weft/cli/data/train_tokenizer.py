@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             every = (document.value for document in documents)
             if args.max_bytes is not None:
                 # Where the size is not known (standard input) the first ones have to do.
-                every = thin_out(every, int(args.max_bytes), lambda: read / total if total else 1.0)
+                every = thin_out(every, int(args.max_bytes), total, lambda: read / total if total else 1.0)
             for text in every:
                 taken += 1
                 taken_bytes += len(text) if text.isascii() else len(text.encode())
