@@ -135,6 +135,27 @@ def test_damaged_tables_and_lists_are_rejects(tmp_path):
     assert reasons(items) == [(2, "invalid UTF-8"), (3, "not a JSON object")]
 
 
+def test_random_damage_is_never_more_than_rejects(tmp_path):
+    rng, table = random.Random(0), make_table()
+    lines = json_lines([{"text": text} for text in TEXTS])
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    for name, new in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):
+        with pa.OSFile(str(tmp_path / name), "wb") as out, new(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole |= {"a.jsonl": lines, "a.jsonl.gz": gzip.compress(lines), "a.jsonl.zst": zstandard.compress(lines)}
+    whole |= {"a.json": b"[" + b",".join(lines.split(b"\n")[:-1]) + b"]", "a.csv": b'text,n\n"a\nb",1\n' * 9}
+    for name, data in whole.items():
+        for _ in range(60):
+            damaged = bytearray(data)
+            for _ in range(rng.choice([1, 1, 4])):
+                at = rng.randrange(len(damaged) - 1)
+                damaged[at : at + rng.choice([0, 1, 1, 9])] = rng.choice([b"", b"\xff", b"\0", b'"', b"\n", b"\x7f"])
+            (tmp_path / name).write_bytes(damaged)
+            for reading in (Reading(), Reading(template="{meta.title}{text}"), Reading(records=True)):
+                collect(tmp_path / name, reading, range_bytes=rng.choice([100, 1 << 20]))
+
+
 def test_parquet_strings_that_are_no_utf8_are_rejected_row_by_row(tmp_path):
     raw = pa.array([b"good", b"\xff", None, b"fine"])
     table = pa.table({"text": raw.view(pa.string()), "id": [1, 2, 3, 4]})

@@ -26,7 +26,7 @@ def cut_parquet(whole: Unit, range_bytes: int) -> list[Unit]:
     """Units of whole row groups, each of about `range_bytes` on disk or one group."""
     try:
         starts = _group_starts(pq.read_metadata(whole.path))
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         return [whole]  # reading it will say what is wrong
     units, first = [], 0
     for group in range(1, len(starts) + 1):
@@ -58,7 +58,7 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
         if raw.unit.size == 0:
             raise Broken(f"empty {form} file")
         yield from (_parquet if form == "parquet" else _arrow)(raw, reading, tally)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raw.advance(None)
         raise Broken(f"broken {form} file", next(iter(str(error).splitlines()), "")) from None
 
@@ -87,6 +87,7 @@ def _arrow(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reje
     # It is closed when the last batch that lies in it is gone.
     mapped = mmap.mmap(raw.file.fileno(), 0, access=mmap.ACCESS_READ)
     for batch, position in _batches(pa.BufferReader(pa.py_buffer(mapped)), raw.unit.size):
+        batch.validate()
         columns = _columns(batch.schema.names, reading)
         if isinstance(columns, Unfit):
             yield from _all_unfit(batch.num_rows, columns, tally)
@@ -159,32 +160,61 @@ def _documents(batch: Any, reading: Reading, tally: Tally) -> Iterator[Document 
 
 
 def _column(column: Any) -> list[Any]:
-    """The values of a column, strings as bytes if not all of them are UTF-8."""
+    """The values of a column, which is checked first: in a damaged file, offsets may point anywhere. Unfit stands in
+    the place of a value with a string that is no UTF-8."""
     if pa.types.is_dictionary(column.type):
+        column.validate(full=True)
         column = column.dictionary_decode()
     try:
-        column.validate(full=True)  # a damaged file may have offsets that point anywhere
-    except pa.ArrowInvalid:
-        raw_type = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
-        if raw_type is None:
-            raise
-        column = column.view(raw_type)
         column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        column = column.view(_with_bytes(column.type))
+        column.validate(full=True)
+        return [_decoded(value) for value in column.to_pylist()]
     return column.to_pylist()
 
 
 def _records(batch: Any) -> list[Any]:
-    """The rows as dicts; Unfit in the place of one that holds what is no UTF-8."""
-    try:
-        batch.validate(full=True)
-        return batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
-            raise
-    records = []
-    for row in range(batch.num_rows):
-        try:
-            records += batch.slice(row, 1).to_pylist()
-        except UnicodeDecodeError:
-            records.append(Unfit("invalid UTF-8"))
+    """The rows as dicts; Unfit in the place of one with a string that is no UTF-8."""
+    names, columns = batch.schema.names, [_column(column) for column in batch.columns]
+    records: list[Any] = [{} for _ in range(batch.num_rows)]
+    for name, values in zip(names, columns, strict=True):
+        for row, value in enumerate(values):
+            if isinstance(value, Unfit):
+                records[row] = value
+            elif not isinstance(records[row], Unfit):
+                records[row][name] = value
     return records
+
+
+def _decoded(value: Any) -> Any:
+    """`value` with strings in the place of bytes; Unfit if they are no UTF-8."""
+    try:
+        return _strings(value)
+    except UnicodeDecodeError:
+        return Unfit("invalid UTF-8")
+
+
+def _strings(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _strings(part) for key, part in value.items()}
+    return [_strings(part) for part in value] if isinstance(value, list) else value
+
+
+def _with_bytes(kind: Any) -> Any:
+    """The type with bytes in the place of strings, at any depth."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_with_bytes(kind.value_type)))
+    return kind
