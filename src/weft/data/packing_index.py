@@ -21,6 +21,7 @@ import numpy as np
 
 from weft.config.errors import UserError
 from weft.data.best_fit import Patterns, best_fit_decreasing
+from weft.data.folders import sync
 from weft.data.indexed import map_file, release
 from weft.data.store import TokenStore
 from weft.observe.console import Console
@@ -143,7 +144,7 @@ def _make(place: Path, store: TokenStore, length: int, alone: bool, console: Con
     try:
         partial.mkdir()
         _write(partial, store, length, console)
-        _sync(partial)
+        sync(partial)
         if place.exists() and _open(place, store, length) is None:  # another store's, or damaged
             old = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
             place.rename(old)
@@ -153,7 +154,9 @@ def _make(place: Path, store: TokenStore, length: int, alone: bool, console: Con
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # those: somebody else's, and alike
                 raise
-        _sync(place.parent)
+        handle = os.open(place.parent, os.O_RDONLY)
+        os.fsync(handle)  # the name, too
+        os.close(handle)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     made = _open(place, store, length)
@@ -248,13 +251,3 @@ class _Scattered:
         target = np.memmap(self.path, self.dtype, mode="r+", shape=(self.count,))
         target[places] = order + start
         begins += counts
-
-
-def _sync(folder: Path) -> None:
-    """To the disk: files before the name that stands for them."""
-    for path in [*(p for p in folder.iterdir() if p.is_file()), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
