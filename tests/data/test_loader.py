@@ -99,3 +99,45 @@ def test_a_users_dataset_that_gives_no_sample_is_told_with_its_index(sample, tol
 
     with pytest.raises(UserError, match=rf"Mine\[\d\].*{told}"):
         list(BatchSource(Mine(), rows=2).iterate(0, 1, workers))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_many_windows_at_once_are_what_they_are_one_by_one(masked, apart):
+    from types import SimpleNamespace
+
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 40, 60)
+    total = int(lengths.sum())
+    store = SimpleNamespace(
+        tokens=generator.integers(0, 60_000, total).astype(np.uint16),
+        loss_mask=generator.integers(0, 2, total).astype(np.uint8) if masked else None,
+        offsets=np.concatenate([[0], np.cumsum(lengths[:-1])]) * 2,
+        lengths=lengths,
+        num_tokens=total,
+        path="store",
+    )
+    dataset = StoreDataset(store, 16, document_attention=apart)
+    chosen = generator.permutation(len(dataset))[:20]
+    together = dataset.read(chosen)
+    for row, index in enumerate(chosen.tolist()):
+        alone = dataset[index]
+        assert alone.keys() == together.keys()
+        for key, part in alone.items():
+            assert part.dtype == together[key].dtype
+            assert np.array_equal(part, together[key][row]), key
+        document = int(dataset.where(index).split()[1])
+        assert store.offsets[document] // 2 <= index * 16 < store.offsets[document] // 2 + lengths[document]
+
+
+def test_an_order_is_the_same_however_it_is_asked_for():
+    from weft.data.order import Epochs
+
+    whole = Epochs(5000, 7)(np.arange(12_000))
+    assert sorted(whole[5000:10_000]) == list(range(5000))
+    assert np.array_equal(whole[:5000], Permutation(5000, 7, 0)(np.arange(5000)))
+    asked = np.random.default_rng(1).permutation(12_000)
+    assert np.array_equal(Epochs(5000, 7)(asked), whole[asked])
+    assert [Epochs(5000, 7)(np.array([n]))[0] for n in (0, 4999, 5000, 11_999)] == whole[
+        [0, 4999, 5000, 11_999]
+    ].tolist()

@@ -63,21 +63,19 @@ class StoreDataset:
         if self.document_attention:
             samples = [self[index] for index in indices.tolist()]
             return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-        length, mask = self.length, self.store.loss_mask
-        tokens = np.asarray(self.store.tokens)  # a slice of a plain array costs a tenth of one of a memory map
-        windows = np.empty((len(indices), length + 1), np.int64)
-        for row, index in zip(windows, indices.tolist(), strict=True):
-            row[:] = tokens[index * length : (index + 1) * length + 1]
-        weight = np.ones((len(indices), length), np.float32)
-        if mask is not None:
-            for row, index in zip(weight, indices.tolist(), strict=True):
-                row[:] = mask[index * length + 1 : (index + 1) * length + 1]
-        return {
-            "tokens": np.ascontiguousarray(windows[:, :-1]),
-            "labels": np.ascontiguousarray(windows[:, 1:]),
-            "weight": weight,
-            "positions": np.tile(np.arange(length, dtype=np.int64), (len(indices), 1)),
-        }
+        rows, length, mask = len(indices), self.length, self.store.loss_mask
+        stored = np.asarray(self.store.tokens)  # a slice of a plain array costs a tenth of one of a memory map
+        tokens, labels = np.empty((rows, length), np.int64), np.empty((rows, length), np.int64)
+        weight = np.empty((rows, length), np.float32)
+        weight.fill(1)
+        for row, begin in enumerate((indices * length).tolist()):
+            tokens[row] = stored[begin : begin + length]
+            labels[row] = stored[begin + 1 : begin + length + 1]
+            if mask is not None:
+                weight[row] = mask[begin + 1 : begin + length + 1]
+        positions = np.empty((rows, length), np.int64)
+        positions[:] = np.arange(length)
+        return {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions}
 
     def where(self, index: int) -> str:
         """Where a sample comes from, in words."""
