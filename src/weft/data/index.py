@@ -14,7 +14,8 @@ import orjson
 from weft.config.errors import UserError
 from weft.config.headers import read_json
 
-CHUNK = 4 << 20
+CHUNK = 256 << 10  # stays in a core's cache
+LONG = 1024  # bytes of a line, from which on searching for the next end beats looking at every byte
 VERSION = 1
 _BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))
 _BOM = b"\xef\xbb\xbf"
@@ -91,7 +92,7 @@ class JsonLines:
             raise UserError("cannot be read; `weft data index` makes it anew", index_path(self.path)) from None
         if offsets.dtype != np.dtype("<u8") or offsets.shape != (documents + 1,):
             raise UserError("damaged; `weft data index` makes it anew", index_path(self.path))
-        self.offsets = offsets
+        self.offsets = offsets.view(np.ndarray)  # as a memmap, each look at it would cost microseconds
         self._file: BinaryIO = open(self.path, "rb", buffering=0)  # noqa: SIM115 (open as long as this is)
 
     def __len__(self) -> int:
@@ -99,10 +100,14 @@ class JsonLines:
 
     def raw(self, number: int) -> bytes:
         """The line of a document, and the blank ones behind it; negative numbers count from the end."""
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"document {number} of {len(self)}")
-        begin, end = (int(i) for i in self.offsets[number % len(self) :][:2])
-        return os.pread(self._file.fileno(), end - begin, begin).removeprefix(_BOM if begin == 0 else b"")
+        documents = len(self)
+        if not -documents <= number < documents:
+            raise IndexError(f"document {number} of {documents}")
+        number %= documents
+        begin = self.offsets.item(number)
+        # Not by a memory map: a file that is cut short meanwhile would end the process.
+        line = os.pread(self._file.fileno(), self.offsets.item(number + 1) - begin, begin)
+        return line if begin else line.removeprefix(_BOM)
 
     def __getitem__(self, number: int) -> Any:
         """The record.
@@ -161,13 +166,14 @@ def _header(length: int) -> bytes:
 
 def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Iterator[np.ndarray]:
     """The beginnings of all lines that are not blank in the first `end` bytes, and the end, as uint64."""
-    buffer = bytearray(CHUNK)
+    buffer, lines_are_long = bytearray(CHUNK), False
     view, array = memoryview(buffer), np.frombuffer(buffer, np.uint8)
     base = line = 0  # where the chunk begins; where the unfinished line began
     blank = True  # whether there are only blanks in it so far
     while size := file.readinto(view[: end - base]):  # type: ignore[attr-defined]
         chunk = array[:size]
-        ends = np.flatnonzero(chunk == 10)
+        ends = _found(buffer, size) if lines_are_long else np.flatnonzero(chunk == 10)
+        lines_are_long = size > LONG * len(ends)
         if len(ends):
             starts = ends[:-1] + 1
             keep = ~_BLANK[chunk[starts]]
@@ -178,8 +184,17 @@ def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Itera
                 offsets = np.concatenate([np.array([line], np.uint64), offsets])
             yield offsets
             line, blank = base + int(ends[-1]) + 1, True
-        rest = bytes(view[int(ends[-1]) + 1 if len(ends) else 0 : size])
-        blank = blank and not rest.strip()
+        blank = blank and not bytes(view[int(ends[-1]) + 1 if len(ends) else 0 : size]).strip()
         base += size
         on_bytes(size)
     yield np.array([base] if blank else [line, base], np.uint64)
+
+
+def _found(buffer: bytearray, size: int) -> np.ndarray:
+    """The places of line ends, found one after the other."""
+    ends = []
+    end = buffer.find(b"\n", 0, size)
+    while end >= 0:
+        ends.append(end)
+        end = buffer.find(b"\n", end + 1, size)
+    return np.array(ends, np.int64)
