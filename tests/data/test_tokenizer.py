@@ -217,6 +217,8 @@ def test_exact_sends_all_through_tokenizers(tmp_path, monkeypatch):
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", None)
     tokenizer = Tokenizer.load(folder, exact=True)
     assert rows(tokenizer, TEXTS) == expected(made, TEXTS)
+    large = [" ".join(TEXTS) * 5, "x" * 1_100_000]  # in pieces, where that gives the same ids
+    assert rows(tokenizer, large) == expected(made, large)
     assert tokenizer.reason is None
 
 

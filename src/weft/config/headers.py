@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from weft.config.errors import UserError
 
 # Megatron's indexed dataset: magic, version, dtype code, number of sequences, number of document boundaries.
@@ -95,8 +97,17 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     Raises:
         UserError: there is no tokenizer.json, or it is broken.
     """
+    return read_tokenizer(path)[0]
+
+
+def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
+    """`read_tokenizer_header`, and tokenizer.json's content."""
     file = tokenizer_file(path)
-    content = read_json(file)
+    try:
+        raw = file.read_bytes()
+        content = orjson.loads(raw)
+    except (OSError, orjson.JSONDecodeError):
+        content = read_json(file)  # says where it is broken
     try:
         vocabulary = content["model"]["vocab"]
         ids = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
@@ -117,7 +128,7 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     if stated is not None and stated not in ids:
         raise UserError(f"its eos_token {stated!r} is not in the vocabulary; name one that is", file.parent)
     eod = None if stated is None else ids[stated]
-    return TokenizerHeader(size, eod, hashlib.sha256(file.read_bytes()).hexdigest(), stated)
+    return TokenizerHeader(size, eod, hashlib.sha256(raw).hexdigest(), stated), content
 
 
 def read_megatron_index(path: Path) -> IndexHeader:

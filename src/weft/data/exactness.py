@@ -83,23 +83,24 @@ def recipe_of(content: Any) -> Recipe | str:
     if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "its BPE has dropout, a prefix or a suffix"
     merges, vocabulary = model["merges"], model["vocab"]
-    pairs = [tuple(m) if isinstance(m, list) else tuple(m.split(" ", 1)) for m in merges]
-    if len(set(pairs)) != len(pairs):
-        return "it lists a merge twice"
+    pairs = merges if not merges or isinstance(merges[0], list) else [m.split(" ", 1) for m in merges]
     by_words = not model.get("byte_fallback")
     shape = _words(content) if by_words else _sentences(content)
     if isinstance(shape, str):
         return shape
     pre_tokenizer, normalizer, nfc = shape
-    if by_words and not (vocabulary.keys() >= _BYTES and _BYTES.issuperset("".join(_plain(content)))):
+    spelled_in_bytes = _BYTES.issuperset("".join(vocabulary)) or _BYTES.issuperset("".join(_plain(content)))
+    if by_words and not (vocabulary.keys() >= _BYTES and spelled_in_bytes):
         return "its vocabulary is not byte-level"
     if not by_words and not vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
         return "its vocabulary lacks some bytes"
     ranks = np.fromiter((vocabulary[a + b] for a, b in pairs), np.int64, len(pairs))
-    if by_words and len(pairs) and not (np.diff(ranks) > 0).all():
+    if not (np.diff(ranks) > 0).all():
+        if len(set(map(tuple, pairs))) != len(pairs):
+            return "it lists a merge twice"
         # gigatoken takes ids for ranks if they look like such, and then the leftmost of two merges to the same token.
         # A repeated merge, which it ignores, makes it go by the merges' own order.
-        pairs.append(pairs[0])
+        pairs = [*pairs, pairs[0]]
     added = content.get("added_tokens") or []
     separator = max([*vocabulary.values(), *(token["id"] for token in added)]) + 1
     sorted_out = _added(added, by_words, normalizer is not None or nfc)
@@ -224,15 +225,19 @@ class Doubts:
         """Whether a text must go through `tokenizers`. Linear, a nanosecond or two a character; none for ASCII."""
         if self._none or not text or text.isascii():
             return False
+        for start in range(0, len(text), 1_000_000):  # eight bytes a character, for a while
+            if self._doubtful(text[start : start + 1_000_000]):
+                return True
+        return self._nfc and not unicodedata.is_normalized("NFC", text)
+
+    def _doubtful(self, text: str) -> bool:
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         states = self._states[codes]
         if states.min() == self._UNSEEN:
             for code in np.unique(codes[states == self._UNSEEN]).tolist():
                 self._states[code] = self._SETTLED if settled(code) else self._DOUBTFUL
             states = self._states[codes]
-        if states.max() == self._DOUBTFUL:
-            return True
-        return self._nfc and not unicodedata.is_normalized("NFC", text)
+        return bool(states.max() == self._DOUBTFUL)
 
 
 def settled(code: int) -> bool:

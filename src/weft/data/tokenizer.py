@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import orjson
 
 from weft.config.errors import UserError
-from weft.config.headers import read_tokenizer_header, tokenizer_file
-from weft.data.exactness import SEPARATOR, Doubts, Recipe, cut, recipe_of
+from weft.config.headers import read_tokenizer, tokenizer_file
+from weft.data.exactness import recipe_of
+from weft.data.fast_encoder import FastEncoder, joined
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,9 +26,7 @@ PROBE = (
     "½ ² ٣ Ⅷ 一二 \0\7\x85\xa0\u2028\u3000\u200d \ufeff\ufffd --- ==== //// ..... 'S'T \n x\n y  z"
 )
 CHECKED_CHARACTERS = 60_000
-PARALLEL_CHARACTERS = 1_000_000  # less is encoded in one thread
 SLOW_CHARACTERS = 1_000_000  # encoded by `tokenizers` in one call: its encodings take a hundred bytes a token
-PARALLEL_BYTES = 4 << 20  # gigatoken's threads are worth it from here on; to use them it imports awkward, 0.15 s
 BLANKS = ("\u0120", "\u2581")  # how a token spells the blank that it begins with: byte-level, SentencePiece
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -60,7 +56,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path, *, exact: bool = False, checked: bool = False):
-        self._header = header = read_tokenizer_header(path)
+        self._header, self._content = header, _ = read_tokenizer(path)
         if header.eod_id is None:
             raise UserError(
                 f"states no end-of-document token; `weft data import-tokenizer {path} --eod TOKEN --out NEW` does so",
@@ -107,7 +103,7 @@ class Tokenizer:
         fast = self._checked_encoder(texts)
         eod = self.eod_id if close else None
         if fast is None:
-            ids, lengths = _joined([[part] for part in self._exactly(texts)], eod)
+            ids, lengths = joined([[part] for part in self._exactly(texts)], eod)
         elif dirty := self._dirty(texts, fast):
             ids, lengths = self._mixed(texts, dirty, fast, eod)
         else:
@@ -162,7 +158,7 @@ class Tokenizer:
             )
         return reference
 
-    def _checked_encoder(self, texts: list[str]) -> _Fast | None:
+    def _checked_encoder(self, texts: list[str]) -> FastEncoder | None:
         """gigatoken, once its ids were those of `tokenizers` on PROBE and some of the first batch; or None."""
         if self.exact:
             return None
@@ -174,35 +170,30 @@ class Tokenizer:
             step = max(1, len(texts) // 32)
             size = CHECKED_CHARACTERS // min(32, len(texts))
             sample = [PROBE, *(text[:size] for text in texts[::step])]
-            dirty = self._dirty(sample, fast)
-            if _joined([[part] for part in self._exactly(sample)])[0].tolist() != (
-                self._mixed(sample, dirty, fast)[0].tolist()
-            ):
-                self.exact, self.reason = True, "gigatoken gave other ids than tokenizers for some of the first texts"
-                return None
+            exact, _ = joined([[part] for part in self._exactly(sample)])
+            try:
+                if not np.array_equal(exact, self._mixed(sample, self._dirty(sample, fast), fast)[0]):
+                    self.reason = "gigatoken gave other ids than tokenizers for some of the first texts"
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                self.reason = f"gigatoken does not take it: {str(error).splitlines()[0]}"
+            self.exact = self.reason is not None
             self.checked = True
-        return fast
+        return None if self.exact else fast
 
     @functools.cached_property
-    def _fast_encoder(self) -> _Fast | str:
-        recipe = recipe_of(orjson.loads(tokenizer_file(self.path).read_bytes()))
-        if isinstance(recipe, str):
-            return recipe
-        import gigatoken
+    def _fast_encoder(self) -> FastEncoder | str:
+        content, self._content = self._content, None
+        recipe = recipe_of(content)
+        return recipe if isinstance(recipe, str) else FastEncoder(recipe)
 
-        try:
-            return _Fast(recipe, gigatoken.Tokenizer.from_json(recipe.json))
-        except (ValueError, RuntimeError, NotImplementedError) as error:
-            return f"gigatoken does not take it: {str(error).splitlines()[0]}"
-
-    def _dirty(self, texts: list[str], fast: _Fast) -> list[int]:
+    def _dirty(self, texts: list[str], fast: FastEncoder) -> list[int]:
         """Which texts hold added tokens or doubtful characters."""
         # Most batches hold no doubtful character, and to ask once is faster.
         doubtful = fast.doubts.about("".join(text for text in texts if not text.isascii()))
         return [i for i, text in enumerate(texts) if fast.special_in(text) or (doubtful and fast.doubts.about(text))]
 
     def _mixed(
-        self, texts: list[str], dirty: list[int], fast: _Fast, eod: int | None = None
+        self, texts: list[str], dirty: list[int], fast: FastEncoder, eod: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Texts of which some need `tokenizers` for all or a part."""
         rows: list[list[str | np.ndarray]] = [[text] for text in texts]
@@ -210,14 +201,14 @@ class Tokenizer:
             rows[i] = list(self._parts(texts[i], fast))
         ids, lengths = fast.encode([part for row in rows for part in row if isinstance(part, str)])
         pieces = iter(np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else [])
-        return _joined([[next(pieces) if isinstance(part, str) else part for part in row] for row in rows], eod)
+        return joined([[next(pieces) if isinstance(part, str) else part for part in row] for row in rows], eod)
 
-    def _parts(self, text: str, fast: _Fast) -> Iterator[str | np.ndarray]:
+    def _parts(self, text: str, fast: FastEncoder) -> Iterator[str | np.ndarray]:
         """What gigatoken may encode of a text, and the ids of the rest."""
         if not fast.recipe.by_words or fast.fenced_in(text):
             yield from self._exactly([text])
             return
-        for piece in cut(text) if fast.doubts.about(text) else [text]:
+        for piece in fast.slices(text) if fast.doubts.about(text) else [text]:
             if fast.doubts.about(piece):
                 yield from self._exactly([piece])
             else:
@@ -225,90 +216,24 @@ class Tokenizer:
                     yield np.array([self._reference.token_to_id(part)], np.uint32) if special else part
 
     def _exactly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+        """The ids of texts by `tokenizers`, some at once; large ones in pieces where that gives the same ids."""
         batch: list[str] = []
         characters = 0
         for text in texts:
             if batch and characters + len(text) > SLOW_CHARACTERS:
                 yield from self._by_reference(batch)
                 batch, characters = [], 0
-            batch.append(text)
-            characters += len(text)
+            if len(text) > SLOW_CHARACTERS and isinstance(self._fast_encoder, FastEncoder):
+                pieces = self._fast_encoder.slices(text)
+                yield np.concatenate([ids for piece in pieces for ids in self._by_reference([piece])])
+            else:
+                batch.append(text)
+                characters += len(text)
         yield from self._by_reference(batch)
 
     def _by_reference(self, texts: list[str]) -> Iterator[np.ndarray]:
         for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False):
             yield np.array(encoding.ids, np.uint32)
-
-
-class _Fast:
-    """gigatoken with a recipe."""
-
-    def __init__(self, recipe: Recipe, encoder: Any):
-        self.recipe, self._encoder = recipe, encoder
-        self.doubts = Doubts(recipe)
-        fenced = (*recipe.fenced, SEPARATOR)
-        every = (*recipe.first, *recipe.then, *fenced)
-        self._every, self._fenced = _either(every), _either(fenced)
-        self._splits = [_either(texts) for texts in (recipe.first, recipe.then) if texts]
-        # Finding a word is many times faster than a regex; of many (`<|reserved_17|>`) the way they begin will do.
-        self._hints = every if len(every) <= 4 else tuple({text[:2] for text in every})
-
-    def special_in(self, text: str) -> bool:
-        """Whether the text of an added token is in a text."""
-        return any(hint in text for hint in self._hints) and self._every.search(text) is not None
-
-    def fenced_in(self, text: str) -> bool:
-        """Whether the text of an added token is in it that only `tokenizers` handles."""
-        return self._fenced.search(text) is not None
-
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """A text's parts in order, and which are added tokens."""
-        parts = [(text, False)]
-        for pattern in self._splits:
-            new: list[tuple[str, bool]] = []
-            for part, special in parts:
-                pieces = [part] if special else pattern.split(part)
-                new += [(piece, special or n % 2 == 1) for n, piece in enumerate(pieces) if piece]
-            parts = new
-        return parts
-
-    def encode(self, texts: list[str], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Ids end to end and their numbers; `eod` closes each text, unless it is None."""
-        if not self.recipe.by_words:
-            return _joined([[self._encoder.encode(text)] for text in texts], eod)
-        # One call for all texts; their ids come back as one array. As bytes: one text of wide characters would make a
-        # joined string four times as large.
-        joined = SEPARATOR.encode().join([*map(str.encode, texts), b""])
-        if len(joined) < PARALLEL_BYTES:
-            ids = self._encoder.encode(joined)
-        else:
-            ids = self._encoder.encode_batch_padded([joined], pad_id=0)[0][0]
-        ends = np.flatnonzero(ids == self.recipe.separator)
-        lengths = np.diff(ends, prepend=-1)
-        if eod is None:
-            return np.delete(ids, ends), lengths - 1
-        ids[ends] = eod
-        return ids, lengths
-
-
-def one_thread() -> bool:
-    """Whether this process is to use one thread: one of several that share the work."""
-    return os.environ.get("RAYON_NUM_THREADS") == "1" or multiprocessing.parent_process() is not None
-
-
-def _either(texts: Sequence[str]) -> re.Pattern[str]:
-    """Finds the leftmost of some texts, and the longest of those that begin there, as `tokenizers` does."""
-    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
-
-
-def _joined(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of texts, each in parts, end to end, and how many are each text's; `eod` closes each, unless it is None."""
-    if eod is not None:
-        end = np.array([eod], np.uint32)
-        rows = [[*row, end] for row in rows]
-    lengths = np.array([sum(map(len, row)) for row in rows], np.int64)
-    parts = [part for row in rows for part in row]
-    return (np.concatenate(parts) if parts else np.zeros(0, np.uint32)), lengths
 
 
 class StreamDecoder:
