@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench docs gpu-check clean
+.PHONY: help install quickstart test lint format bench bench-data docs gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,19 @@ bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the pee
 	@rm -f $@
 	@$(PYTHON) -m venv --clear .venv-litgpt
 	@.venv-litgpt/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/litgpt-constraints.txt
+	@touch $@
+
+bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside the peers' (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/data_index.py --out $(OUT) $(BENCH)
+
+# Modalities asks for packages that the project does without; of torch and the like it gets .venv's.
+.venv-modalities/.installed: $(STAMP) benchmarks/peers/modalities-requirements.txt
+	@echo "Installing modalities into .venv-modalities (once) ..."
+	@rm -f $@
+	@.venv/bin/python -m venv --clear .venv-modalities
+	@.venv-modalities/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r benchmarks/peers/modalities-requirements.txt
+	@where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  .venv/bin/python -c "$$where" > "$$(.venv-modalities/bin/python -c "$$where")/shared.pth"
 	@touch $@
 
 docs: $(STAMP) ## write docs/configuration.md again from the schema
