@@ -137,6 +137,9 @@ def measured(job: dict) -> dict:
 
     if job["peer"] == "megatron":
         import megatron.core.datasets.gpt_dataset  # noqa: F401
+    elif job["peer"] == "weft":
+        import weft.data.loader
+        import weft.data.windows  # noqa: F401
     assert numpy is not None
     torch.set_num_threads(1)
     if job["memory"]:
