@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -60,7 +63,7 @@ def train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    _in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), texts)
     write_folder(tokenizer.to_str(pretty=True), END_OF_DOCUMENT, out, special=special)
     return tokenizer.get_vocab_size()
 
@@ -104,6 +107,32 @@ def write_folder(
         raise UserError(f"cannot be written: {error.strerror}; nothing was left there", out) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
+    """Read texts here and use them in a thread: Ctrl-C need not wait until the library is back from its counting."""
+    failed: list[BaseException] = []
+    waiting: queue.Queue[str | None] = queue.Queue(256)
+
+    def run() -> None:
+        try:
+            work(iter(waiting.get, None))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    for text in itertools.chain(texts, [None]):
+        while thread.is_alive():
+            try:
+                waiting.put(text, timeout=1)
+                break
+            except queue.Full:
+                continue
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
 
 
 def thin_out(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
