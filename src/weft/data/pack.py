@@ -290,7 +290,8 @@ class _Pack:
                         remove(self._folder / "parts", index)
                     return False
                 self._append(assembly, held.pop(assembly.next), content)
-            for index, failure in pool.wait(block=assembly.next in held and assembly.next not in ready):
+            due = assembly.next
+            for index, failure in pool.wait(block=due in held and due not in ready and due not in failures):
                 if failure is not None:
                     failures[index] = failure
                 elif (content := finished(self._folder / "parts", held[index])) is not None:
