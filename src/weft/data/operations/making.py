@@ -122,7 +122,7 @@ def make(
         infos = []
         for part, (out, made_from) in zip(parts, outs, strict=True):
             if part.writer.documents == 0:
-                why = ", ".join(f"{reason}: {number:,}" for reason, number in part.left_out.items())
+                why = ", ".join(f"{reason}: {number:,}" for reason, number in part.left_out.items()) or "there is none"
                 raise UserError(f"no document would be left ({why}); nothing was written", out)
             infos.append(part.finish())
             write_info(part.folder, infos[-1], made_from)
