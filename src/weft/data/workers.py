@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
@@ -39,7 +42,7 @@ def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[
         batch_size=None,
         sampler=range(start, stop),
         num_workers=workers,
-        worker_init_fn=_ignore_interrupts,
+        worker_init_fn=_begin_quietly,
         pin_memory=torch.cuda.is_available(),
     )
     before = multiprocessing.active_children()
@@ -107,8 +110,13 @@ class _Watch:
             if self.dead:
                 raise _Died
             return act()
-        except RuntimeError as error:  # what PyTorch makes of it
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError, EOFError):
+            # What PyTorch makes of it; or a batch was announced, and its memory went with the worker that had it.
+            self.waiting = False
+            ended = multiprocessing.connection.wait([child.sentinel for child in self.children], timeout=1)
+            for child in self.children:
+                child.join(1 if child.sentinel in ended else 0)
+            if not self.dead:
                 raise
             raise _Died from None
         finally:
@@ -133,8 +141,15 @@ class _Steps(TorchDataset):
             return error  # raised in the training process: DataLoader would wrap it in a traceback
 
 
-def _ignore_interrupts(worker: int) -> None:
+def _begin_quietly(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers itself
+    sys.excepthook = _say_unless_unplugged
+
+
+def _say_unless_unplugged(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The training process may leave while a batch is being handed over: that is nothing to print a traceback for."""
+    if not isinstance(error, (OSError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _what_died(source: Source, reading: torch.Tensor, dead: list[multiprocessing.process.BaseProcess]) -> str:
