@@ -11,6 +11,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from weft.cli.main import main
 from weft.config.errors import UserError
+from weft.config.headers import copy_tokenizer
 from weft.data.exactness import PATTERNS, cut
 from weft.data.tokenizer import Tokenizer
 
@@ -302,6 +303,18 @@ def test_what_is_no_tokenizer_is_one_line_with_what_to_do(tmp_path, capsys):
     assert "--eod TOKEN" in told(folder)
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": cases.SPECIAL}}))
     assert Tokenizer.load(folder).eod_id is not None
+
+
+def test_a_run_keeps_the_tokenizer_and_not_the_weights_beside_it(tmp_path):
+    folder = cases.save(cases.trained("gpt2", TEXTS, size=300), tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    copy_tokenizer(folder, tmp_path / "a")
+    copy_tokenizer(folder / "tokenizer.json", tmp_path / "b")
+    for copy in ("a", "b"):
+        assert Tokenizer.load(tmp_path / copy).digest == Tokenizer.load(folder).digest
+        names = {path.name for path in (tmp_path / copy).iterdir()}
+        assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 
 
 # --- Streams ---

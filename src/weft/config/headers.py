@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 FLOAT_CODES = (6, 7)
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ def tokenizer_file(path: str | Path) -> Path:
     raise UserError(f"not a tokenizer.json; `weft data import-tokenizer {path} --out DIR` makes one of it", path)
 
 
+def copy_tokenizer(path: str | Path, into: Path) -> None:
+    """Copy what makes a tokenizer's folder, and nothing else that lies there (a model's weights)."""
+    file = tokenizer_file(path)
+    into.mkdir(parents=True)
+    shutil.copy(file, into / "tokenizer.json")
+    for name in (*BESIDE_TOKENIZER, "chat_template.jinja", "chat_template.json"):
+        if (file.parent / name).exists():
+            shutil.copy(file.parent / name, into / name)
+
+
 def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     """Read a tokenizer's folder, or its tokenizer.json; the files that go with it lie beside it.
 
@@ -120,7 +132,7 @@ def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
     except (KeyError, TypeError, AttributeError, ValueError):
         raise UserError("not a tokenizer file: it has no vocabulary; make it again", file) from None
     stated = None
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in BESIDE_TOKENIZER:
         beside = file.parent / name
         if stated is None and beside.exists() and isinstance(settings := read_json(beside), dict):
             stated = settings.get("eos_token")

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.checkpoint.load import checkpoints
 from weft.config.errors import UserError
+from weft.config.headers import copy_tokenizer
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ class RunDirectory:
             if not into.exists():
                 partial = self.path / ".tokenizer.partial"
                 shutil.rmtree(partial, ignore_errors=True)
-                shutil.copytree(config.tokenizer, partial)
+                copy_tokenizer(config.tokenizer, partial)
                 partial.rename(into)
 
     def tokenizer(self) -> Tokenizer | None:
