@@ -63,7 +63,7 @@ def test_nasty_texts_by_a_trained_tokenizer(tmp_path, pattern, nfc):
     assert_same(tokenizer, made, [large, (" ".join(TEXTS) + " \u0c5c\U00016ebb ") * 2, ""])
 
 
-@pytest.mark.parametrize("shape", ["prepend", "always", "first", "never"])
+@pytest.mark.parametrize("shape", ["prepend", "gemma", "always", "first", "never"])
 def test_bpe_on_whole_texts_with_byte_fallback(tmp_path, shape):
     made = cases.llama2_like(TEXTS, shape)
     tokenizer = Tokenizer.load(cases.save(made, tmp_path, "</s>"))

@@ -120,7 +120,7 @@ def _byte_level(made: tokenizers.Tokenizer, pattern: str, nfc: bool) -> tokenize
 
 
 def llama2_like(texts: list[str], shape: str) -> tokenizers.Tokenizer:
-    """BPE on whole texts with byte fallback; `shape`: "prepend", "always", "first" or "never" (Metaspace's)."""
+    """BPE on whole texts with byte fallback; `shape`: "prepend", "gemma", or Metaspace's "always", "first", "never"."""
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     # Trained on words, as sentencepiece does.
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
@@ -135,6 +135,12 @@ def llama2_like(texts: list[str], shape: str) -> tokenizers.Tokenizer:
     if shape == "prepend":
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         made.pre_tokenizer = None
+    elif shape == "gemma":
+        made.normalizer = normalizers.Replace(" ", "▁")
+        made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        made.add_tokens(
+            [tokenizers.AddedToken(text, normalized=False) for text in ("\n\n", "\n\n\n", "▁▁", "▁▁▁", "\t")]
+        )
     else:
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=shape, split=False)
     made.decoder = decoders.Sequence(

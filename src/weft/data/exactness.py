@@ -49,6 +49,8 @@ _VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _SPELLING = {byte: chr(byte) for byte in _VISIBLE}
 _SPELLING |= {byte: chr(256 + n) for n, byte in enumerate(sorted({*range(256)} - _VISIBLE))}
 _BYTES = frozenset(_SPELLING.values())
+# Gemma's pre-tokenizer, which finds no blank: its normalizer has replaced them all.
+_NO_BLANKS = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 
 
@@ -103,7 +105,7 @@ def recipe_of(content: Any) -> Recipe | str:
         pairs = [*pairs, pairs[0]]
     added = content.get("added_tokens") or []
     separator = max([*vocabulary.values(), *(token["id"] for token in added)]) + 1
-    sorted_out = _added(added, by_words, normalizer is not None or nfc)
+    sorted_out = _added(added, normalizer is not None or nfc, by_words, pre_tokenizer)
     if isinstance(sorted_out, str):
         return sorted_out
     first, then, fenced = sorted_out
@@ -168,7 +170,7 @@ def _sentences(content: Any) -> tuple[Any, Any, bool] | str:
     """The pre-tokenizer and normalizer of a tokenizer like Llama 2's; or why not."""
     normalizer, given = content.get("normalizer"), content.get("pre_tokenizer")
     parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
-    if given is None and parts in ([_PREFIX, _BLANKS], [_BLANKS]):
+    if given in (None, _NO_BLANKS) and parts in ([_PREFIX, _BLANKS], [_BLANKS]):
         return None, normalizer, False
     if (
         normalizer is None
@@ -183,29 +185,25 @@ def _sentences(content: Any) -> tuple[Any, Any, bool] | str:
 
 
 def _added(
-    added: list[Any], by_words: bool, normalizes: bool
+    added: list[Any], normalizes: bool, by_words: bool, pre_tokenizer: Any
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
     """The added tokens' texts: looked for first, then, and left to `tokenizers`; or why gigatoken is no use."""
     texts = [token["content"] for token in added]
     if "" in texts:
         return "an added token is empty"
-    odd = any(
-        token.get("single_word")
-        or token.get("lstrip")
-        or token.get("rstrip")
-        or " " in token["content"]
-        or (normalizes and token.get("normalized", not token.get("special")))
-        for token in added
-    )
-    normalized = [token.get("normalized", not token.get("special")) for token in added]
-    if odd or not by_words:
-        # `tokenizers` looks for a normalized token's normal form in the normal form of the text.
-        blanks = any(later and (" " in text or "▁" in text) for later, text in zip(normalized, texts, strict=True))
-        if normalizes and not by_words and blanks:
-            return "an added token with blanks is looked for in normalized text"
-        return (), (), tuple({*texts, *(unicodedata.normalize("NFC", text) for text in texts)})
-    first = tuple(text for text, later in zip(texts, normalized, strict=True) if not later)
-    return first, tuple(text for text, later in zip(texts, normalized, strict=True) if later), ()
+    later = [token.get("normalized", not token.get("special")) for token in added]
+    # What is between two added tokens is encoded by itself, unless the text's beginning is something special.
+    alone = by_words or pre_tokenizer is None or pre_tokenizer.get("prepend_scheme") != "first"
+    flags = any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip"))
+    cut_in_two = by_words and any(" " in text for text in texts)
+    if alone and not flags and not cut_in_two and not (normalizes and any(later)):
+        first = tuple(text for text, late in zip(texts, later, strict=True) if not late)
+        return first, tuple(text for text, late in zip(texts, later, strict=True) if late), ()
+    # `tokenizers` looks for a normalized token's normal form in the normal form of the text.
+    blanks = any(late and (" " in text or "▁" in text) for late, text in zip(later, texts, strict=True))
+    if normalizes and not by_words and blanks:
+        return "an added token with blanks is looked for in normalized text"
+    return (), (), tuple({*texts, *(unicodedata.normalize("NFC", text) for text in texts)})
 
 
 class Doubts:

@@ -205,7 +205,7 @@ class Tokenizer:
 
     def _parts(self, text: str, fast: FastEncoder) -> Iterator[str | np.ndarray]:
         """What gigatoken may encode of a text, and the ids of the rest."""
-        if not fast.recipe.by_words or fast.fenced_in(text):
+        if fast.fenced_in(text):
             yield from self._exactly([text])
             return
         for piece in fast.slices(text) if fast.doubts.about(text) else [text]:
