@@ -61,6 +61,7 @@ bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the pee
 	@touch $@
 
 bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside the peers' (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/data_pack.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/data_index.py --out $(OUT) $(BENCH)
 
 # Modalities asks for packages that the project does without; of torch and the like it gets .venv's.
