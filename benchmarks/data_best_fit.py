@@ -27,7 +27,7 @@ MEDIAN, SIGMA = 420, 1.1  # about what web text has
 
 def weft(lengths, length: int, folder: Path) -> dict:
     """The index that `data.packing: best_fit` makes."""
-    from weft.data.packing_index import packing_index
+    from weft.data.sequences.packing_index import packing_index
 
     store = SimpleNamespace(path=folder, info=SimpleNamespace(idx_sha256="0" * 64), lengths=lengths)
     store.num_documents = len(lengths)

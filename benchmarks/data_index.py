@@ -28,7 +28,7 @@ NAMES = {"weft": "Weft", "modalities": "Modalities"}
 
 def weft(path: Path) -> dict:
     """`weft data index`, and reading by it."""
-    from weft.data.index import JsonLines, build_index, index_path
+    from weft.data.sources.index import JsonLines, build_index, index_path
 
     for name in (index_path(path), Path(f"{path}.index.json")):
         name.unlink(missing_ok=True)

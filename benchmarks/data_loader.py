@@ -67,9 +67,9 @@ def make_store(folder: Path, samples: int, *, content: bool) -> None:
 
 def weft(store: Path, samples: int, first: int):
     """Batches as a function of the step."""
-    from weft.data.loader import BatchSource
-    from weft.data.store import TokenStore
-    from weft.data.windows import StoreDataset
+    from weft.data.batches.loader import BatchSource
+    from weft.data.sequences.windows import StoreDataset
+    from weft.data.stores.store import TokenStore
 
     source = BatchSource(StoreDataset(TokenStore.open(store), LENGTH), rows=ROWS, seed=1)
     return source.iterate(first, samples // ROWS)
@@ -138,8 +138,8 @@ def measured(job: dict) -> dict:
     if job["peer"] == "megatron":
         import megatron.core.datasets.gpt_dataset  # noqa: F401
     elif job["peer"] == "weft":
-        import weft.data.loader
-        import weft.data.windows  # noqa: F401
+        import weft.data.batches.loader
+        import weft.data.sequences.windows  # noqa: F401
     assert numpy is not None
     torch.set_num_threads(1)
     if job["memory"]:

@@ -48,7 +48,7 @@ def make_store(folder: Path, documents: int, *, content: bool) -> None:
     """A store of so many documents of 1 to 999 tokens."""
     import numpy as np
 
-    from weft.data.indexed import IndexedWriter
+    from weft.data.stores.indexed import IndexedWriter
 
     class Sparse(IndexedWriter):
         """Writes no tokens."""
@@ -79,7 +79,7 @@ def make_pbin(folder: Path) -> None:
     """The same documents as Modalities writes them; 36 bytes of index each."""
     import pickle
 
-    from weft.data.store import TokenStore
+    from weft.data.stores.store import TokenStore
 
     store = TokenStore.open(folder)
     pairs = list(zip(store.offsets.tolist(), (store.lengths.astype("i8") * 2).tolist(), strict=True))
@@ -91,7 +91,7 @@ def make_pbin(folder: Path) -> None:
 
 class Weft:
     def __init__(self, folder: Path):
-        from weft.data.store import TokenStore
+        from weft.data.stores.store import TokenStore
 
         self.store = TokenStore.open(folder)
 
@@ -99,8 +99,8 @@ class Weft:
         return self.store.document(number)
 
     def batch(self, samples: int):
-        from weft.data.loader import BatchSource
-        from weft.data.windows import StoreDataset
+        from weft.data.batches.loader import BatchSource
+        from weft.data.sequences.windows import StoreDataset
 
         return BatchSource(StoreDataset(self.store, LENGTH), rows=ROWS, seed=1).batch(0)
 
@@ -165,8 +165,8 @@ def measured(job: dict) -> dict:
 
     torch.set_num_threads(1)
     if job["peer"] == "weft":  # imports are not what is measured
-        import weft.data.loader
-        import weft.data.windows  # noqa: F401
+        import weft.data.batches.loader
+        import weft.data.sequences.windows  # noqa: F401
     elif job["peer"] == "megatron":
         import megatron.core.datasets.gpt_dataset  # noqa: F401
     else:

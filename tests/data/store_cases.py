@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from weft.data.indexed import IndexedWriter
-from weft.data.store import StoreInfo, TokenStore
+from weft.data.stores.indexed import IndexedWriter
+from weft.data.stores.store import StoreInfo, TokenStore
 
 EOD = 0
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weft.data.best_fit import best_fit_decreasing
+from weft.data.sequences.best_fit import best_fit_decreasing
 
 
 def one_by_one(counts, capacity):

@@ -27,9 +27,9 @@ from weft.config.errors import UserError
 from weft.data.conversations.layouts import choose_layout
 from weft.data.conversations.named import NAMED
 from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
-from weft.data.operations.text_bytes import TextBytes
-from weft.data.store import TokenStore
-from weft.data.tokenizer import Tokenizer
+from weft.data.stores.operations.text_bytes import TextBytes
+from weft.data.stores.store import TokenStore
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 # --- Parity with transformers ---
 

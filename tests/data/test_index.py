@@ -10,8 +10,8 @@ import pytest
 
 from weft.cli.main import main
 from weft.config.errors import UserError
-from weft.data import index
-from weft.data.index import JsonLines, build_index, index_path, is_current
+from weft.data.sources import index
+from weft.data.sources.index import JsonLines, build_index, index_path, is_current
 
 
 def write(path, data):

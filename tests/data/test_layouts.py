@@ -8,7 +8,7 @@ from chat_cases import ASKED, CHAT, NO, ONE, PAIR, SAID, TWICE, WORDS, chat_fold
 from weft.config.errors import UserError
 from weft.data.conversations.layouts import BadRecord, choose_layout, read_record
 from weft.data.conversations.named import NAMED
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
 READ = {

@@ -6,10 +6,10 @@ import torch
 from store_cases import make_store, some_lengths
 
 from weft.config.errors import UserError
-from weft.data.batch import collate
-from weft.data.length_warmup import LengthWarmup
-from weft.data.packed import PackedDataset
-from weft.data.windows import StoreDataset
+from weft.data.batches.batch import collate
+from weft.data.sequences.length_warmup import LengthWarmup
+from weft.data.sequences.packed import PackedDataset
+from weft.data.sequences.windows import StoreDataset
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from weft.config.errors import UserError
-from weft.data.loader import BatchSource, validation_batches
-from weft.data.permutation import Permutation
-from weft.data.store import TokenStore
-from weft.data.windows import StoreDataset
+from weft.data.batches.loader import BatchSource, validation_batches
+from weft.data.batches.permutation import Permutation
+from weft.data.sequences.windows import StoreDataset
+from weft.data.stores.store import TokenStore
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 1000, 4097])
@@ -131,7 +131,7 @@ def test_many_windows_at_once_are_what_they_are_one_by_one(masked, apart):
 
 
 def test_an_order_is_the_same_however_it_is_asked_for():
-    from weft.data.order import Epochs
+    from weft.data.batches.order import Epochs
 
     whole = Epochs(5000, 7)(np.arange(12_000))
     assert sorted(whole[5000:10_000]) == list(range(5000))

@@ -20,9 +20,9 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 before, began = resident(), time.perf_counter()
-from weft.data.loader import BatchSource
-from weft.data.store import TokenStore
-from weft.data.windows import StoreDataset
+from weft.data.batches.loader import BatchSource
+from weft.data.stores.store import TokenStore
+from weft.data.sequences.windows import StoreDataset
 
 source = BatchSource(StoreDataset(TokenStore.open(sys.argv[1]), 2048), rows=64, rank=1, ranks=4, seed=3)
 batch = source.batch(1_000_000)

@@ -9,10 +9,10 @@ import pytest
 
 from weft.cli.main import main
 from weft.config.errors import UserError
-from weft.data.indexed import IndexedWriter
-from weft.data.merge import merge
-from weft.data.pack import pack
-from weft.data.store import TokenStore
+from weft.data.packing.merge import merge
+from weft.data.packing.pack import pack
+from weft.data.stores.indexed import IndexedWriter
+from weft.data.stores.store import TokenStore
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def test_missing_and_repeated_shards_are_told(tmp_path, inputs, tiny_tokenizer, 
 
 
 def test_loss_masks_are_merged_and_blocks_are_crossed(tmp_path, monkeypatch):
-    from weft.data import indexed
-    from weft.data import merge as merging
+    from weft.data.packing import merge as merging
+    from weft.data.stores import indexed
 
     for module in (indexed, merging):
         monkeypatch.setattr(module, "BLOCK_TOKENS", 64)

@@ -8,9 +8,9 @@ import torch
 
 from weft.config.errors import UserError
 from weft.config.mixture import Stage, phases
-from weft.data.batch import collate
-from weft.data.loader import BatchSource
-from weft.data.mixture import Joined, MixtureOrder, interleave
+from weft.data.batches.batch import collate
+from weft.data.batches.loader import BatchSource
+from weft.data.batches.mixture import Joined, MixtureOrder, interleave
 
 
 class Rows:

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from weft.cli.main import main
-from weft.data.store import TokenStore
-from weft.data.tokenizer import Tokenizer
+from weft.data.stores.store import TokenStore
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 TRICKY = [
     "",

@@ -16,15 +16,15 @@ from pack_encoders import DistrustedEncoder, FailingEncoder
 
 from weft.cli.main import main
 from weft.config.errors import UserError
-from weft.data.pack import pack
-from weft.data.store import TokenStore
+from weft.data.packing.pack import pack
+from weft.data.stores.store import TokenStore
 from weft.observe.console import Console
 
 FILES = ("tokens.bin", "tokens.idx", "store.json", "rejects.jsonl")
 RANGE = 4096
 PROGRAM = """
 import sys
-from weft.data.pack import pack
+from weft.data.packing.pack import pack
 pack(sys.argv[3:], sys.argv[2], sys.argv[1], {})
 """
 
@@ -137,7 +137,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path, inputs, tiny_tokenizer
 
 
 def test_damage_to_what_a_killed_pack_left_is_done_again(tmp_path, inputs, undisturbed, tiny_tokenizer, monkeypatch):
-    from weft.data.assemble import Assembly
+    from weft.data.packing.assemble import Assembly
 
     out, append = tmp_path / "s", Assembly.append
 
@@ -161,7 +161,7 @@ def test_damage_to_what_a_killed_pack_left_is_done_again(tmp_path, inputs, undis
 
 
 def test_another_request_does_not_go_on_with_an_unfinished_pack(tmp_path, inputs, tiny_tokenizer, monkeypatch):
-    from weft.data.assemble import Assembly
+    from weft.data.packing.assemble import Assembly
 
     def killed(self, part, content):
         raise KeyboardInterrupt
@@ -305,7 +305,7 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(tmp_path, inputs, undi
 LIMITED = f"""
 import resource, sys
 from weft.config.errors import UserError
-from weft.data.pack import pack
+from weft.data.packing.pack import pack
 size, tokenizer, out, workers, *inputs = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
 try:

@@ -14,9 +14,9 @@ from store_cases import EOD, make_store, some_lengths
 
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
-from weft.data import packing_index as index_module
-from weft.data.batch import collate
-from weft.data.packed import PackedDataset
+from weft.data.batches.batch import collate
+from weft.data.sequences import packing_index as index_module
+from weft.data.sequences.packed import PackedDataset
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.objectives.pretrain import Pretrain
@@ -176,8 +176,8 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
 
 PROGRAM = """
 import hashlib, sys
-from weft.data.packing_index import packing_index
-from weft.data.store import TokenStore
+from weft.data.sequences.packing_index import packing_index
+from weft.data.stores.store import TokenStore
 index = packing_index(TokenStore.open(sys.argv[1]), 32)
 print(index.sequences, hashlib.sha256(index.order.tobytes()).hexdigest())
 """

@@ -6,7 +6,7 @@ import pytest
 
 from weft.cli.main import main
 from weft.config.errors import UserError
-from weft.data.pack import pack
+from weft.data.packing.pack import pack
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -8,9 +8,9 @@ import pytest
 from store_cases import EOD, make_store
 
 from weft.cli.main import main
-from weft.data import indexed
-from weft.data.operations.verify import verify
-from weft.data.store import TokenStore
+from weft.data.stores import indexed
+from weft.data.stores.operations.verify import verify
+from weft.data.stores.store import TokenStore
 
 
 def weft(*arguments) -> int:
@@ -43,7 +43,7 @@ def documents(path):
 def block_size(request, monkeypatch):
     """Stores that need many blocks, without being large."""
     if request.param == "small blocks":
-        import weft.data.operations.shuffle as shuffling
+        import weft.data.stores.operations.shuffle as shuffling
 
         for module in (indexed, shuffling):
             monkeypatch.setattr(module, "BLOCK_TOKENS", 100)
@@ -162,7 +162,7 @@ def test_a_function_that_fails_is_one_line_with_the_document(tmp_path, monkeypat
 
 
 def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_tokenizer, monkeypatch):
-    from weft.data.tokenizer import Tokenizer
+    from weft.data.tokenizers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(tiny_tokenizer)
     (tmp_path / "texts.py").write_text("def short(text):\n    return len(text) < 200\n")
@@ -179,7 +179,7 @@ def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_t
 
 
 def test_exact_duplicates_leave_and_the_first_one_stays(tmp_path, monkeypatch):
-    from weft.data.operations import groups
+    from weft.data.stores.operations import groups
 
     monkeypatch.setattr(groups, "BUCKET_ITEMS", 64)  # several files of keys
     make(tmp_path / "in", 300, copies=120, mask=True, kind="conversations")
@@ -264,7 +264,7 @@ def test_after_a_kill_the_same_call_makes_the_same_store(tmp_path):
     program = (
         "import os, signal\n"
         "from weft.cli.main import main\n"
-        "import weft.data.operations.making as making\n"
+        "import weft.data.stores.operations.making as making\n"
         "making.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"main(['data', 'dedup', '{tmp_path / 'in'}', '--out', '{tmp_path / 'out'}'])"
     )

@@ -8,7 +8,7 @@ import pytest
 from store_cases import EOD, make_store
 
 from weft.cli.main import main
-from weft.data.inspect import looked_at
+from weft.data.stores.inspect import looked_at
 
 
 def make(folder, **changes):
@@ -96,7 +96,7 @@ def test_inspect_shows_kind_mask_and_where_a_store_came_from(tmp_path, tiny_stor
 
 
 def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
-    import weft.data.inspect as inspecting
+    import weft.data.stores.inspect as inspecting
 
     monkeypatch.setattr(inspecting, "LOOKED_AT", 640)
     part, whole = looked_at(np.arange(10**6))

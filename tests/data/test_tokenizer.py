@@ -12,8 +12,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from weft.cli.main import main
 from weft.config.errors import UserError
 from weft.config.headers import copy_tokenizer
-from weft.data.exactness import PATTERNS, cut
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizers.exactness import PATTERNS, cut
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 TEXTS = cases.prose()
 

@@ -15,8 +15,8 @@ import tiktoken_ext.openai_public
 import tokenizer_cases as cases
 
 from weft.cli.main import main
-from weft.data.exactness import PATTERNS
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizers.exactness import PATTERNS
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 TEXTS = [text for text in cases.prose() if text.strip()]
 NASTY = cases.nasty_texts(21, 400)
@@ -163,7 +163,7 @@ def test_tiktoken_ranks_keep_their_ids(tmp_path, pattern):
 
 
 def settled(char):
-    from weft.data.exactness import settled
+    from weft.data.tokenizers.exactness import settled
 
     return settled(ord(char))
 

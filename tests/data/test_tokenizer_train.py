@@ -13,8 +13,8 @@ import tokenizer_cases as cases
 import tokenizers
 
 from weft.cli.main import main
-from weft.data.tokenizer import Tokenizer
-from weft.data.train_tokenizer import thin_out
+from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.data.tokenizers.train import thin_out
 
 
 def train(*arguments):

@@ -5,7 +5,7 @@ import pytest
 from store_cases import make_store, some_lengths
 
 from weft.config.errors import UserError
-from weft.data.windows import StoreDataset
+from weft.data.sequences.windows import StoreDataset
 
 
 def walked(lengths, window, length):

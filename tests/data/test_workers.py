@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from weft.config.errors import UserError
-from weft.data.loader import BatchSource
+from weft.data.batches.loader import BatchSource
 
 
 class Deadly:

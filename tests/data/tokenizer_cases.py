@@ -8,7 +8,7 @@ import unicodedata
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from weft.data.exactness import PATTERNS, spelled
+from weft.data.tokenizers.exactness import PATTERNS, spelled
 
 SPECIAL = "<|endoftext|>"
 ALPHABETS = [

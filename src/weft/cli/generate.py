@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.checkpoint.load import resolve
     from weft.checkpoint.model import load_model
     from weft.config.errors import UserError
-    from weft.data.tokenizer import Tokenizer
+    from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.generate.sample import generate
 
     checkpoint = resolve(args.source)

@@ -1,6 +1,6 @@
 """How several sources share a run: weights, limits and stages, worked out as phases of equal blocks.
 
-No numpy here: `weft config check` shows the plan. `weft.data.mixture` follows it, sample by sample.
+No numpy here: `weft config check` shows the plan. `weft.data.batches.mixture` follows it, sample by sample.
 """
 
 from __future__ import annotations

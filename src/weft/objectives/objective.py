@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.data.batch import Batch
+from weft.data.batches.batch import Batch
 
 
 class Objective(Protocol):

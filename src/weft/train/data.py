@@ -12,14 +12,14 @@ from weft.config.derive import RunLength, derive
 from weft.config.errors import UserError
 from weft.config.mixture import BLOCK, Plan, phases_of, plan, shortfall, sources_of, stages_of, unheard, weighted
 from weft.config.run import RunConfig
-from weft.data.batch import Batch, Dataset
-from weft.data.length_warmup import LengthWarmup
-from weft.data.loader import BatchSource, validation_batches
-from weft.data.mixture import Joined, MixtureOrder
-from weft.data.order import Order
-from weft.data.packed import PackedDataset
-from weft.data.store import StoreInfo, TokenStore
-from weft.data.windows import StoreDataset
+from weft.data.batches.batch import Batch, Dataset
+from weft.data.batches.loader import BatchSource, validation_batches
+from weft.data.batches.mixture import Joined, MixtureOrder
+from weft.data.batches.order import Order
+from weft.data.sequences.length_warmup import LengthWarmup
+from weft.data.sequences.packed import PackedDataset
+from weft.data.sequences.windows import StoreDataset
+from weft.data.stores.store import StoreInfo, TokenStore
 from weft.observe.console import Console
 from weft.parallel.world import World
 

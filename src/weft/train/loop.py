@@ -15,9 +15,9 @@ from torch import nn
 from weft.checkpoint.save import save
 from weft.config.derive import RunLength
 from weft.config.run import RunConfig
-from weft.data.batch import Batch
-from weft.data.loader import BatchSource
-from weft.data.tokenizer import Prompt
+from weft.data.batches.batch import Batch
+from weft.data.batches.loader import BatchSource
+from weft.data.tokenizers.tokenizer import Prompt
 from weft.generate.sample import generate
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule

@@ -16,7 +16,7 @@ from weft.config.derive import RunLength
 from weft.config.mixture import Plan
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.data.batch import Batch
+from weft.data.batches.batch import Batch
 from weft.models.build import matmul_parameters
 from weft.observe.console import Console
 from weft.observe.flops import device_peak, flops_per_token, memory_bytes, memory_kind, mfu, total_peak

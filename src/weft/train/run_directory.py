@@ -13,7 +13,7 @@ from weft.config.errors import UserError
 from weft.config.headers import copy_tokenizer
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 # What a resumed run may differ in without a word: it changes no result.
 SILENT = ("run.", "log.", "checkpoint.", "samples.", "parallel.", "training.dtype", "training.threads")

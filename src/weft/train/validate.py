@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.batch import Batch
+from weft.data.batches.batch import Batch
 from weft.objectives.objective import Objective
 from weft.parallel.world import World
 

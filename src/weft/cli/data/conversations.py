@@ -135,8 +135,8 @@ def tell_lengths(out: str | Path, console: Console) -> None:
     """How long the documents of a new store are, and how much of them is learned."""
     import numpy as np
 
-    from weft.data.inspect import looked_at
-    from weft.data.store import TokenStore
+    from weft.data.stores.inspect import looked_at
+    from weft.data.stores.store import TokenStore
 
     store = TokenStore.open(out)
     lengths, whole = looked_at(store.lengths)

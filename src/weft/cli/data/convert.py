@@ -27,15 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="forget INPUT's documents: cut behind each end-of-document token",
     )
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="of the ids of nanoGPT's .bin (default: uint16), or of MDS"
-    )
+    parser.add_argument("--dtype", metavar="TYPE", help="of the ids of nanoGPT's .bin (default: uint16), or of MDS")
     parser.add_argument("--field", metavar="NAME", help="the column of the ids in MDS (default: tokens or input_ids)")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.convert import Vocabulary, convert
+    from weft.data.stores.operations.convert import Vocabulary, convert
     from weft.observe.console import Console
 
     vocabulary = Vocabulary(args.vocab_size, args.eod)

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.dedup import dedup
+    from weft.data.stores.operations.dedup import dedup
     from weft.observe.console import Console
 
     console = Console()

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.filter import filter_store
+    from weft.data.stores.operations.filter import filter_store
     from weft.observe.console import Console
 
     console = Console()

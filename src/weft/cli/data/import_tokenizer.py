@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
     from weft.config.errors import UserError
     from weft.config.headers import read_json, read_tokenizer_header
-    from weft.data.exactness import recipe_of
-    from weft.data.foreign_tokenizers import NASTY, ODD, differences, from_folder, from_sentencepiece, from_tiktoken
-    from weft.data.train_tokenizer import write_folder
+    from weft.data.tokenizers.exactness import recipe_of
+    from weft.data.tokenizers.foreign import NASTY, ODD, differences, from_folder, from_sentencepiece, from_tiktoken
+    from weft.data.tokenizers.train import write_folder
     from weft.observe.console import Console
 
     console, source, out = Console(), _file(Path(args.source)), Path(args.out)

@@ -10,15 +10,16 @@ HELP = "byte offsets of a JSON-lines file's documents, for random access"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write FILE.index.npy: the byte offsets of the documents of a JSON-lines file (uint64, the last one is the "
-        "file's size). Blank lines are no documents. In Python: weft.data.index.JsonLines('FILE')[7] is a record."
+        "file's size). Blank lines are no documents. In Python, weft.data.sources.index.JsonLines('FILE')[7] is a "
+        "record."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON-lines files, folders of such, or patterns")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
-    from weft.data.index import build_index, is_current
     from weft.data.sources import find_files
+    from weft.data.sources.index import build_index, is_current
     from weft.data.sources.json_list import holds_lines
     from weft.data.sources.kinds import kind_of
     from weft.observe.console import Console

@@ -16,14 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.inspect import describe
+    from weft.data.stores.inspect import describe
     from weft.observe.console import Console
 
     for line in describe(Path(args.store), args.tokenizer, samples=args.samples):
         print(line)
     if not args.verify:
         return 0
-    from weft.data.operations.verify import verify
+    from weft.data.stores.operations.verify import verify
 
     console = Console()
     wrong = verify(args.store, console)

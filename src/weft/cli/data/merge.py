@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.merge import merge
+    from weft.data.packing.merge import merge
     from weft.observe.console import Console
 
     console = Console()

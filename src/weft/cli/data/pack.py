@@ -11,7 +11,7 @@ from weft.cli.data.conversations import add_conversation_options, tell_lengths, 
 from weft.cli.data.inputs import add_inputs, reading_of
 
 if TYPE_CHECKING:
-    from weft.data.pack import Packed
+    from weft.data.packing.pack import Packed
     from weft.observe.console import Console
 
 HELP = "tokenize documents into a token store"
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
         if args.workers < 1:
             raise UserError(f"--workers {args.workers}: at least 1 is needed")
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by both tokenizer libraries at their first batch
-    from weft.data.encode import Encoder, TextEncoder
-    from weft.data.pack import pack
+    from weft.data.packing.encode import Encoder, TextEncoder
+    from weft.data.packing.pack import pack
     from weft.observe.console import Console
 
     console, inputs, listed = Console(), args.inputs, args.files_from

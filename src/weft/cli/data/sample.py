@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.sample import sample
+    from weft.data.stores.operations.sample import sample
     from weft.observe.console import Console
 
     console = Console()

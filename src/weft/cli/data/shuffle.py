@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.shuffle import shuffle
+    from weft.data.stores.operations.shuffle import shuffle
     from weft.observe.console import Console
 
     console = Console()

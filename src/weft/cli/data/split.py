@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.split import split
+    from weft.data.stores.operations.split import split
     from weft.observe.console import Console
 
     console = Console()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.data.operations.making import Made
+    from weft.data.stores.operations.making import Made
     from weft.observe.console import Console
 
 

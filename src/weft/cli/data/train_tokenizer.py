@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
     from weft.data.documents import Counts, Reject
     from weft.data.sources import find_files, read_all
-    from weft.data.train_tokenizer import thin_out, train
+    from weft.data.tokenizers.train import thin_out, train
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)

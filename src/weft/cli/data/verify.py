@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.operations.verify import verify
+    from weft.data.stores.operations.verify import verify
     from weft.observe.console import Console
 
     console, damaged = Console(), 0

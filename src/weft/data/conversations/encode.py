@@ -17,8 +17,8 @@ from weft.data.conversations.layouts import BadRecord, Conversation, Layout, rea
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateText, special_tokens
 from weft.data.documents import Document, Reject
-from weft.data.encode import Encoded
-from weft.data.tokenizer import Tokenizer
+from weft.data.packing.encode import Encoded
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 MEND = "; --chat-template with {% generation %} marks tells turns apart, and --train-on last may do"
 

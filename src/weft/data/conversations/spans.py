@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from weft.config.headers import tokenizer_file
-from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizers.tokenizer import Tokenizer
 
 Spans = Sequence[tuple[int, int]]  # [start, end) in characters of a text
 

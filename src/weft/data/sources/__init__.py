@@ -9,7 +9,8 @@ A kind of file is a module here with `read(unit, reading, tally, on_bytes)` and 
 """
 
 from weft.data.sources.find import find_files
-from weft.data.sources.kinds import FORMATS, Reading, Unit, plan
+from weft.data.sources.kinds import plan
 from weft.data.sources.reader import read, read_all
+from weft.data.sources.reading import FORMATS, Reading, Unit
 
 __all__ = ["FORMATS", "Reading", "Unit", "find_files", "plan", "read", "read_all"]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
-from weft.data.sources.kinds import Reading, Unit
+from weft.data.sources.reading import Reading, Unit
 from weft.data.sources.streams import Broken, Raw
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, as_text, fields_of, taker

@@ -11,7 +11,7 @@ from typing import Any
 from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
 from weft.data.sources import lines, streams
-from weft.data.sources.kinds import Reading
+from weft.data.sources.reading import Reading
 from weft.data.sources.streams import BOM, HEAD, Broken, Raw, again, head, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, checked, taker

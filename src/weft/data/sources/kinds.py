@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from weft.config.errors import UserError
 from weft.data.sources.find import STANDARD_INPUT
+from weft.data.sources.reading import Reading, Unit
 
 RANGE_BYTES = 64 << 20
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
-FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet", "arrow")
 # Every other file is text.
 SUFFIXES = {
     ".jsonl": "jsonl",
@@ -28,59 +27,6 @@ SUFFIXES = {
     ".feather": "arrow",
     ".ipc": "arrow",
 }
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How documents are taken out of files.
-
-    Attributes:
-        field: the key of a record's text; "meta.text" looks into nested records.
-        template: in place of `field`, a text with "{field}"s in it ("{title}\\n{content}"); "{{" is a brace.
-        separator: what stands between the documents of a text file; None: each file is one document.
-        records: give whole records (dicts), not texts.
-        format: what all files are ("jsonl", ... of FORMATS), whatever their names say.
-    """
-
-    field: str = "text"
-    template: str | None = None
-    separator: str | None = None
-    records: bool = False
-    format: str | None = None
-
-    def __post_init__(self):
-        from weft.data.sources.values import template_parts
-
-        if self.template is not None:
-            template_parts(self.template)  # raises
-        if self.separator == "":
-            raise UserError("an empty separator separates nothing; leave it out, and each file is one document")
-        if self.format is not None and self.format not in FORMATS:
-            raise UserError(f"no such format: {self.format!r}; formats are {', '.join(FORMATS)}")
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one worker reads at once.
-
-    Attributes:
-        path: "-" is the standard input.
-        kind: the format, and ".gz" or ".zst" behind it: "jsonl.gz".
-        start, stop: bytes of JSON lines (a line belongs to the range in which it begins) or row groups of Parquet;
-            (0, None): the whole file.
-        size: bytes on disk, for a progress bar; 0 of a stream.
-    """
-
-    path: str
-    kind: str
-    start: int
-    stop: int | None
-    size: int
-
-    @property
-    def stream(self) -> bool:
-        """Whether only the process that was given it can read it, and once: standard input, or a pipe."""
-        return self.path == "-" or not os.path.isfile(self.path)
 
 
 def kind_of(path: Path, forced: str | None = None) -> str:

@@ -10,7 +10,7 @@ import orjson
 
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
-from weft.data.sources.kinds import Reading
+from weft.data.sources.reading import Reading
 from weft.data.sources.streams import Raw, unpacked, whole_lines, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Take, Unfit, checked, taker

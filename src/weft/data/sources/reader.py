@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.documents import Counts, Document, Reject
-from weft.data.sources.kinds import Reading, Unit, plan
+from weft.data.sources.kinds import plan
+from weft.data.sources.reading import Reading, Unit
 from weft.data.sources.streams import Broken, Raw
 from weft.data.sources.tally import Tally
 

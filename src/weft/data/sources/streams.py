@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from weft.config.errors import UserError
 from weft.data.documents import Counts
-from weft.data.sources.kinds import Unit
+from weft.data.sources.reading import Unit
 
 BLOCK = 128 << 10  # bytes read at once: they stay in a core's cache while they are digested and parsed
 HEAD = 1 << 20  # so much of a file tells what it is

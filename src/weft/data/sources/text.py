@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
-from weft.data.sources.kinds import Reading
 from weft.data.sources.lines import too_long
+from weft.data.sources.reading import Reading
 from weft.data.sources.streams import HEAD, Raw, again, head, pieces, unpacked, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit

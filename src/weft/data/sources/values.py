@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.config.errors import UserError
 
 if TYPE_CHECKING:
-    from weft.data.sources.kinds import Reading
+    from weft.data.sources.reading import Reading
 
 Take = Callable[[Any], Any]
 

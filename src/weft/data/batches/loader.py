@@ -1,0 +1,114 @@
+"""Batches as a function of the step: no state, no index files, the same order for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from weft.config.errors import UserError
+from weft.data.batches.batch import Batch, Dataset, collate
+from weft.data.batches.order import Epochs, Order
+from weft.data.sequences.length_warmup import LengthWarmup
+
+
+class BatchSource:
+    """The batches of a run. `batch(step)` is a function of the step alone.
+
+    Step `s` takes samples `s * rows` to `(s + 1) * rows - 1` of the run; where these lie in the dataset, the `order`
+    says; only then are they shared out to ranks.
+
+    Args:
+        rows: sequences of the global batch.
+        rank, ranks: which part of it is this rank's; short parts are padded with rows of weight 0.
+        seed, shuffle: of the order, if none is given: every epoch is a permutation keyed by seed and epoch.
+        order: sample numbers to indices of the dataset.
+        length_warmup: cuts the sequences of early steps into shorter rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        rows: int,
+        rank: int = 0,
+        ranks: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        length_warmup: LengthWarmup | None = None,
+    ):
+        self.dataset, self.rows, self.rank, self.ranks = dataset, rows, rank, ranks
+        self.samples_per_epoch = len(dataset)
+        if self.samples_per_epoch < 1:
+            raise UserError("the training dataset has no samples; check data.train")
+        self.order = order or Epochs(self.samples_per_epoch, seed, shuffle=shuffle)
+        self.length_warmup = length_warmup
+
+    def samples(self, step: int) -> np.ndarray:
+        """The numbers of the samples of a step's global batch, over all epochs `[rows]`."""
+        return np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
+
+    def indices(self, samples: np.ndarray) -> np.ndarray:
+        """Where in the dataset these samples are."""
+        return self.order(samples)
+
+    def mine(self, step: int) -> np.ndarray:
+        """The numbers of this rank's samples of a step."""
+        each = -(-self.rows // self.ranks)
+        return self.samples(step)[self.rank * each : (self.rank + 1) * each]
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of the global batch of `step`, counted from 0."""
+        each, mine = -(-self.rows // self.ranks), self.mine(step)
+        # A rank without rows reads the step's first sample, to have something of the right shape to pad with.
+        read = mine if len(mine) else self.samples(step)[:1]
+        batch = collate(self.dataset, self.indices(read), read, rows=each, real=len(mine))
+        if self.length_warmup is None:
+            return batch
+        length, expected = batch.tokens.shape[1], self.length_warmup.sequence_length
+        if length != expected:
+            raise UserError(
+                f"data.length_warmup cuts sequences of {expected} tokens, data.sequence_length, but the dataset's have "
+                f"{length}; set data.sequence_length to that"
+            )
+        return batch.cut(self.length_warmup.length(step))
+
+    def where(self, step: int) -> str:
+        """Where this rank's samples of a step come from, in words."""
+        samples = self.mine(step)
+        if len(samples) == 0:
+            samples = self.samples(step)[:1]
+        describe = getattr(self.dataset, "where", lambda index: f"sample {index} of {type(self.dataset).__name__}")
+        first, last = (describe(int(index)) for index in self.indices(samples)[[0, -1]])
+        return f"samples {samples[0]:,} to {samples[-1]:,}: from {first} to {last}"
+
+    def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
+        """The batches of steps `start` to `stop - 1`; with `workers`, read ahead by so many processes.
+
+        Raises:
+            UserError: a sample that is none, with its number; a worker that was killed, with what it read.
+        """
+        if workers > 0:
+            from weft.data.batches.workers import read_ahead
+
+            yield from read_ahead(self, start, stop, workers)
+            return
+        for step in range(start, stop):
+            yield self.batch(step)
+
+
+def validation_batches(
+    dataset: Dataset, *, rows: int, rank: int = 0, ranks: int = 1, limit: int | None = None
+) -> Iterator[Batch]:
+    """Every sample once, in order, `rows` at a time over all ranks; the last batch is padded.
+
+    Args:
+        limit: only the first so many samples.
+    """
+    total = len(dataset) if limit is None else min(limit, len(dataset))
+    each = -(-rows // ranks)
+    for start in range(0, total, rows):
+        mine = np.arange(start + rank * each, min(start + (rank + 1) * each, start + rows, total), dtype=np.int64)
+        read = mine if len(mine) else np.array([start])
+        yield collate(dataset, read, read, rows=each, real=len(mine))

@@ -1,0 +1,395 @@
+"""Documents to a token store: planned in units, encoded by worker processes, put together in order, written whole or
+not at all. What a killed pack has done is kept, and the same call goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from weft.config.errors import UserError
+from weft.config.headers import read_json
+from weft.data.documents import Counts
+from weft.data.folders import partial_folder, publish
+from weft.data.packing.assemble import Assembly
+from weft.data.packing.encode import Encoder, TextEncoder
+from weft.data.packing.parts import Job, Part, Plan, Stop, Unwritable, finished, remove
+from weft.data.packing.pool import InProcess, LocalPool, available_cores
+from weft.data.sources import Reading, find_files, plan, read
+from weft.observe.console import Console
+
+if TYPE_CHECKING:
+    from weft.data.stores.store import StoreInfo
+    from weft.data.tokenizers.tokenizer import Tokenizer
+
+RANGE_BYTES = 8 << 20  # of a file that one worker takes at once: cores end together, and a kill loses little
+WINDOW = 512  # parts finished ahead of one that is still in work; they wait on the disk
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `pack` did.
+
+    Attributes:
+        seconds: None if the store was up to date already.
+        bytes, tokens: text and ids of this call; less than the store's if an earlier one had begun it.
+        reason: why the reference library did all, if nobody asked for it.
+    """
+
+    info: StoreInfo
+    seconds: float | None = None
+    bytes: int = 0
+    tokens: int = 0
+    reason: str | None = None
+
+
+def pack(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    encoder: Encoder | Tokenizer | str | Path,
+    *,
+    reading: Reading | None = None,
+    files_from: str | Path | None = None,
+    workers: int | None = None,
+    on_error: Literal["fail", "skip"] = "fail",
+    shard: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    ray: str | None = None,
+    console: Console | None = None,
+    range_bytes: int = RANGE_BYTES,
+) -> Packed:
+    """Encode all documents of `inputs` into the token store `out`.
+
+    The store's bytes depend on the input, `encoder` and `reading` alone. A call that is killed, interrupted or ended by
+    an error leaves what it has done in a hidden folder beside `out`, and the same call goes on from there.
+
+    Args:
+        encoder: an encoder; or a tokenizer or its folder, for texts that one end-of-document token each closes.
+        workers: processes; default: the cores that this process may use.
+        on_error: what a document that cannot be read or encoded does: end the pack, or be counted and noted in
+            `rejects.jsonl`. Of several, the first in the input is told.
+        shard: (i, n): only the i-th of n shares, counted from 1, which `merge` puts together. Their borders depend on
+            the input alone.
+        overwrite: replace a store that is there, and what another call left unfinished.
+        ray: the address of a Ray cluster that encodes ("": that of RAY_ADDRESS, or one on this machine).
+        range_bytes: how much of a file one worker takes at once.
+
+    Raises:
+        UserError: no input, a document that cannot be read, another store at `out`, a full disk.
+    """
+    console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
+    if not hasattr(encoder, "identity"):
+        encoder = TextEncoder(encoder)  # type: ignore[arg-type]
+    files = find_files(inputs, files_from)
+    if out.exists() and not overwrite:
+        request = _request(encoder, reading, shard, range_bytes)  # type: ignore[arg-type]
+        return Packed(_up_to_date(out, request, files))
+    work = _Pack(files, out, encoder, reading, shard, range_bytes, console)  # type: ignore[arg-type]
+    return work.run(workers, on_error == "fail", overwrite, ray)
+
+
+def _request(encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int) -> dict[str, Any]:
+    """What the store is made by, as JSON."""
+    options = {"reading": asdict(reading), "shard": shard, "range_bytes": range_bytes}
+    return json.loads(json.dumps({"encoder": encoder.identity(), **options}))
+
+
+def _files_digest(files: Sequence[Path]) -> str:
+    facts = [[str(path), path.stat().st_size if path.is_file() else 0] for path in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> StoreInfo:
+    """The store at `out`, if it is what would be made."""
+    from weft.data.stores.store import StoreInfo
+
+    what = "exists already and is not this store"
+    if (out / "store.json").exists():
+        stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
+        if stored.get("made_from") == {**request, "files": _files_digest(files)}:
+            newer = next((path for path in files if path.is_file() and path.stat().st_mtime_ns > written), None)
+            if newer is None:
+                return StoreInfo.model_validate(stored)
+            what = f"exists already and is older than {newer}"
+    raise UserError(f"{what}; name another --out, or --overwrite replaces it", out)
+
+
+class _Pack:
+    """One call of `pack`."""
+
+    def __init__(
+        self,
+        files: list[Path],
+        out: Path,
+        encoder: Encoder,
+        reading: Reading,
+        shard: tuple[int, int] | None,
+        range_bytes: int,
+        console: Console,
+    ):
+        self._began = time.perf_counter()
+        self._files, self._out, self._encoder, self._reading = files, out, encoder, reading
+        self._shard, self._range_bytes, self._console = shard, range_bytes, console
+        units = plan(files, reading, range_bytes)
+        self._streams = any(unit.size == 0 and unit.stream for unit in units)
+        if self._streams and shard is not None:
+            raise UserError(f"--shard {shard[0]}/{shard[1]}: the standard input cannot be cut into shares; name files")
+        self._plan = Plan(units, range_bytes, shard)
+        self._folder = partial_folder(out)
+        self._lock: int | None = None
+        self._bar: Any = None
+        self._done = self._tokens = 0
+        self._spoke = time.monotonic()
+
+    def run(self, workers: int | None, fail: bool, overwrite: bool, ray: str | None) -> Packed:
+        job = Job(str(self._folder.absolute() / "parts"), self._reading, fail)
+        # First of all: workers take a moment to start, and there is enough to do meanwhile.
+        pool = self._open_pool(job, workers, ray)
+        assembly = None
+        try:
+            import weft.data.stores.indexed
+            import weft.data.stores.store  # noqa: F401 (needed at the end, when nobody would be at work meanwhile)
+
+            self._claim(overwrite)
+            lines_before = self._lines_before if self._shard is not None else None
+            assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
+            self._go_on(assembly)
+            had = (assembly.counts.bytes, assembly.tokens)
+            with self._console.progress(self._plan.size or None, "packing", unit="B", start=self._done) as self._bar:
+                while not self._fill(assembly, pool):
+                    pool.close()
+                    self._encoder = self._encoder.as_exact()
+                    pool = self._open_pool(job, workers, ray)
+                if self._plan.size:
+                    self._bar.update(self._plan.size)
+            for line in pool.deaths:
+                self._console.warning(line)
+            info = self._finish(assembly)
+            publish(self._folder / "store", self._out)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        except OSError as error:
+            self._leave(assembly)
+            raise _unwritable(error.strerror, self._out) from None
+        except BaseException:
+            self._leave(assembly)
+            raise
+        finally:
+            pool.close()
+            if self._lock is not None:
+                os.close(self._lock)
+        seconds, text = time.perf_counter() - self._began, assembly.counts.bytes
+        return Packed(info, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
+
+    def _open_pool(self, job: Job, workers: int | None, ray: str | None) -> Any:
+        cores = available_cores()
+        number = min(workers or cores, max(1, len(self._plan)))
+        if ray is not None and not self._streams:
+            from weft.data.packing.ray_pool import RayPool
+
+            return RayPool(job, self._encoder, ray, self._on_progress)
+        if number == 1 or self._streams:
+            return InProcess(job, self._encoder, self._on_progress)
+        return LocalPool(job, self._encoder, number, max(1, (workers or cores) // number), self._on_progress)
+
+    def _on_progress(self, raw_bytes: int, tokens: int) -> None:
+        self._done, self._tokens = self._done + raw_bytes, self._tokens + tokens
+        speed = self._tokens / max(time.monotonic() - self._spoke, 1e-3)
+        self._bar.update(min(self._done, self._plan.size or self._done), **{"tokens/s": f"{speed:,.0f}"})
+
+    def _claim(self, overwrite: bool) -> None:
+        """Make the hidden folder this call's own, and see that what is in it was asked for in the same way."""
+        folder = self._folder
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError("another process packs it now; wait for that, or name another --out", self._out) from None
+        except OSError:
+            pass  # a network's disk without locks
+        self._lock = lock
+        request, file = self._identity(), folder / "request.json"
+        try:
+            left = json.loads(file.read_bytes()) if file.exists() else None
+        except ValueError:
+            left = None
+        if left is not None and left != request and not overwrite:
+            other = " and ".join(_words(key) for key in request if left.get(key) != request[key])
+            raise UserError(
+                f"an unfinished pack with other {other} is here; its own command goes on with it, --overwrite starts "
+                "over",
+                folder,
+            )
+        if left != request:
+            for path in folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "lock":
+                    path.unlink()
+            (folder / "request.partial").write_text(json.dumps(request, indent=1), encoding="utf-8")
+            (folder / "request.partial").rename(file)
+        (folder / "parts").mkdir(exist_ok=True)
+        (folder / "store").mkdir(exist_ok=True)
+
+    def _identity(self) -> dict[str, Any]:
+        return _request(self._encoder, self._reading, self._shard, self._range_bytes)
+
+    def _go_on(self, assembly: Assembly) -> None:
+        """Take up what an earlier call did."""
+        journal = self._folder / "journal.jsonl"
+        if self._streams or journal.stat().st_size == 0:
+            return
+        size = (self._folder / "store" / "tokens.bin").stat().st_size
+        checked = 0
+
+        def on_bytes(number: int) -> None:
+            nonlocal checked
+            checked += number
+            bar.update(min(checked, size))
+
+        with self._console.progress(size, "checking what is there", unit="B") as bar:
+            assembly.go_on(self._plan, on_bytes)
+        self._done = sum(self._plan.part(index).size for index in range(assembly.next))
+        self._console.line(f"going on: {self._done / 1e6:,.1f} of {self._plan.size / 1e6:,.1f} MB were packed before")
+
+    def _fill(self, assembly: Assembly, pool: Any) -> bool:
+        """Append all parts, in order, as workers finish them.
+
+        Returns:
+            False if that must go on with an exact encoder: the first part told that the fast library is not.
+        """
+        total, handed = len(self._plan), assembly.next
+        held: dict[int, Part] = {}  # handed out, or found finished, and not yet appended
+        ready: dict[int, dict[str, Any]] = {}
+        failures: dict[int, BaseException] = {}
+        while assembly.next < total:
+            # After a failure nothing new is begun; what comes before it is waited for, as it may fail as well.
+            while not failures and handed < min(total, assembly.next + WINDOW) and pool.room(total - handed):
+                part = held[handed] = self._plan.part(handed)
+                content = finished(self._folder / "parts", part)
+                if content is not None:
+                    ready[handed] = content
+                    self._on_progress(part.size, 0)
+                else:
+                    pool.submit(part)
+                handed += 1
+            if assembly.next in failures:
+                raise self._told(assembly, held[assembly.next], failures[assembly.next])
+            if assembly.next in ready:
+                content = ready.pop(assembly.next)
+                if assembly.next > 0 and assembly.exact and not content["exact"]:
+                    for index in (assembly.next, *ready):
+                        remove(self._folder / "parts", index)
+                    return False
+                self._append(assembly, held.pop(assembly.next), content)
+            due = assembly.next
+            for index, failure in pool.wait(block=due in held and due not in ready and due not in failures):
+                if failure is not None:
+                    failures[index] = failure
+                elif (content := finished(self._folder / "parts", held[index])) is not None:
+                    ready[index] = content
+                else:
+                    raise UserError(
+                        "what a worker has written does not appear here; --out must be where all machines see it",
+                        self._out,
+                    )
+        return True
+
+    def _append(self, assembly: Assembly, part: Part, content: dict[str, Any]) -> None:
+        if not self._streams and self._plan.part(part.index).key != part.key:
+            raise UserError("changed while it was packed; the same command does it again", part)
+        assembly.append(part, content)
+
+    def _told(self, assembly: Assembly, part: Part, failure: BaseException) -> BaseException:
+        """A worker's failure in the user's words."""
+        if isinstance(failure, Stop):
+            line = assembly.line(part, failure.unit, failure.line, failure.before)
+            return UserError(failure.what, part.units[failure.unit].path, line)
+        if isinstance(failure, Unwritable):
+            return _unwritable(str(failure), self._out)
+        return failure
+
+    def _lines_before(self) -> int:
+        """Lines of the share's first file that lie in other shares."""
+        seen = Counts()
+        for unit in self._plan.before:
+            counts = Counts()
+            for _ in read(unit, self._reading, counts):
+                pass
+            seen.add(counts)
+        return seen.lines
+
+    def _leave(self, assembly: Assembly | None) -> None:
+        """After an error: keep what is done, if anything is."""
+        if self._lock is None:
+            return
+        done = assembly is not None and assembly.next > 0
+        if self._streams or not (done or any((self._folder / "parts").glob("*.json"))):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _finish(self, assembly: Assembly) -> StoreInfo:
+        """Index and `store.json`; the totals must add up."""
+        from weft.data.stores.indexed import token_dtype
+        from weft.data.stores.store import StoreInfo
+
+        counts, tokenizer = assembly.counts, self._encoder.open()
+        if counts.documents == 0 and self._shard is None:
+            shutil.rmtree(self._folder)
+            reasons = _reasons(counts)
+            raise UserError(f"no document in {len(self._files):,} files ({reasons}); name files of text or JSON lines")
+        dtype = str(token_dtype(tokenizer.vocab_size))
+        info = StoreInfo(
+            kind=self._encoder.kind,  # type: ignore[arg-type]
+            tokenizer_digest=tokenizer.digest,
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id,
+            dtype=dtype,
+            documents=assembly.documents,
+            tokens=assembly.tokens,
+            bytes=counts.bytes,
+            empty_documents=counts.empty,
+            blank_lines=counts.blank_lines,
+            rejected=dict(counts.rejected),
+            skipped_files=dict(counts.skipped_files),
+            notes=dict(assembly.notes),
+            **assembly.finish(dtype),  # type: ignore[arg-type]
+        )
+        packed = sum(source["documents"] for source in assembly.sources)
+        rejected = sum(source["rejected"] for source in assembly.sources)
+        if not (info.documents == packed * info.item_documents and rejected == sum(info.rejected.values())):
+            raise UserError(
+                f"the totals do not add up ({info.documents:,} packed of {packed:,} read, {rejected:,} rejected); this "
+                "is a mistake in Weft: please report it",
+                self._out,
+            )
+        assembly.mark_cuts(*self._plan.cut)
+        stored = {
+            **info.model_dump(exclude={"sources"}),
+            "sources": assembly.sources,
+            "made_from": {**self._identity(), "files": _files_digest(self._files)},
+        }
+        (self._folder / "store" / "store.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        return info
+
+
+def _unwritable(reason: str | None, out: Path) -> UserError:
+    return UserError(f"cannot be written: {reason}; what is done is kept, and the same command goes on", out)
+
+
+def _words(key: str) -> str:
+    return {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}.get(
+        key, key
+    )
+
+
+def _reasons(counts: Counts) -> str:
+    reasons = {**counts.rejected, **{f"{k} files": v for k, v in counts.skipped_files.items()}}
+    return ", ".join(f"{reason}: {number:,}" for reason, number in reasons.items()) or "all blank"

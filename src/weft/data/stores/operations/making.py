@@ -1,0 +1,172 @@
+"""Stores made out of a store's documents: they appear whole or not at all, and say what they were made from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.config.errors import UserError
+from weft.config.headers import read_json
+from weft.data.folders import partial_folder, publish, sync
+from weft.data.stores.indexed import IndexedWriter
+from weft.data.stores.operations.reading import Block
+from weft.data.stores.operations.text_bytes import TextBytes
+from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
+
+
+@dataclass(frozen=True)
+class Made:
+    """A store that an operation made. `seconds` is None if it was there already."""
+
+    path: Path
+    info: StoreInfo
+    seconds: float | None
+
+
+def arguments_of(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
+    """What `store.json` says of how the store was made, and by which it is known again."""
+    info = store.info
+    digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
+    return {"operation": operation, "input": digests, **arguments}
+
+
+class Part:
+    """A store in the making, of some of `source`'s documents.
+
+    Attributes:
+        folder: where its files are for now; an operation may add one.
+        left_out: reason -> documents of the source that are not in it.
+    """
+
+    def __init__(self, source: TokenStore, folder: Path, counter: TextBytes | None):
+        self.source, self.folder, self.counter = source, folder, counter
+        self.writer = IndexedWriter(folder / "tokens", source.info.dtype, mask=source.loss_mask is not None)
+        self.left_out: Counter[str] = Counter()
+        self.bytes = 0
+
+    def add(self, block: Block) -> None:
+        """Append a block's documents."""
+        self.writer.add(block.tokens, block.lengths, block.mask)
+        if self.counter is not None:
+            self.bytes += self.counter.count(block.tokens, block.lengths)
+
+    def finish(self) -> StoreInfo:
+        """Write the index; what `store.json` is to say."""
+        writer, old = self.writer, self.source.info
+        assert writer.documents + self.left_out.total() == old.documents, "documents got lost"
+        whole = writer.documents == old.documents
+        source = SourceFile(
+            path=str(self.source.path),
+            size=old.tokens * self.source.tokens.dtype.itemsize,
+            sha256=old.bin_sha256,
+            documents=writer.documents,
+        )
+        idx = writer.finish()
+        return StoreInfo(
+            kind=old.kind,
+            tokenizer_digest=old.tokenizer_digest,
+            vocab_size=old.vocab_size,
+            eod_id=old.eod_id,
+            dtype=old.dtype,
+            documents=writer.documents,
+            tokens=writer.tokens,
+            bytes=self.bytes if self.counter is not None else old.bytes if whole else None,
+            empty_documents=writer.empty,
+            rejected=dict(self.left_out),
+            bin_sha256=writer.digest.hexdigest(),
+            idx_sha256=idx,
+            mask_sha256=writer.mask_digest.hexdigest() if self.source.loss_mask is not None else None,
+            sources=[source],
+        )
+
+
+def make(
+    source: TokenStore,
+    outs: Sequence[tuple[Path, dict[str, Any]]],
+    fill: Callable[[list[Part]], None],
+    *,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+    reusable: bool = True,
+) -> list[Made]:
+    """Make stores out of `source`: each appears by one rename when all are on disk, or not at all.
+
+    Args:
+        outs: folders, and what each is made from (`arguments_of`): one that is there already is not made again.
+        fill: puts the documents into the parts, one for each of `outs`.
+        tokenizer: counts the bytes of the text; without it they are known only where all documents are kept.
+        overwrite: replace what is there.
+        reusable: whether a store made from the same is as good as a new one.
+
+    Raises:
+        UserError: another folder is there, nothing is left for a part, or a full disk.
+    """
+    there = [up_to_date(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
+    if tokenizer is not None:  # made before without counting the bytes: now they are wanted
+        there = [None if info is None or info.bytes is None else info for info in there]
+    if all(there):
+        return [Made(out, info, None) for (out, _), info in zip(outs, there, strict=True) if info is not None]
+    began = time.perf_counter()
+    counter = TextBytes(tokenizer, source.info) if tokenizer is not None else None
+    with ExitStack() as stack:
+        folders = [stack.enter_context(hidden_folder(out)) for out, _ in outs]
+        parts = [Part(source, folder, counter) for folder in folders]
+        fill(parts)
+        infos = []
+        for part, (out, made_from) in zip(parts, outs, strict=True):
+            if part.writer.documents == 0:
+                why = ", ".join(f"{reason}: {number:,}" for reason, number in part.left_out.items()) or "there is none"
+                raise UserError(f"no document would be left ({why}); nothing was written", out)
+            infos.append(part.finish())
+            write_info(part.folder, infos[-1], made_from)
+            sync(part.folder)  # all of them before the first one gets its name
+        for folder, (out, _) in zip(folders, outs, strict=True):
+            publish(folder, out)
+    seconds = time.perf_counter() - began
+    return [Made(out, info, seconds) for (out, _), info in zip(outs, infos, strict=True)]
+
+
+def write_info(folder: Path, info: StoreInfo, made_from: dict[str, Any]) -> None:
+    """Write `store.json`."""
+    text = json.dumps({**info.model_dump(), "made_from": made_from}, indent=1) + "\n"
+    (folder / "store.json").write_text(text, encoding="utf-8")
+
+
+def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:
+    """The store at `out` if it was made from just that; None if there is none, or it is to be replaced.
+
+    Raises:
+        UserError: something else is there.
+    """
+    if overwrite or not out.exists():
+        return None
+    if reusable and (out / "store.json").exists():
+        stored = read_json(out / "store.json")
+        if stored.get("made_from") == made_from:
+            return StoreInfo.model_validate(stored)
+    raise UserError("exists already and is not this store; name another --out, or --overwrite replaces it", out)
+
+
+@contextmanager
+def hidden_folder(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, to be published as it; afterwards it is gone, whatever happened.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    partial = partial_folder(out)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}; nothing was left there", out) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,152 @@
+"""Train a byte-level BPE on text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from weft.config.errors import UserError
+from weft.data.folders import partial_folder, publish
+from weft.data.tokenizers.exactness import PATTERNS
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+
+def train(
+    texts: Iterable[str],
+    vocab_size: int,
+    out: Path,
+    *,
+    special: Sequence[str] = (),
+) -> int:
+    """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its folder, whole or not at all,
+    in place of what is there.
+
+    Args:
+        texts: the documents; the same texts give the same bytes.
+        vocab_size: counts the 256 bytes and the special tokens.
+        special: further special tokens, such as those that mark the turns of a chat. `<|endoftext|>` is the first.
+
+    Returns:
+        The size reached: less than asked if the texts run out of pairs to merge.
+
+    Raises:
+        UserError: a size that has no room for bytes and special tokens, or a special token twice.
+    """
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+    specials = [END_OF_DOCUMENT, *special]
+    if len(set(specials)) < len(specials) or "" in specials:
+        raise UserError(f"--special: a token is empty or named twice ({END_OF_DOCUMENT} is always there)")
+    least = 256 + len(specials)
+    if vocab_size < least:
+        raise UserError(
+            f"--vocab-size {vocab_size}: at least {least} are needed, for 256 bytes and {', '.join(specials)}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERNS["llama3"]), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    _in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), texts)
+    write_folder(tokenizer.to_str(pretty=True), END_OF_DOCUMENT, out, special=special)
+    return tokenizer.get_vocab_size()
+
+
+def write_folder(
+    content: str,
+    eod: str,
+    out: Path,
+    *,
+    special: Sequence[str] = (),
+    settings: dict | None = None,
+    beside: Sequence[Path] = (),
+) -> None:
+    """Write a tokenizer's folder, whole or not at all, in place of what is there.
+
+    Args:
+        content: of tokenizer.json.
+        eod: the end-of-document token.
+        special: further special tokens.
+        settings: of a tokenizer_config.json to go by; `eos_token` is set to `eod`.
+        beside: files to copy into the folder.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    config = settings or {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config = {**config, "eos_token": eod}
+    if special:
+        config["additional_special_tokens"] = list(special)
+    partial = partial_folder(out)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+        partial.mkdir(parents=True)
+        (partial / "tokenizer.json").write_text(content, encoding="utf-8")
+        stated = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (partial / "tokenizer_config.json").write_text(stated, encoding="utf-8")
+        for file in beside:
+            shutil.copy(file, partial / file.name)
+        publish(partial, out)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror}; nothing was left there", out) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
+    """Read texts here and use them in a thread: Ctrl-C need not wait until the library is back from its counting."""
+    failed: list[BaseException] = []
+    waiting: queue.Queue[str | None] = queue.Queue(256)
+
+    def run() -> None:
+        try:
+            work(iter(waiting.get, None))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    for text in itertools.chain(texts, [None]):
+        while thread.is_alive():
+            try:
+                waiting.put(text, timeout=1)
+                break
+            except queue.Full:
+                continue
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
+
+
+def thin_out(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
+    """Evenly spaced texts of a stream, together at most some `most` bytes of UTF-8; without `total` the first ones.
+
+    Args:
+        total: bytes of the files that are read.
+        progress: how much of them has been read, from 0 to 1.
+    """
+    seen = taken = 0
+    for text in texts:
+        size = len(text) if text.isascii() else len(text.encode())
+        # The second bound counts where the files are compressed, and their texts more than `total`.
+        if taken <= most * (seen / total if total else 1) and taken < most * progress():
+            taken += size
+            yield text
+        seen += size
