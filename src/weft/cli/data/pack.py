@@ -104,24 +104,25 @@ def shard_of(text: str | None) -> tuple[int, int] | None:
 
 def tell(packed: Packed, out: str, console: Console) -> None:
     """What was packed, and what was not; the numbers add up."""
-    info = packed.info
+    stored = packed.stored
     if packed.reason is not None:
         console.warning(f"all texts went through the tokenizers library, which is slower: {packed.reason}")
-    left = sum(info.rejected.values())
-    for reason, number in info.rejected.items():
+    left = sum(stored["rejected"].values())
+    for reason, number in stored["rejected"].items():
         console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
-    for reason, number in info.skipped_files.items():
+    for reason, number in stored["skipped_files"].items():
         console.warning(f"skipped {number:,} {reason} files")
-    for note, number in info.notes.items():
+    for note, number in stored["notes"].items():
         console.warning(f"{note}: {number:,} documents")
-    if info.kind != "text":
+    if stored["kind"] != "text":
         tell_lengths(out, console)
     speed = "up to date"
     if packed.seconds is not None:
         speed = f"{packed.bytes / 1e6 / packed.seconds:,.1f} MB/s, {packed.tokens / packed.seconds:,.0f} tokens/s"
-    read = info.documents // info.item_documents + left
-    what = "documents" if info.item_documents == 1 else "pairs"
+    pairs = stored["kind"] == "preferences"
+    kept = stored["documents"] // 2 if pairs else stored["documents"]
     console.result(
-        f"{out}: {read:,} {what} = {read - left:,} packed ({info.empty_documents:,} empty) + {left:,} rejected; "
-        f"{info.tokens:,} tokens of {(info.bytes or 0) / 1e6:,.1f} MB; {speed}"
+        f"{out}: {kept + left:,} {'pairs' if pairs else 'documents'} = {kept:,} packed "
+        f"({stored['empty_documents']:,} empty) + {left:,} rejected; {stored['tokens']:,} tokens of "
+        f"{stored['bytes'] / 1e6:,.1f} MB; {speed}"
     )

@@ -247,7 +247,7 @@ class Assembly:
                     "digests": digests,
                 }
 
-    def finish(self, dtype: str) -> dict[str, str]:
+    def finish(self, dtype: str) -> dict[str, str | None]:
         """Write the index.
 
         Returns:
@@ -257,10 +257,9 @@ class Assembly:
 
         for file in self._files.values():
             file.close()
-        digests = {"bin_sha256": self._files["tokens"].digest.hexdigest()}
+        digests: dict[str, str | None] = {"bin_sha256": self._files["tokens"].digest.hexdigest()}
         digests["idx_sha256"] = write_index(self.folder / "store" / "tokens.idx", dtype, self._files["lengths"].path)
-        if "mask" in self._files:
-            digests["mask_sha256"] = self._files["mask"].digest.hexdigest()
+        digests["mask_sha256"] = self._files["mask"].digest.hexdigest() if "mask" in self._files else None
         if self._files["rejects"].size == 0:
             self._files["rejects"].path.unlink()
         return digests

@@ -38,16 +38,24 @@ class Packed:
     """What `pack` did.
 
     Attributes:
+        stored: what `store.json` says.
         seconds: None if the store was up to date already.
         bytes, tokens: text and ids of this call; less than the store's if an earlier one had begun it.
         reason: why the reference library did all, if nobody asked for it.
     """
 
-    info: StoreInfo
+    stored: dict[str, Any]
     seconds: float | None = None
     bytes: int = 0
     tokens: int = 0
     reason: str | None = None
+
+    @property
+    def info(self) -> StoreInfo:
+        """`stored`, checked. To import pydantic, which that needs, takes longer than many a pack."""
+        from weft.data.stores.store import StoreInfo
+
+        return StoreInfo.model_validate(self.stored)
 
 
 def pack(
@@ -106,17 +114,15 @@ def _files_digest(files: Sequence[Path]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> StoreInfo:
-    """The store at `out`, if it is what would be made."""
-    from weft.data.stores.store import StoreInfo
-
+def _up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
+    """What the store at `out` says, if it is what would be made."""
     what = "exists already and is not this store"
     if (out / "store.json").exists():
         stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
         if stored.get("made_from") == {**request, "files": _files_digest(files)}:
             newer = next((path for path in files if path.is_file() and path.stat().st_mtime_ns > written), None)
             if newer is None:
-                return StoreInfo.model_validate(stored)
+                return stored
             what = f"exists already and is older than {newer}"
     raise UserError(f"{what}; name another --out, or --overwrite replaces it", out)
 
@@ -154,9 +160,6 @@ class _Pack:
         pool = self._open_pool(job, workers, ray)
         assembly = None
         try:
-            import weft.data.stores.indexed
-            import weft.data.stores.store  # noqa: F401 (needed at the end, when nobody would be at work meanwhile)
-
             self._claim(overwrite)
             lines_before = self._lines_before if self._shard is not None else None
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
@@ -171,7 +174,8 @@ class _Pack:
                     self._bar.update(self._plan.size)
             for line in pool.deaths:
                 self._console.warning(line)
-            info = self._finish(assembly)
+            pool.dismiss()
+            stored = self._finish(assembly)
             publish(self._folder / "store", self._out)
             shutil.rmtree(self._folder, ignore_errors=True)
         except OSError as error:
@@ -185,7 +189,7 @@ class _Pack:
             if self._lock is not None:
                 os.close(self._lock)
         seconds, text = time.perf_counter() - self._began, assembly.counts.bytes
-        return Packed(info, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
+        return Packed(stored, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
 
     def _open_pool(self, job: Job, workers: int | None, ray: str | None) -> Any:
         cores = available_cores()
@@ -281,6 +285,7 @@ class _Pack:
                 else:
                     pool.submit(part)
                 handed += 1
+            self._encoder.open()  # is needed at the end, and takes a moment that workers now have something to do in
             if assembly.next in failures:
                 raise self._told(assembly, held[assembly.next], failures[assembly.next])
             if assembly.next in ready:
@@ -335,49 +340,47 @@ class _Pack:
         if self._streams or not (done or any((self._folder / "parts").glob("*.json"))):
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _finish(self, assembly: Assembly) -> StoreInfo:
+    def _finish(self, assembly: Assembly) -> dict[str, Any]:
         """Index and `store.json`; the totals must add up."""
         from weft.data.stores.indexed import token_dtype
-        from weft.data.stores.store import StoreInfo
 
         counts, tokenizer = assembly.counts, self._encoder.open()
         if counts.documents == 0 and self._shard is None:
             shutil.rmtree(self._folder)
             reasons = _reasons(counts)
             raise UserError(f"no document in {len(self._files):,} files ({reasons}); name files of text or JSON lines")
-        dtype = str(token_dtype(tokenizer.vocab_size))
-        info = StoreInfo(
-            kind=self._encoder.kind,  # type: ignore[arg-type]
-            tokenizer_digest=tokenizer.digest,
-            vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id,
-            dtype=dtype,
-            documents=assembly.documents,
-            tokens=assembly.tokens,
-            bytes=counts.bytes,
-            empty_documents=counts.empty,
-            blank_lines=counts.blank_lines,
-            rejected=dict(counts.rejected),
-            skipped_files=dict(counts.skipped_files),
-            notes=dict(assembly.notes),
-            **assembly.finish(dtype),  # type: ignore[arg-type]
-        )
-        packed = sum(source["documents"] for source in assembly.sources)
+        read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
-        if not (info.documents == packed * info.item_documents and rejected == sum(info.rejected.values())):
+        expected = 2 * read if self._encoder.kind == "preferences" else read
+        if assembly.documents != expected or rejected != sum(counts.rejected.values()):
             raise UserError(
-                f"the totals do not add up ({info.documents:,} packed of {packed:,} read, {rejected:,} rejected); this "
-                "is a mistake in Weft: please report it",
+                f"the totals do not add up ({assembly.documents:,} packed of {read:,} read, {rejected:,} rejected); "
+                "this is a mistake in Weft: please report it",
                 self._out,
             )
+        dtype = str(token_dtype(tokenizer.vocab_size))
         assembly.mark_cuts(*self._plan.cut)
         stored = {
-            **info.model_dump(exclude={"sources"}),
+            "version": 1,
+            "kind": self._encoder.kind,
+            "tokenizer_digest": tokenizer.digest,
+            "vocab_size": tokenizer.vocab_size,
+            "eod_id": tokenizer.eod_id,
+            "dtype": dtype,
+            "documents": assembly.documents,
+            "tokens": assembly.tokens,
+            "bytes": counts.bytes,
+            "empty_documents": counts.empty,
+            "blank_lines": counts.blank_lines,
+            "rejected": dict(counts.rejected),
+            "skipped_files": dict(counts.skipped_files),
+            "notes": dict(assembly.notes),
+            **assembly.finish(dtype),
             "sources": assembly.sources,
             "made_from": {**self._identity(), "files": _files_digest(self._files)},
         }
         (self._folder / "store" / "store.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        return info
+        return stored
 
 
 def _unwritable(reason: str | None, out: Path) -> UserError:

@@ -82,6 +82,9 @@ class InProcess:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def dismiss(self) -> None:
+        """Nobody is to be sent home."""
+
     def close(self) -> None:
         """Nothing is to be ended."""
 
@@ -219,8 +222,14 @@ class LocalPool:
         outcomes.append((part.index, what))
         self._replace(worker)
 
+    def dismiss(self) -> None:
+        """All is done: the workers go while this process goes on."""
+        for worker in self._workers:
+            worker.process.kill()
+
     def close(self) -> None:
         """End all workers; what they are at is not finished, and will be done anew."""
+        self.dismiss()
         while self._workers:
             self._workers.pop().end()
 
@@ -248,6 +257,10 @@ def serve(handle: int, parent: int) -> None:
     def on_document(*place: Any) -> None:
         connection.send(("at", place))
 
+    with contextlib.suppress(Exception):  # what is wrong with it is told with the first part
+        tokenizer = encoder.open()
+        tokenizer.checked = True
+        tokenizer.encode_batch(["a"])  # loads it, while the first part is on its way
     try:
         while True:
             part = connection.recv()
