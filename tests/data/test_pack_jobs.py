@@ -160,6 +160,58 @@ def test_damage_to_what_a_killed_pack_left_is_done_again(tmp_path, inputs, undis
     assert content(out) == content(undisturbed)
 
 
+def test_what_a_kill_left_before_the_first_journal_line_is_no_harm(tmp_path, inputs, undisturbed, tiny_tokenizer):
+    files, out = [*inputs, tmp_path / "last.txt"], tmp_path / "s"
+    files[-1].write_text("no UTF-8 behind this")
+    pack(files, out, tiny_tokenizer, workers=1, on_error="skip", range_bytes=RANGE)
+    out.rename(partial(out))  # far more than the next pack gives
+    (partial(out) / "store").mkdir()
+    for name in ("tokens.bin", "rejects.jsonl"):
+        (partial(out) / name).rename(partial(out) / "store" / name)
+    (partial(out) / "parts").mkdir()
+    request = json.loads((partial(out) / "store.json").read_text())["made_from"]
+    request.pop("files")
+    (partial(out) / "request.json").write_text(json.dumps(request))
+    pack(inputs[1:2], out, tiny_tokenizer, workers=1, on_error="skip", range_bytes=RANGE)
+    store = TokenStore.open(out)
+    assert store.num_documents == 20
+    assert not (out / "rejects.jsonl").exists()
+    assert main(["data", "verify", str(out)]) == 0
+
+
+def test_standard_input_is_packed_and_never_gone_on_with(tmp_path, inputs, tiny_tokenizer):
+    out, text = tmp_path / "s", inputs[2].read_text()
+    command = [sys.executable, "-m", "weft", "data", "pack", "-", "--format", "jsonl", "--on-error", "skip"]
+    command += ["--tokenizer", tiny_tokenizer, "--out", out]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(text.encode() * 20)
+    process.stdin.flush()
+    until = time.monotonic() + 30
+    while not any((partial(out) / "parts").glob("*.tokens")) and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert partial(out).exists()
+    subprocess.run(command, input=text, text=True, check=True, capture_output=True, timeout=60)
+    pack(inputs[2:], tmp_path / "t", tiny_tokenizer, workers=1, on_error="skip")
+    for name in ("tokens.bin", "tokens.idx"):
+        assert (out / name).read_bytes() == (tmp_path / "t" / name).read_bytes()
+    assert not partial(out).exists()
+
+
+def test_one_big_file_is_encoded_by_threads_to_the_same_bytes(tmp_path, words, tiny_tokenizer):
+    import gzip
+
+    chooser = random.Random(10)
+    lines = [json.dumps({"text": " ".join(chooser.choices(words, k=3000))}) + "\n" for _ in range(400)]
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), 1))
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    pack([tmp_path / "in.jsonl.gz"], tmp_path / "a", tiny_tokenizer, workers=4)
+    pack([tmp_path / "in.jsonl"], tmp_path / "b", tiny_tokenizer, workers=1, range_bytes=1 << 20)
+    for name in ("tokens.bin", "tokens.idx"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
 def test_another_request_does_not_go_on_with_an_unfinished_pack(tmp_path, inputs, tiny_tokenizer, monkeypatch):
     from weft.data.packing.assemble import Assembly
 

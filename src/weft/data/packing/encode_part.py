@@ -20,7 +20,7 @@ from weft.data.packing.parts import Job, Part, Stop, Unwritable, part_file
 from weft.data.sources import read
 from weft.data.stores.indexed import token_dtype
 
-BATCH = 2_000_000  # characters (of records: raw bytes) that are encoded at once
+BATCH = 2_000_000  # characters (of records: raw bytes) that one thread encodes at once; several share four times that
 FAILS = "the tokenizer fails on it"
 
 
@@ -71,7 +71,7 @@ class _Worker:
         self._batch: list[Document] = []
         self._owners: list[int] = []
         self._rejects: list[tuple[int, Reject]] = []
-        self._waiting = 0
+        self._waiting, self._limit = 0, BATCH if job.threads == 1 else 4 * BATCH
         self._tokens = self._documents = self._noted = 0
         self._notes: Counter[str] = Counter()
         self._record_texts = [0 for _ in part.units]  # bytes of the text that records became
@@ -117,7 +117,7 @@ class _Worker:
             if self._on_document is not None:
                 self._on_document(number, item.line, self._lines_before(number))
                 self._flush()
-            elif self._waiting >= BATCH:
+            elif self._waiting >= self._limit:
                 self._flush()
         if records:
             self._flush()  # an encoder names what it refuses by its line, which is of the unit

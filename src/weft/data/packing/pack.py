@@ -3,25 +3,23 @@ not at all. What a killed pack has done is kept, and the same call goes on."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weft.config.errors import UserError
-from weft.config.headers import read_json
 from weft.data.documents import Counts
 from weft.data.folders import partial_folder, publish
 from weft.data.packing.assemble import Assembly
 from weft.data.packing.encode import Encoder, TextEncoder
 from weft.data.packing.parts import Job, Part, Plan, Stop, Unwritable, finished, remove
 from weft.data.packing.pool import InProcess, LocalPool, available_cores
+from weft.data.packing.request import claim, request_of, up_to_date
 from weft.data.sources import Reading, find_files, plan, read
 from weft.observe.console import Console
 
@@ -97,34 +95,10 @@ def pack(
         encoder = TextEncoder(encoder)  # type: ignore[arg-type]
     files = find_files(inputs, files_from)
     if out.exists() and not overwrite:
-        request = _request(encoder, reading, shard, range_bytes)  # type: ignore[arg-type]
-        return Packed(_up_to_date(out, request, files))
+        request = request_of(encoder, reading, shard, range_bytes, files)  # type: ignore[arg-type]
+        return Packed(up_to_date(out, request, files))
     work = _Pack(files, out, encoder, reading, shard, range_bytes, console)  # type: ignore[arg-type]
     return work.run(workers, on_error == "fail", overwrite, ray)
-
-
-def _request(encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int) -> dict[str, Any]:
-    """What the store is made by, as JSON."""
-    options = {"reading": asdict(reading), "shard": shard, "range_bytes": range_bytes}
-    return json.loads(json.dumps({"encoder": encoder.identity(), **options}))
-
-
-def _files_digest(files: Sequence[Path]) -> str:
-    facts = [[str(path), path.stat().st_size if path.is_file() else 0] for path in files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """What the store at `out` says, if it is what would be made."""
-    what = "exists already and is not this store"
-    if (out / "store.json").exists():
-        stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
-        if stored.get("made_from") == {**request, "files": _files_digest(files)}:
-            newer = next((path for path in files if path.is_file() and path.stat().st_mtime_ns > written), None)
-            if newer is None:
-                return stored
-            what = f"exists already and is older than {newer}"
-    raise UserError(f"{what}; name another --out, or --overwrite replaces it", out)
 
 
 class _Pack:
@@ -155,12 +129,14 @@ class _Pack:
         self._spoke = time.monotonic()
 
     def run(self, workers: int | None, fail: bool, overwrite: bool, ray: str | None) -> Packed:
-        job = Job(str(self._folder.absolute() / "parts"), self._reading, fail)
         # First of all: workers take a moment to start, and there is enough to do meanwhile.
-        pool = self._open_pool(job, workers, ray)
+        pool = self._open_pool(workers, fail, ray)
         assembly = None
         try:
-            self._claim(overwrite)
+            request = request_of(self._encoder, self._reading, self._shard, self._range_bytes, self._files)
+            self._lock = claim(self._folder, self._out, request, overwrite=overwrite, keep=not self._streams)
+            if self._out.exists() and not overwrite:
+                raise UserError("was packed by another process meanwhile; --overwrite replaces it", self._out)
             lines_before = self._lines_before if self._shard is not None else None
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
             self._go_on(assembly)
@@ -169,20 +145,20 @@ class _Pack:
                 while not self._fill(assembly, pool):
                     pool.close()
                     self._encoder = self._encoder.as_exact()
-                    pool = self._open_pool(job, workers, ray)
+                    pool = self._open_pool(workers, fail, ray)
                 if self._plan.size:
                     self._bar.update(self._plan.size)
             for line in pool.deaths:
                 self._console.warning(line)
             pool.dismiss()
-            stored = self._finish(assembly)
+            stored = self._finish(assembly, request)
             publish(self._folder / "store", self._out)
             shutil.rmtree(self._folder, ignore_errors=True)
-        except OSError as error:
+        except BaseException as error:
+            pool.close()  # before what it has left is looked at
             self._leave(assembly)
-            raise _unwritable(error.strerror, self._out) from None
-        except BaseException:
-            self._leave(assembly)
+            if isinstance(error, OSError):
+                raise _unwritable(error.strerror, self._out) from None
             raise
         finally:
             pool.close()
@@ -191,66 +167,29 @@ class _Pack:
         seconds, text = time.perf_counter() - self._began, assembly.counts.bytes
         return Packed(stored, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
 
-    def _open_pool(self, job: Job, workers: int | None, ray: str | None) -> Any:
-        cores = available_cores()
-        number = min(workers or cores, max(1, len(self._plan)))
+    def _open_pool(self, workers: int | None, fail: bool, ray: str | None) -> Any:
+        cores = workers or available_cores()
+        number = 1 if self._streams else min(cores, max(1, len(self._plan)))
+        threads = 1 if ray is not None and not self._streams else max(1, cores // number)
+        job = Job(str(self._folder.absolute() / "parts"), self._reading, fail, threads)
         if ray is not None and not self._streams:
             from weft.data.packing.ray_pool import RayPool
 
             return RayPool(job, self._encoder, ray, self._on_progress)
-        if number == 1 or self._streams:
+        if number == 1:
             return InProcess(job, self._encoder, self._on_progress)
-        return LocalPool(job, self._encoder, number, max(1, (workers or cores) // number), self._on_progress)
+        return LocalPool(job, self._encoder, number, self._on_progress)
 
     def _on_progress(self, raw_bytes: int, tokens: int) -> None:
         self._done, self._tokens = self._done + raw_bytes, self._tokens + tokens
         speed = self._tokens / max(time.monotonic() - self._spoke, 1e-3)
-        self._bar.update(min(self._done, self._plan.size or self._done), **{"tokens/s": f"{speed:,.0f}"})
-
-    def _claim(self, overwrite: bool) -> None:
-        """Make the hidden folder this call's own, and see that what is in it was asked for in the same way."""
-        folder = self._folder
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise UserError("another process packs it now; wait for that, or name another --out", self._out) from None
-        except OSError:
-            pass  # a network's disk without locks
-        self._lock = lock
-        request, file = self._identity(), folder / "request.json"
-        try:
-            left = json.loads(file.read_bytes()) if file.exists() else None
-        except ValueError:
-            left = None
-        if left is not None and left != request and not overwrite:
-            other = " and ".join(_words(key) for key in request if left.get(key) != request[key])
-            raise UserError(
-                f"an unfinished pack with other {other} is here; its own command goes on with it, --overwrite starts "
-                "over",
-                folder,
-            )
-        if left != request:
-            for path in folder.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != "lock":
-                    path.unlink()
-            (folder / "request.partial").write_text(json.dumps(request, indent=1), encoding="utf-8")
-            (folder / "request.partial").rename(file)
-        (folder / "parts").mkdir(exist_ok=True)
-        (folder / "store").mkdir(exist_ok=True)
-
-    def _identity(self) -> dict[str, Any]:
-        return _request(self._encoder, self._reading, self._shard, self._range_bytes)
+        fields = {"tokens/s": f"{speed:,.0f}"} if self._tokens else {}
+        self._bar.update(min(self._done, self._plan.size or self._done), **fields)
 
     def _go_on(self, assembly: Assembly) -> None:
         """Take up what an earlier call did."""
-        journal = self._folder / "journal.jsonl"
-        if self._streams or journal.stat().st_size == 0:
-            return
+        if (self._folder / "journal.jsonl").stat().st_size == 0:
+            return assembly.go_on(self._plan)
         size = (self._folder / "store" / "tokens.bin").stat().st_size
         checked = 0
 
@@ -340,7 +279,7 @@ class _Pack:
         if self._streams or not (done or any((self._folder / "parts").glob("*.json"))):
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _finish(self, assembly: Assembly) -> dict[str, Any]:
+    def _finish(self, assembly: Assembly, request: dict[str, Any]) -> dict[str, Any]:
         """Index and `store.json`; the totals must add up."""
         from weft.data.stores.indexed import token_dtype
 
@@ -377,7 +316,7 @@ class _Pack:
             "notes": dict(assembly.notes),
             **assembly.finish(dtype),
             "sources": assembly.sources,
-            "made_from": {**self._identity(), "files": _files_digest(self._files)},
+            "made_from": request,
         }
         (self._folder / "store" / "store.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
         return stored
@@ -385,12 +324,6 @@ class _Pack:
 
 def _unwritable(reason: str | None, out: Path) -> UserError:
     return UserError(f"cannot be written: {reason}; what is done is kept, and the same command goes on", out)
-
-
-def _words(key: str) -> str:
-    return {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}.get(
-        key, key
-    )
 
 
 def _reasons(counts: Counts) -> str:

@@ -48,11 +48,13 @@ class Job:
     Attributes:
         folder: where parts are written.
         fail: stop at the first reject.
+        threads: of each worker's tokenizer.
     """
 
     folder: str
     reading: Reading
     fail: bool
+    threads: int = 1
 
 
 class Stop(Exception):

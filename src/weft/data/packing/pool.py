@@ -92,8 +92,9 @@ class InProcess:
 class _Process:
     """A worker as its parent sees it. `parts`: what it has been given and not finished, the first in work."""
 
-    def __init__(self, job: Job, encoder: Any, threads: int, careful: bool = False):
+    def __init__(self, job: Job, encoder: Any, careful: bool = False):
         ours, theirs = socket.socketpair()
+        threads = 1 if careful else job.threads
         environment = os.environ | {
             "RAYON_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
@@ -134,21 +135,18 @@ class LocalPool:
     A worker that dies (for want of memory, or in a library's crash) gets a successor, which does the part that it died
     in once more, one document at a time; if that one dies too, its document is named.
 
-    Args:
-        threads: of each worker's tokenizer.
-
     Attributes:
         deaths: of workers whose part was done by another, in words.
     """
 
-    def __init__(self, job: Job, encoder: Any, workers: int, threads: int, on_progress: OnProgress):
-        self._job, self._encoder, self._threads, self._on_progress = job, encoder, threads, on_progress
+    def __init__(self, job: Job, encoder: Any, workers: int, on_progress: OnProgress):
+        self._job, self._encoder, self._on_progress = job, encoder, on_progress
         self._workers: list[_Process] = []
         self._again: deque[Part] = deque()  # what dead workers had not begun
         self.deaths: list[str] = []
         try:
             for _ in range(workers):
-                self._workers.append(_Process(job, encoder, threads))
+                self._workers.append(_Process(job, encoder))
         except OSError as error:
             self.close()
             raise UserError(f"a worker process cannot be started: {error.strerror}; try fewer --workers") from None
@@ -195,7 +193,7 @@ class LocalPool:
                 self._replace(worker)
 
     def _replace(self, worker: _Process, careful: bool = False) -> _Process:
-        new = _Process(self._job, self._encoder, 1 if careful else self._threads, careful)
+        new = _Process(self._job, self._encoder, careful)
         self._workers[self._workers.index(worker)] = new
         if not careful:
             while self._again:
