@@ -22,6 +22,7 @@ import filecmp
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -154,6 +155,29 @@ def memory_of(pid: int) -> int:
     return total
 
 
+def measure(names: list[str], args: argparse.Namespace, work: Path, found: dict) -> None:
+    """All rounds; the first, which is for memory, warms the disk's cache as well."""
+    for number in range(args.rounds + 1):
+        for name in names:
+            if name in found["failed"]:
+                continue
+            (work / "pack.jsonl").read_bytes()  # into the page cache
+            line, out = command(name, work, args.cores, args.modalities_python)
+            got = run(line, out, args.cores, memory=number == 0)
+            if isinstance(got, str):
+                found["failed"][name] = got
+                print(f"{NAMES[name]}: FAILED: {got}", flush=True)
+            elif number == 0:
+                found["memory"][name] = got["peak_bytes"]
+            else:
+                found["runs"][name].append(got)
+                print(f"round {number}: {NAMES[name]}: {found['bytes'] / 1e6 / got['seconds']:,.1f} MB/s", flush=True)
+        found["rounds"] = number
+        ours, theirs = work / "pack-weft" / "tokens.bin", work / "pack.bin"
+        if ours.exists() and theirs.exists():
+            found["same"] = filecmp.cmp(ours, theirs, shallow=False)
+
+
 def table(found: dict) -> str:
     """The result as a page of Markdown."""
     speeds = {n: [found["bytes"] / 1e6 / r["seconds"] for r in runs] for n, runs in found["runs"].items() if runs}
@@ -190,7 +214,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, default=4)
-    parser.add_argument("--only", help="some of: " + ",".join(NAMES))
+    parser.add_argument("--only", default=",".join(["weft", *GOALS]), help="some of: " + ",".join(NAMES))
     parser.add_argument("--quick", action="store_true", help="one round of 12 MB: does it work at all?")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--modalities-python", type=Path, default=HERE.parent / ".venv-modalities/bin/python")
@@ -216,8 +240,8 @@ def main() -> int:
     source, folder = work / "pack.jsonl", work / "pack-tokenizer"
     found = make_jsonl(source, args.megabytes, (".py", ".md", ".txt"), unique=True)
     found |= {"device": processor(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    names = [name for name in NAMES if args.only is None or name in args.only.split(",")]
-    found |= {"rounds": args.rounds, "cores": args.cores, "quick": args.quick, "same": None}
+    names = args.only.split(",")
+    found |= {"rounds": 0, "cores": args.cores, "quick": args.quick, "same": None}
     found |= {"runs": {name: [] for name in names}, "memory": {}, "failed": {}}
     train = [sys.executable, "-m", "weft", "data", "train-tokenizer", str(source), "--vocab-size", str(VOCABULARY)]
     subprocess.run([*train, "--max-bytes", "2e7", "--overwrite", "--out", str(folder)], check=True)
@@ -225,27 +249,11 @@ def main() -> int:
         line = [str(args.modalities_python), str(Path(__file__).resolve()), "--worker", "index", "--files", str(source)]
         if not args.modalities_python.exists() or subprocess.run(line).returncode:
             found["failed"]["modalities"] = "its environment is not there or not whole (make bench-data makes it)"
-    for number in range(args.rounds + 1):  # the last one for memory
-        memory = number == args.rounds
-        for name in names:
-            if name in found["failed"]:
-                continue
-            source.read_bytes()  # into the page cache
-            line, out = command(name, work, args.cores, args.modalities_python)
-            got = run(line, out, args.cores, memory)
-            if isinstance(got, str):
-                found["failed"][name] = got
-                print(f"{NAMES[name]}: FAILED: {got}", flush=True)
-            elif memory:
-                found["memory"][name] = got["peak_bytes"]
-            else:
-                found["runs"][name].append(got)
-                print(
-                    f"round {number + 1}: {NAMES[name]}: {found['bytes'] / 1e6 / got['seconds']:,.1f} MB/s", flush=True
-                )
-    ours, theirs = work / "pack-weft" / "tokens.bin", work / "pack.bin"
-    if ours.exists() and theirs.exists():
-        found["same"] = filecmp.cmp(ours, theirs, shallow=False)
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    try:
+        measure(names, args, work, found)
+    except KeyboardInterrupt:
+        print("interrupted: a table of what there is")
     for file in work.glob("pack*"):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     page = table(found)
