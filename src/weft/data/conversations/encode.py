@@ -81,6 +81,10 @@ class ConversationEncoder:
     def __reduce__(self):
         return ConversationEncoder, (self.spec,)
 
+    def as_exact(self) -> ConversationEncoder:
+        """The same with every text sent through the `tokenizers` library."""
+        return ConversationEncoder(replace(self.spec, exact=True))
+
     def open(self) -> Tokenizer:
         """The tokenizer, loaded once.
 
