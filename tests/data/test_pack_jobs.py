@@ -395,3 +395,16 @@ def test_memory_does_not_grow_with_the_input(tmp_path, words, tiny_tokenizer):
     )
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"VmHWM:\s+(\d+) kB", done.stdout)[1]) / 1024 < 250
+
+
+def test_packing_imports_neither_torch_nor_pydantic(tmp_path, inputs, tiny_tokenizer):
+    program = (
+        PROGRAM.format("workers=1, on_error='skip'") + "print({'torch', 'pydantic', 'awkward'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tiny_tokenizer, tmp_path / "s", *inputs],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "set()", done.stderr
