@@ -212,6 +212,7 @@ def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 30
         "tokenizer_digest": digest,
         "eod_id": 0,
         "bytes": 9,
+        "dtype": "uint16",
     }
     (folder / "store.json").write_text(json.dumps(info))
 
@@ -254,7 +255,7 @@ def test_a_list_without_weights_has_epochs():
     make_store("a", 64 * 40 + 1)
     make_store("b", 64 * 40 + 1)
     text = SINGLE.replace("train: a", "train: [a, b]").replace("steps: 10", "epochs: 2").replace("10", "2")
-    from weft.cli.config import facts
+    from weft.cli.config.check import facts
 
     config = load(text, data=True)
     told = facts(config, open_data=True)

@@ -240,6 +240,7 @@ def files():
             "tokenizer_digest": digest,
             "eod_id": 0,
             "bytes": 9,
+            "dtype": "uint16",
         }
         Path(name, "store.json").write_text(json.dumps(info))
 

@@ -29,7 +29,7 @@ def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
         (7, "not a JSON object"),
         (8, "invalid UTF-8"),
         (9, "broken JSON"),
-        (10, "a lone surrogate, which UTF-8 cannot hold"),
+        (10, "a lone surrogate, which no UTF-8 text can hold"),
         (14, "broken JSON"),
         (15, "broken JSON"),
     ]

@@ -300,10 +300,15 @@ def test_what_is_there_stays_unless_told_and_unknown_things_are_named(tmp_path, 
     (tmp_path / "x.pbin").write_bytes(b"mine")
     assert convert(ours, "--to", "pbin", "--out", tmp_path / "x.pbin") == 2
     assert (tmp_path / "x.pbin").read_bytes() == b"mine"
-    assert "--overwrite" in capsys.readouterr().err
+    assert "--overwrite" not in capsys.readouterr().err
     assert convert(tmp_path / "x.pbin", "--to", "megatron", "--out", tmp_path / "m") == 2
     assert "cut short" in capsys.readouterr().err
-    assert convert(ours, "--to", "pbin", "--out", tmp_path / "x.pbin", "--overwrite") == 0
+    assert convert(ours, "--to", "pbin", "--out", tmp_path / "x.pbin", "--overwrite") == 2
+    assert (tmp_path / "x.pbin").read_bytes() == b"mine"
+    assert convert(ours, "--to", "pbin", "--out", tmp_path / "z.pbin") == 0
+    assert convert(ours, "--to", "pbin", "--out", tmp_path / "z.pbin") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert convert(ours, "--to", "pbin", "--out", tmp_path / "z.pbin", "--overwrite") == 0
     capsys.readouterr()
     (tmp_path / "folder").mkdir()
     for unknown in ("folder", "absent"):

@@ -23,8 +23,7 @@ class UserError(Exception):
 
     def __init__(self, what: str, where: str | Path | None = None, line: int | None = None):
         self.what, self.where, self.line = what, where, line
-        place = "" if where is None else f"{where}: " if line is None else f"{where}:{line}: "
-        super().__init__(place + what)
+        super().__init__(_place(where, line) + what)
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ class Problem:
     line: int | None = None
 
     def __str__(self) -> str:
-        place = "" if self.file is None else f"{self.file}: " if self.line is None else f"{self.file}:{self.line}: "
-        return place + (f"{self.key}: " if self.key else "") + self.what
+        return _place(self.file, self.line) + (f"{self.key}: " if self.key else "") + self.what
 
 
 class ConfigError(UserError):
@@ -47,3 +45,13 @@ class ConfigError(UserError):
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
         Exception.__init__(self, "\n".join(map(str, self.problems)))
+
+
+def _place(where: str | Path | None, line: int | None) -> str:
+    """`path:line: `. A file's name may hold a line end or an escape sequence: the message stays one plain line."""
+    if where is None:
+        return ""
+    shown = str(where)
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return f"{shown}: " if line is None else f"{shown}:{line}: "

@@ -18,6 +18,7 @@ from weft.config.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 FLOAT_CODES = (6, 7)
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -208,9 +209,19 @@ def read_store_header(path: str | Path) -> StoreHeader:
             info["eod_id"],
             info["bytes"],
         )
+        dtype = info["dtype"]
     except (KeyError, TypeError):
         raise UserError("broken: it lacks the store's numbers; pack the store again", folder / "store.json") from None
+    needed = {"tokens": header.num_tokens, "documents": header.num_documents}
+    known = {"vocab_size": header.vocab_size, "eod_id": header.eod_id, "bytes": header.bytes}
+    for key, number in (needed | {key: number for key, number in known.items() if number is not None}).items():
+        if type(number) is not int or number < 0:
+            raise UserError(f"{key}: {number!r} is no such number; pack the store again", folder / "store.json")
     code, sequences = read_index_header(folder / "tokens.idx")
+    if dtype != DTYPE_NAMES[code]:
+        raise UserError(
+            f"dtype: {dtype!r} where tokens.idx says {DTYPE_NAMES[code]}; pack the store again", folder / "store.json"
+        )
     if sequences != header.num_documents:
         raise UserError(
             f"{sequences:,} documents where store.json has {header.num_documents:,}; pack the store again",

@@ -33,14 +33,16 @@ def run(args: argparse.Namespace) -> int:
 
     from weft.config.errors import UserError
     from weft.config.headers import read_json, read_tokenizer_header
+    from weft.data.folders import TOKENIZER, check_out, exists_already
     from weft.data.tokenizers.exactness import recipe_of
     from weft.data.tokenizers.foreign import NASTY, ODD, differences, from_folder, from_sentencepiece, from_tiktoken
     from weft.data.tokenizers.train import write_folder
     from weft.observe.console import Console
 
     console, source, out = Console(), _file(Path(args.source)), Path(args.out)
+    check_out(out, TOKENIZER, [source, *map(Path, args.check)], overwrite=args.overwrite)
     if out.exists() and not args.overwrite:
-        raise UserError("exists already; name another --out, or --overwrite replaces it", out)
+        raise exists_already(out, TOKENIZER)
     special = dict(map(_special, args.special))
     if source.suffix != ".json" and source.suffix != ".model":
         if args.pattern is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from weft.cli.data.inputs import tell_skipped
+
 HELP = "byte offsets of a JSON-lines file's documents, for random access"
 
 
@@ -50,4 +52,5 @@ def run(args: argparse.Namespace) -> int:
                 said.append(f"{path}.index.npy: {documents:,} documents")
     for line in said:
         console.result(line)
+    tell_skipped(console, files.left_out)
     return 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.data.sources import Reading
+    from weft.observe.console import Console
 
 ABOUT = """\
-INPUT: files; folders, searched to any depth (hidden files are left out); patterns such as 'data/**/*.jsonl' (quoted);
-folders that `datasets` saved; or - for the standard input. A file is read once, however often it is named.
+INPUT: files; folders, searched to any depth; patterns such as 'data/**/*.jsonl' (quoted); folders that `datasets`
+saved; or - for the standard input. A file is read once, however often it is named; links are followed. In folders,
+hidden files, dangling links, pipes, and the files of token stores and tokenizers are left out and counted.
 
 What a file is, its name says: .jsonl (one object a line), .json (a list of objects), .parquet, .arrow, .csv and .tsv
 are records, of which --field or --template makes the text; every other file is text, one document a file, or many
@@ -68,6 +71,14 @@ def reading_of(args: argparse.Namespace) -> Reading:
         separator=None if args.separator is None else unescaped(args.separator),
         format=args.format,
     )
+
+
+def tell_skipped(console: Console, skipped: Mapping[str, int]) -> None:
+    """Say in one line which files gave no documents, by reason."""
+    from weft.data.sources.find import summary
+
+    if skipped:
+        console.warning(f"skipped {summary(skipped)}")
 
 
 def unescaped(text: str) -> str:

@@ -16,9 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.config.errors import UserError
     from weft.data.stores.inspect import describe
     from weft.observe.console import Console
 
+    if args.samples < 0:
+        raise UserError(f"--samples {args.samples}: 0 or more")
     for line in describe(Path(args.store), args.tokenizer, samples=args.samples):
         print(line)
     if not args.verify:

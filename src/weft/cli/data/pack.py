@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
-from weft.cli.data.inputs import add_inputs, reading_of
+from weft.cli.data.inputs import add_inputs, reading_of, tell_skipped
 
 if TYPE_CHECKING:
     from weft.data.packing.pack import Packed
@@ -41,7 +45,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_conversation_options(parser)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: it ends a pack as Ctrl-C does."""
+
+
 def run(args: argparse.Namespace) -> int:
+    try:
+        with terminable():
+            return pack_documents(args)
+    except KeyboardInterrupt as leaving:
+        terminated = isinstance(leaving, Terminated)
+        print(f"{'terminated' if terminated else 'interrupted'}; the same command goes on", file=sys.stderr, flush=True)
+        return 143 if terminated else 130
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Within it, SIGTERM raises Terminated: workers are ended, and what is done is kept."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread: signals are another's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def pack_documents(args: argparse.Namespace) -> int:
+    """The work of `run`."""
     from weft.config.errors import UserError
 
     shard = shard_of(args.shard)
@@ -65,23 +102,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         reading = reading_of(args)
         encoder = TextEncoder(Path(args.tokenizer), exact=args.exact)
-    try:
-        packed = pack(
-            inputs,
-            Path(args.out),
-            encoder,
-            reading=reading,
-            files_from=listed,
-            workers=args.workers,
-            on_error=args.on_error,
-            shard=shard,
-            overwrite=args.overwrite,
-            ray=args.ray,
-            console=console,
-        )
-    except KeyboardInterrupt:
-        console.line("interrupted; the same command goes on")
-        return 130
+    packed = pack(
+        inputs,
+        Path(args.out),
+        encoder,
+        reading=reading,
+        files_from=listed,
+        workers=args.workers,
+        on_error=args.on_error,
+        shard=shard,
+        overwrite=args.overwrite,
+        ray=args.ray,
+        console=console,
+    )
     tell(packed, args.out, console)
     return 0
 
@@ -110,8 +143,7 @@ def tell(packed: Packed, out: str, console: Console) -> None:
     left = sum(stored["rejected"].values())
     for reason, number in stored["rejected"].items():
         console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
-    for reason, number in stored["skipped_files"].items():
-        console.warning(f"skipped {number:,} {reason} files")
+    tell_skipped(console, stored["skipped_files"])
     for note, number in stored["notes"].items():
         console.warning(f"{note}: {number:,} documents")
     if stored["kind"] != "text":

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cli.data.inputs import add_inputs, reading_of
+from weft.cli.data.inputs import add_inputs, reading_of, tell_skipped
 
 HELP = "train a byte-level BPE on text"
 
@@ -31,14 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
     from weft.data.documents import Counts, Reject
+    from weft.data.folders import TOKENIZER, check_out, exists_already
     from weft.data.sources import find_files, read_all
-    from weft.data.tokenizers.train import thin_out, train
+    from weft.data.sources.find import summary
+    from weft.data.tokenizers.train import check_size, thin_out, train
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)
-    if out.exists() and not args.overwrite:
-        raise UserError("exists already; name another --out, or --overwrite replaces it", out)
+    if args.max_bytes is not None and not 1 <= args.max_bytes < 2**63:
+        raise UserError(f"--max-bytes {args.max_bytes:g}: a number of bytes is needed, such as 2e9")
+    check_size(args.vocab_size, args.special)
     files, reading, counts = find_files(args.inputs, args.files_from), reading_of(args), Counts()
+    check_out(out, TOKENIZER, (path for path in files if path.name in TOKENIZER.files), overwrite=args.overwrite)
+    if out.exists() and not args.overwrite:
+        raise exists_already(out, TOKENIZER)
 
     def on_reject(path: Path, reject: Reject) -> None:
         if args.on_error == "fail":
@@ -69,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
         size = train(texts(), args.vocab_size, out, special=args.special)
     if counts.rejected:
-        console.warning(f"left out: {dict(counts.rejected)}")
+        console.warning(f"rejected {summary(counts.rejected)}")
+    tell_skipped(console, counts.skipped_files + files.left_out)
     if size < args.vocab_size:
         console.warning(
             f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the tokenizer's size is {size:,}"

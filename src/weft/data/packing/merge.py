@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.data.folders import partial_folder, publish
+from weft.data.folders import STORE, check_out, exists_already, partial_folder, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.observe.console import Console
@@ -40,10 +40,9 @@ def merge(
         raise UserError("no stores to merge; name some")
     for store in stores[1:]:
         _check_alike(stores[0], store)
+    check_out(out, STORE, [store.path for store in stores], overwrite=overwrite)
     if out.exists() and not overwrite:
-        raise UserError("exists already; name another --out, or --overwrite replaces it", out)
-    if any(store.path.resolve() == out.resolve() for store in stores):
-        raise UserError("is one of the stores to merge; name another --out", out)
+        raise exists_already(out, STORE)
     for line in shard_warnings(stores):
         console.warning(line)
     folder = partial_folder(out)

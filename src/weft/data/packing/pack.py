@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weft.config.errors import UserError
 from weft.data.documents import Counts
-from weft.data.folders import partial_folder, publish
+from weft.data.folders import STORE, check_out, partial_folder, publish
 from weft.data.packing.assemble import Assembly
 from weft.data.packing.encode import Encoder, TextEncoder
 from weft.data.packing.parts import Job, Part, Plan, Stop, Unwritable, finished, remove
 from weft.data.packing.pool import InProcess, LocalPool, available_cores
 from weft.data.packing.request import claim, request_of, up_to_date
-from weft.data.sources import Reading, find_files, plan, read
+from weft.data.sources import Files, Reading, find_files, plan, read
+from weft.data.sources.find import summary
 from weft.observe.console import Console
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def pack(
             `rejects.jsonl`. Of several, the first in the input is told.
         shard: (i, n): only the i-th of n shares, counted from 1, which `merge` puts together. Their borders depend on
             the input alone.
-        overwrite: replace a store that is there, and what another call left unfinished.
+        overwrite: replace a store that is there (never anything else), and what another call left unfinished.
         ray: the address of a Ray cluster that encodes ("": that of RAY_ADDRESS, or one on this machine).
         range_bytes: how much of a file one worker takes at once.
 
@@ -94,7 +96,9 @@ def pack(
     if not hasattr(encoder, "identity"):
         encoder = TextEncoder(encoder)  # type: ignore[arg-type]
     files = find_files(inputs, files_from)
-    if out.exists() and not overwrite:
+    # It may lie in a folder that is read: there, stores are left out. But what it would replace must be no input.
+    check_out(out, STORE, (path for path in files if path.name in STORE.files), overwrite=overwrite)
+    if os.path.lexists(out) and not overwrite:
         request = request_of(encoder, reading, shard, range_bytes, files)  # type: ignore[arg-type]
         return Packed(up_to_date(out, request, files))
     work = _Pack(files, out, encoder, reading, shard, range_bytes, console)  # type: ignore[arg-type]
@@ -106,7 +110,7 @@ class _Pack:
 
     def __init__(
         self,
-        files: list[Path],
+        files: Files,
         out: Path,
         encoder: Encoder,
         reading: Reading,
@@ -286,7 +290,7 @@ class _Pack:
         counts, tokenizer = assembly.counts, self._encoder.open()
         if counts.documents == 0 and self._shard is None:
             shutil.rmtree(self._folder)
-            reasons = _reasons(counts)
+            reasons = _reasons(counts, self._files.left_out)
             raise UserError(f"no document in {len(self._files):,} files ({reasons}); name files of text or JSON lines")
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
@@ -298,6 +302,8 @@ class _Pack:
                 self._out,
             )
         dtype = str(token_dtype(tokenizer.vocab_size))
+        # Of shares, the first tells what no share reads: together they tell it once.
+        left_out = self._files.left_out if self._shard is None or self._shard[0] == 1 else Counter()
         assembly.mark_cuts(*self._plan.cut)
         stored = {
             "version": 1,
@@ -312,7 +318,7 @@ class _Pack:
             "empty_documents": counts.empty,
             "blank_lines": counts.blank_lines,
             "rejected": dict(counts.rejected),
-            "skipped_files": dict(counts.skipped_files),
+            "skipped_files": dict(counts.skipped_files + left_out),
             "notes": dict(assembly.notes),
             **assembly.finish(dtype),
             "sources": assembly.sources,
@@ -326,6 +332,8 @@ def _unwritable(reason: str | None, out: Path) -> UserError:
     return UserError(f"cannot be written: {reason}; what is done is kept, and the same command goes on", out)
 
 
-def _reasons(counts: Counts) -> str:
-    reasons = {**counts.rejected, **{f"{k} files": v for k, v in counts.skipped_files.items()}}
-    return ", ".join(f"{reason}: {number:,}" for reason, number in reasons.items()) or "all blank"
+def _reasons(counts: Counts, left_out: Counter[str]) -> str:
+    said = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
+    if skipped := counts.skipped_files + left_out:
+        said.append(f"skipped {summary(skipped)}")
+    return ", ".join(said) or "all blank"

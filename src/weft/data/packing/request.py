@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
+from weft.data.folders import STORE, exists_already
 from weft.data.packing.encode import Encoder
 from weft.data.sources import Reading
 
@@ -39,15 +40,15 @@ def up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dic
     Raises:
         UserError: it is something else, or one of the files has changed since.
     """
-    what = "exists already and is not this store"
+    what = " and is not this store"
     if (out / "store.json").exists():
         stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
-        if stored.get("made_from") == request:
+        if isinstance(stored, dict) and stored.get("made_from") == request:
             newer = next((path for path in files if path.is_file() and path.stat().st_mtime_ns > written), None)
             if newer is None:
                 return stored
-            what = f"exists already and is older than {newer}"
-    raise UserError(f"{what}; name another --out, or --overwrite replaces it", out)
+            what = f" and is older than {newer}"
+    raise exists_already(out, STORE, what)
 
 
 def claim(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:

@@ -54,7 +54,7 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
     for number, record in enumerate(_values(_decoded(blocks)), start=1):
         tally.counts.lines = number
         try:
-            value = checked(take(record))
+            value = checked(take(record), escaped=True)
         except Unfit as why:
             yield tally.reject(number, why)
         else:

@@ -32,6 +32,8 @@ class Reading:
     def __post_init__(self):
         if self.template is not None:
             template_parts(self.template)  # raises
+        if not self.field:
+            raise UserError("--field '': names no field; a record's text is at --field text, unless it says otherwise")
         if self.separator == "":
             raise UserError("an empty separator separates nothing; leave it out, and each file is one document")
         if self.format is not None and self.format not in FORMATS:

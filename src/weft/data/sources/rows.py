@@ -38,7 +38,7 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
             elif len(row) != len(header):
                 raise Unfit("not as many cells as the header", f"{len(row)}, not {len(header)}")
             else:
-                value = checked(take(dict(zip(header, row, strict=True))))
+                value = checked(take(dict(zip(header, row, strict=True))), escaped=True)
                 yield tally.document(value, line)
         except StopIteration:
             break

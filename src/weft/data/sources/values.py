@@ -89,16 +89,20 @@ def as_text(value: Any, field: str) -> str:
     return value
 
 
-def checked(value: Any) -> Any:
-    """`value` if UTF-8 can hold it; lone surrogates it cannot."""
+def checked(value: Any, *, escaped: bool = False) -> Any:
+    """`value` if UTF-8 can hold it; lone surrogates it cannot.
+
+    Args:
+        escaped: bytes that are no UTF-8 were decoded as lone surrogates (Python's "surrogateescape").
+    """
     try:
         for text in _texts(value):
             if not text.isascii():
                 text.encode("utf-8")
     except UnicodeEncodeError as error:
-        if any("\udc80" <= c <= "\udcff" for c in error.object[error.start : error.end]):
+        if escaped and any("\udc80" <= c <= "\udcff" for c in error.object[error.start : error.end]):
             raise Unfit("invalid UTF-8") from None
-        raise Unfit("a lone surrogate, which UTF-8 cannot hold") from None
+        raise Unfit("a lone surrogate, which no UTF-8 text can hold") from None
     return value
 
 

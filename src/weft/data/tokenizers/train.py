@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import queue
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,11 @@ from weft.data.folders import partial_folder, publish
 from weft.data.tokenizers.exactness import PATTERNS
 
 END_OF_DOCUMENT = "<|endoftext|>"
+LARGEST = 10_000_000  # entries: the trainer takes memory for all of them before it begins
+# Characters. A word of more than twice that many is cut: merging within a word takes time with its length's square.
+LONG = 1000
+# Words are at most two characters, and a line end or two, beside letters, or blanks, or signs.
+SIGNS = re.compile(r"(?:[^\w\s]|_)+")
 
 
 def train(
@@ -25,7 +31,10 @@ def train(
     special: Sequence[str] = (),
 ) -> int:
     """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its folder, whole or not at all,
-    in place of what is there.
+    in place of a tokenizer that is there.
+
+    Words of thousands of characters (base64, a line of dashes) are learned from in pieces of about a thousand; words of
+    up to 1,000 characters are never cut.
 
     Args:
         texts: the documents; the same texts give the same bytes.
@@ -36,19 +45,12 @@ def train(
         The size reached: less than asked if the texts run out of pairs to merge.
 
     Raises:
-        UserError: a size that has no room for bytes and special tokens, or a special token twice.
+        UserError: a size that has no room for bytes and special tokens, or a special token twice; no text at all.
     """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-    specials = [END_OF_DOCUMENT, *special]
-    if len(set(specials)) < len(specials) or "" in specials:
-        raise UserError(f"--special: a token is empty or named twice ({END_OF_DOCUMENT} is always there)")
-    least = 256 + len(specials)
-    if vocab_size < least:
-        raise UserError(
-            f"--vocab-size {vocab_size}: at least {least} are needed, for 256 bytes and {', '.join(specials)}"
-        )
+    check_size(vocab_size, special)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -59,13 +61,58 @@ def train(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=specials,
+        special_tokens=[END_OF_DOCUMENT, *special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    _in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), texts)
+    some = False
+
+    def pieces() -> Iterator[str]:
+        nonlocal some
+        for text in texts:
+            some = some or bool(text)
+            yield from cut(text)
+
+    _in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), pieces())
+    if not some:
+        raise UserError("no text to learn from: all documents are empty; name others")
     write_folder(tokenizer.to_str(pretty=True), END_OF_DOCUMENT, out, special=special)
     return tokenizer.get_vocab_size()
+
+
+def check_size(vocab_size: int, special: Sequence[str]) -> None:
+    """See that a vocabulary of this size can be trained.
+
+    Raises:
+        UserError: as `train`.
+    """
+    specials = [END_OF_DOCUMENT, *special]
+    if len(set(specials)) < len(specials) or "" in specials:
+        raise UserError(f"--special: a token is empty or named twice ({END_OF_DOCUMENT} is always there)")
+    least = 256 + len(specials)
+    if vocab_size < least:
+        raise UserError(
+            f"--vocab-size {vocab_size}: at least {least} are needed, for 256 bytes and {', '.join(specials)}"
+        )
+    if vocab_size > LARGEST:
+        raise UserError(f"--vocab-size {vocab_size}: {LARGEST:,} are the most; vocabularies have 32,000 to 300,000")
+
+
+def cut(text: str) -> Iterator[str]:
+    """A text in pieces, so that no word is longer than about 2 * LONG characters; nearly always it is the text itself.
+
+    A word that long covers a stretch of LONG characters between two multiples of LONG: it is cut at both of its ends.
+    """
+    begin = 0
+    for start in range(0, len(text) - LONG + 1, LONG):
+        stretch = text[start : start + LONG]
+        if stretch.isalpha() or stretch.isspace() or SIGNS.fullmatch(stretch):
+            if start > begin:
+                yield text[begin:start]
+            yield stretch
+            begin = start + LONG
+    if begin < len(text) or not text:
+        yield text[begin:]
 
 
 def write_folder(
@@ -77,7 +124,7 @@ def write_folder(
     settings: dict | None = None,
     beside: Sequence[Path] = (),
 ) -> None:
-    """Write a tokenizer's folder, whole or not at all, in place of what is there.
+    """Write a tokenizer's folder, whole or not at all, in place of a tokenizer that is there.
 
     Args:
         content: of tokenizer.json.

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.errors import UserError
-from weft.data.folders import publish, sync
+from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, publish, sync
 from weft.data.stores.foreign.foreign import Documents, Foreign
-from weft.data.stores.foreign.formats import open_foreign
+from weft.data.stores.foreign.formats import detect, open_foreign
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, token_dtype
 from weft.data.stores.operations.making import hidden_folder, up_to_date, write_info
 from weft.data.stores.operations.text_bytes import TextBytes
@@ -74,6 +74,7 @@ def convert(
         vocabulary: needed for `weft`; its size is checked against every id, wherever it is known.
         recut: forget the input's documents and cut its stream of tokens behind each end-of-document token.
         tokenizer: counts the bytes of the text.
+        overwrite: replace what is there if it is of the format that is written; never anything else.
 
     Raises:
         UserError: not a store, an id outside of the vocabulary (with its document), something else at `out`.
@@ -108,12 +109,15 @@ def convert(
                 yield _closed(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
                 bar.update(done)
 
+        check_name(out)
+        # A folder of another tool's may be the one that all is in, such as ".".
+        read = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
+        check_apart(out, [path, *read] if source.format == "weft" else read)
         if to == "weft":
             return _to_weft(source, path, out, vocabulary, documents(True), cut, tokenizer, overwrite)
         taken = [out.with_name(out.name + end) for end in (".bin", ".idx")] if to == "megatron" else [out]
         for file in taken:
-            if file.exists() and not overwrite:
-                raise UserError("exists already; name another --out, or --overwrite replaces it", file)
+            _check_file(file, to, overwrite, source)
         # A store of ours is Megatron's files already.
         if to == "megatron" and not cut and source.format in ("weft", "megatron"):
             return replace(_linked(source, out), mask_lost=masked)
@@ -189,6 +193,7 @@ def _to_weft(source, path, out, vocabulary: Vocabulary, documents, cut, tokenize
             raise UserError("already a store of Weft's, with a loss mask that converting would lose; copy it", path)
         made_from["bin_sha256"] = old.bin_sha256
     # The content of another tool's files is not known before they are read: what is there is never taken for it.
+    check_out(out, STORE, overwrite=overwrite)
     up_to_date(out, made_from, overwrite, reusable=False)
     with hidden_folder(out) as folder:
         writer = IndexedWriter(folder / "tokens", token_dtype(vocabulary.size or 0))
@@ -282,6 +287,24 @@ def _to_pbin(source: Foreign, out: Path, vocabulary: Vocabulary, documents) -> C
         file.close()
         _publish(folder, out, ("",))
     return Converted("pbin", count, tokens)
+
+
+def _check_file(file: Path, to: str, overwrite: bool, source: Foreign) -> None:
+    """A file can be made; one that is there is replaced only if it is what is written."""
+    check_parent(file)
+    check_apart(file, [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)])
+    if not os.path.lexists(file):
+        return
+    try:
+        found = file.is_file() and detect(file) == to
+        if found and to == "pbin":
+            open_foreign(file, to)
+    except UserError:
+        found = False
+    if not found:
+        raise UserError(f"exists already and is no {to} file; name another --out", file)
+    if not overwrite:
+        raise UserError("exists already; name another --out, or --overwrite replaces it", file)
 
 
 def _publish(folder: Path, out: Path, ends: tuple[str, ...]) -> None:

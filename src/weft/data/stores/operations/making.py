@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.data.folders import partial_folder, publish, sync
+from weft.data.folders import STORE, check_apart, check_out, exists_already, partial_folder, publish, sync
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.operations.reading import Block
 from weft.data.stores.operations.text_bytes import TextBytes
@@ -102,12 +102,15 @@ def make(
         outs: folders, and what each is made from (`arguments_of`): one that is there already is not made again.
         fill: puts the documents into the parts, one for each of `outs`.
         tokenizer: counts the bytes of the text; without it they are known only where all documents are kept.
-        overwrite: replace what is there.
+        overwrite: replace stores that are there; never anything else.
         reusable: whether a store made from the same is as good as a new one.
 
     Raises:
         UserError: another folder is there, nothing is left for a part, or a full disk.
     """
+    for number, (out, _) in enumerate(outs):
+        check_out(out, STORE, [source.path], overwrite=overwrite)
+        check_apart(out, [other for other, _ in outs[:number]])
     there = [up_to_date(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
     if tokenizer is not None:  # made before without counting the bytes: now they are wanted
         there = [None if info is None or info.bytes is None else info for info in there]
@@ -149,9 +152,9 @@ def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusabl
         return None
     if reusable and (out / "store.json").exists():
         stored = read_json(out / "store.json")
-        if stored.get("made_from") == made_from:
+        if isinstance(stored, dict) and stored.get("made_from") == made_from:
             return StoreInfo.model_validate(stored)
-    raise UserError("exists already and is not this store; name another --out, or --overwrite replaces it", out)
+    raise exists_already(out, STORE, " and is not this store")
 
 
 @contextmanager
