@@ -1,7 +1,9 @@
 """A process that reads ahead and dies, or a dataset that raises: one line that says where, no traceback."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -49,6 +51,22 @@ def test_a_dataset_that_raises_is_told_with_its_sample_and_line(workers):
     with pytest.raises(UserError, match=r"test_workers.py:\d+: Deadly\[9\] raised KeyError: .no such.nrow.; ") as told:
         list(source.iterate(0, 5, workers))
     assert "\n" not in str(told.value)
+
+
+def test_a_signal_to_all_processes_leaves_the_workers_to_the_trainer():
+    batches = BatchSource(Deadly(-1, ""), rows=4, shuffle=False).iterate(0, 40, workers=1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    stranger = subprocess.Popen(["sh", "-c", f"kill -TERM {worker.pid}; kill -INT {worker.pid}"])
+    assert stranger.wait() == 0
+    assert sum(len(batch.samples) for batch in batches) == 39 * 4
+
+    batches = BatchSource(Deadly(-1, ""), rows=4, shuffle=False).iterate(0, 40, workers=1)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()  # as this process does with one that is stuck
+    worker.join(5)
+    assert worker.exitcode == 0
 
 
 def test_no_handler_is_left_that_raises_in_the_middle_of_other_work():

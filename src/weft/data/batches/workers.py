@@ -47,7 +47,12 @@ def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[
     )
     before = multiprocessing.active_children()
     watch = _Watch()
-    batches = iter(loader)
+    # Workers inherit what is blocked here: a signal that comes while they start must not end them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     watch.begin([child for child in multiprocessing.active_children() if child not in before])
     died = None
     try:
@@ -142,8 +147,20 @@ class _Steps(TorchDataset):
 
 
 def _begin_quietly(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers itself
+    # Ctrl-C and SIGTERM may reach the whole group; the trainer needs its batches until it has saved, and ends its
+    # workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_leave_when_told, args=(os.getppid(),), daemon=True).start()
     sys.excepthook = _say_unless_unplugged
+
+
+def _leave_when_told(trainer: int) -> None:
+    """Only the trainer's own SIGTERM counts: it ends so a worker that is stuck in a sample."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
 
 
 def _say_unless_unplugged(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
