@@ -137,6 +137,9 @@ def test_a_run_that_is_still_writing(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     assert "step 5 of 500" in page_of(run).text
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n")  # torn all the same, and ended by whoever looked at it
+    assert "step 5 of 500" in page_of(run).text
 
 
 def test_many_steps_make_a_page_of_bounded_size(tmp_path):

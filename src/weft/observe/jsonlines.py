@@ -49,7 +49,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All objects of a file; none if there is no file.
 
-    Only the last line may be torn (a process killed while writing it): it is left out.
+    Only the last line may be torn (a process killed, or not yet done, while writing it): it is left out.
 
     Raises:
         UserError: a broken line anywhere else, or a file that cannot be read.
@@ -60,13 +60,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", path) from error
-    lines = content.split(b"\n")
+    lines = content.rstrip(b"\n").split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         record = decode(line)
         if record is not None:
             records.append(record)
-        elif number < len(lines):  # a line with its newline was written whole: it was damaged later
+        elif number < len(lines):  # only the last one can be torn: this one was damaged later
             raise UserError("not a JSON object with a step; mend or remove this line", path, number)
     return records
 
