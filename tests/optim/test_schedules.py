@@ -40,6 +40,12 @@ def test_after_the_warm_up_it_is_its_closed_form(name, arguments, closed_form):
     assert seen[10:] == pytest.approx([closed_form(i / 90) for i in range(90)], abs=1e-12)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 6, 7, 30])
+def test_a_decay_that_is_asked_for_is_seen_in_the_shortest_run(steps):
+    assert factors("wsd", steps)[-1] < 1
+    assert factors("wsd", steps, decay_fraction=0.0) == [1.0] * steps
+
+
 def test_warm_up_as_a_fraction_is_the_same_as_in_steps():
     assert factors("cosine", 200, warmup_fraction=0.05) == factors("cosine", 200, warmup_steps=10)
 

@@ -12,7 +12,8 @@ from weft.optim.schedule import Schedule
 class WarmupStableDecay(Schedule):
     """Full learning rate, then over the last `decay_fraction` of the run down to `final` (a share of lr).
 
-    `shape` is that of the decay; "sqrt" is `1 - sqrt(progress)`, the best of Hägele et al.
+    `shape` is that of the decay; "sqrt" is `1 - sqrt(progress)`, the best of Hägele et al. However short the run, at
+    least its last step is lowered, unless `decay_fraction` is 0.
     """
 
     def __init__(
@@ -26,7 +27,8 @@ class WarmupStableDecay(Schedule):
         shape: Literal["linear", "sqrt"] = "linear",
     ):
         super().__init__(total_steps, warmup_steps, warmup_fraction)
-        self.decay_steps = round(decay_fraction * total_steps)
+        # The first step of the decay is still at full rate: with fewer than two there would be none.
+        self.decay_steps = max(2, round(decay_fraction * total_steps)) if decay_fraction else 0
         self.final, self.shape = final, shape
 
     def after_warmup(self, step: int, steps: int) -> float:
