@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not (run_directory / "tokenizer").exists():
         raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", run_directory)
     tokenizer = Tokenizer.load(run_directory / "tokenizer")
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompts]
+    texts = [prompt_of(argument) for argument in args.prompts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
@@ -84,6 +84,23 @@ def run(args: argparse.Namespace) -> int:
         for number, text in enumerate(written, start=1):
             say(f"{'' if number == 1 else chr(10)}[{number}] {text}\n")
     return 0
+
+
+def prompt_of(argument: str) -> str:
+    """The text of one PROMPT argument; of standard input for -.
+
+    Raises:
+        UserError: it is not UTF-8.
+    """
+    from weft.config.errors import UserError
+
+    # What is no UTF-8 in an argument, Python hands on as half characters that no tokenizer takes.
+    raw = sys.stdin.buffer.read() if argument == "-" else argument.encode("utf-8", "surrogateescape")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = "the prompt on standard input" if argument == "-" else f"the prompt {argument!r}"
+        raise UserError(f"{place} is not UTF-8 text, from byte {error.start:,} on; convert it to that") from None
 
 
 def say(text: str) -> None:
