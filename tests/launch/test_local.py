@@ -89,6 +89,48 @@ def test_a_killed_launcher_takes_its_ranks_with_it(run_yaml, tmp_path):
     assert none_left_in(tmp_path)
 
 
+def rank_in(folder: Path, rank: int) -> int:
+    """The process of a rank."""
+    for process in processes_in(folder):
+        proc = Path(f"/proc/{process}")
+        environment, parent = (proc / "environ").read_bytes(), (proc / "stat").read_text().rpartition(")")[2].split()[1]
+        if f"\0RANK={rank}\0".encode() in environment and b"RANK=" not in Path(f"/proc/{parent}/environ").read_bytes():
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_killed_rank_is_told_in_one_line_and_a_signal_to_any_rank_stops_all(run_yaml, tmp_path, monkeypatch):
+    scratch, run = tmp_path / "scratch", tmp_path / "runs" / "demo"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    file = slow_run(run_yaml, tmp_path)
+    arguments = (file, "checkpoint.every=3", "--nproc", 2)
+    process = start(*arguments, cwd=tmp_path)
+    until_step(process, run, 4)
+    victim = rank_in(tmp_path, 1)
+    os.kill(victim, signal.SIGKILL)
+    code, errors = finish(process)
+    saved = int(max((run / "checkpoints").glob("step-*")).name[5:])
+    assert code == 3
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith(f"rank 1 (process {victim}) was killed by SIGKILL")
+    assert f"the last checkpoint is that of step {saved}, and the same command goes on" in errors.splitlines()[-1]
+    assert "Traceback" in (run / "logs" / "rank-00000.log").read_text()
+    assert none_left_in(tmp_path)
+
+    process = start(*arguments, cwd=tmp_path)
+    until_step(process, run, saved + 5)
+    os.kill(rank_in(tmp_path, 1), signal.SIGTERM)
+    code, errors = finish(process)
+    assert code == 128 + signal.SIGTERM, errors
+    left_at = losses(run)[-1][0]
+    assert f"stopped after step {left_at}, saved" in errors
+    assert "signal" not in errors  # torch's own words
+    assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
+    assert none_left_in(tmp_path)
+    assert not [path.name for path in scratch.iterdir() if "elastic" in path.name or "weft" in path.name]
+
+
 def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path):
     in_the_way = tmp_path / "a_file"
     in_the_way.write_text("")

@@ -64,6 +64,7 @@ def start(*arguments, cwd: Path) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # so that a test can signal the whole group, as `timeout` does
     )
 
 

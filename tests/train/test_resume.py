@@ -1,5 +1,6 @@
 """A run that was killed or stopped goes on as if nothing had happened, to the last bit."""
 
+import os
 import signal
 
 from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
@@ -34,16 +35,51 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
     # It goes on from step 17, and on its way is asked to leave.
     process = start(file, cwd=tmp_path)
     until_step(process, run, killed_at + 1)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)  # its worker hears it too, and is needed until the checkpoint is there
     code, errors = finish(process)
     assert code == 128 + signal.SIGTERM, errors
     left_at = losses(run)[-1][0]
     assert killed_at < left_at < 40
     assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
     assert f"stopped after step {left_at}, saved" in errors
+    assert "Traceback" not in errors
     assert losses(run) == losses(straight)[:left_at]
 
     assert train(file) == 0
     assert [step for step, *_ in losses(run)] == list(range(1, 41))
     assert losses(run) == losses(straight)
     assert_same_weights(straight, run)
+
+
+def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_left_alone(
+    run_yaml, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    short = {"training": {"steps": 2}, "schedule": {"warmup_steps": 1}, "data": {"validation": None}}
+    file, run = run_yaml(**short, log=QUIET), tmp_path / "runs" / "demo"
+    assert train(file) == 0
+    said = capsys.readouterr().err
+    assert "(2.0k in all)" in said
+    assert "0.0M" not in said
+
+    # Nothing is to be done: nothing is written, and so nothing that was not trained with is taken for what was.
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert train(file, "optimizer.lr=1e-5", "run.seed=9") == 0
+    said = capsys.readouterr().err
+    assert "this run is finished: it has made 2 steps" in said
+    assert train(file, "training.steps=1") == 0
+    said += capsys.readouterr().err
+    assert "this run is past its length: it has made 2 steps, and its length is 1" in said
+    assert "step 2/" not in said
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+    changed = ("run.seed=9", "data.sequence_length=32", "data.workers=1", "optimizer.lr=1e-3")
+    assert train(file, "training.steps=3", *changed) == 0
+    said = capsys.readouterr().err
+    for words in ("run.seed: 7 -> 9", "data.sequence_length: 64 -> 32", "optimizer.lr: 0.003 -> 0.001"):
+        assert f"changed since the run last trained: {words}" in said
+    assert "data.workers" not in said  # it changes no result
+    assert "data.sequence_length, run.seed decide which samples a step takes" in said
+
+    assert train(file, "training.steps=4", *changed) == 0
+    assert "run.seed" not in capsys.readouterr().err  # compared with the last training, not with the first

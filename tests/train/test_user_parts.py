@@ -1,5 +1,8 @@
 """Parts of the user's own, by `type: module:Class` from the working directory."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from running import QUIET, assert_same_weights, losses, metrics, replaced, train
@@ -49,6 +52,19 @@ class Halving:
 
     def __call__(self, step):
         return 0.5**step
+
+
+class Boom(torch.optim.SGD):
+    def __init__(self, params, *, lr: float = 0.1, at: int = 0):
+        super().__init__(params, lr)
+        self.at = at
+        if at == 0:
+            raise ValueError("boom,\\nand more")
+
+    def step(self):
+        if self.at == 1:
+            torch.zeros(2) + torch.zeros(3)
+        super().step()
 
 
 class Bad:
@@ -173,3 +189,19 @@ def test_a_new_run_from_a_checkpoint_goes_on_where_that_one_stood(parts):
     without, _ = started("without")
     assert without[0] == expected[0]
     assert without[2] != expected[2]
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [(0, r"ValueError: boom, and more \(in my_parts:Boom, optimizer\)"), (1, r"RuntimeError: The size .*")],
+)
+def test_an_exception_in_the_users_code_is_a_line_and_the_way_there(parts, capsys, at, said):
+    file, _ = parts("boom", optimizer={"type": "my_parts:Boom", "at": at})
+    assert train(file) == 2
+    lines = capsys.readouterr().err.splitlines()
+    line, *way = lines[next(i for i, line in enumerate(lines) if re.match(r"\S*my_parts.py:\d", line)) :]
+    assert re.fullmatch(rf"\S*my_parts\.py:\d+: {said}", line)
+    assert way[0] == "Traceback (most recent call last):"
+    files = [Path(step.split('"')[1]).name for step in way if step.startswith("  File ")]
+    assert files[0] == "my_parts.py"
+    assert "trainer.py" not in files

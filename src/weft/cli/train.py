@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.config.run import RunConfig
 
 HELP = "train a model as a YAML file says; go on if it was interrupted"
 
@@ -21,8 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  weft train run.yaml optimizer.lr=1e-3 training.steps=2000\n"
         "  weft train run.yaml --nproc 4                       four processes on this machine (FSDP2)\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
-        "exit codes: 0 finished, 1 the loss is not finite (a checkpoint is saved), 2 a mistake in the input,\n"
-        "130 stopped by Ctrl-C and 143 by SIGTERM (a checkpoint is saved)"
+        "exit codes:\n"
+        "  0    finished\n"
+        "  1    the loss is not finite (a checkpoint is saved); or a fault of Weft's own, with its traceback\n"
+        "  2    a mistake in the input, or an exception in a class of your own\n"
+        "  3    a process of --nproc was killed (the same command goes on from the last checkpoint)\n"
+        "  130  stopped by Ctrl-C, 143 by SIGTERM (a checkpoint is saved)\n"
+        "torchrun makes 1 of all that are not 0."
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="the run's YAML file")
@@ -40,28 +50,35 @@ def run(args: argparse.Namespace) -> int:
         from weft.launch.local import die_with_launcher
 
         die_with_launcher()
-        return train(RunConfig.load(args.file, args.overrides), fresh=args.fresh)
+        return train(lambda: RunConfig.load(args.file, args.overrides), fresh=args.fresh)
     config = RunConfig.load(args.file, args.overrides)  # mistakes are told before anything heavy starts
     from weft.launch.local import checked_nproc, launch_local
 
     nproc = checked_nproc(args.nproc)
     if nproc == 1:
-        return train(config, fresh=args.fresh)
+        return train(lambda: config, fresh=args.fresh)
     from weft.config.mesh import mesh_shape
 
     mesh_shape(config.parallel, nproc)
     command = [sys.executable, "-m", "weft", "train", args.file, *args.overrides]
-    return launch_local([*command, "--fresh"] if args.fresh else command, nproc)
+    return launch_local([*command, "--fresh"] if args.fresh else command, nproc, config.run_directory)
 
 
-def train(config, *, fresh: bool) -> int:
-    """Train in this process; returns the exit code."""
-    from weft.train.trainer import Trainer
+def train(load: Callable[[], RunConfig], *, fresh: bool) -> int:
+    """Train in this process what `load` gives; returns the exit code."""
+    from weft.config.errors import UserError
+    from weft.launch.failures import told, told_mistake
 
-    outcome = Trainer(config, fresh=fresh).fit()
+    config = None
+    try:
+        config = load()
+        from weft.train.trainer import Trainer
+
+        outcome = Trainer(config, fresh=fresh).fit()
+    except UserError as error:
+        raise told_mistake(error) from None
+    except Exception as error:
+        return told(error, config.as_dict() if config is not None else {})
     if outcome.status == "stopped":
-        if int(os.environ.get("RANK", 0)) == 0:
-            done = f"after step {outcome.step}, saved" if outcome.step else "before the first step"
-            print(f"stopped {done}; the same command goes on from there", file=sys.stderr)
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status == "non-finite" else 0

@@ -7,50 +7,52 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from weft.config.errors import UserError
+from weft.launch.failures import account_for
 
-EXIT_BY_SIGNAL = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
-
-def launch_local(command: Sequence[str], nproc: int) -> int:
+def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int:
     """Run `command` as ranks 0 to `nproc` - 1 and wait for them; signals to this process reach all of them.
 
     Each rank gets torchrun's environment, a share of the cores, and dies with this process, however that ends.
 
     Returns:
-        0, or the exit code of the first rank that failed. What there is to say, that rank has said.
+        0, or what `account_for` makes of the ranks that failed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks speak for themselves
+    elastic = logging.getLogger("torch.distributed.elastic")  # its loggers have levels of their own: stop them here
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # time to save a checkpoint on SIGTERM
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     os.environ["WEFT_LAUNCHER"] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        run_id=f"weft-{os.getpid()}",  # without one torch warns, before the rank's own line
-        nproc_per_node=nproc,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-        logs_specs=DefaultLogsSpecs(),
-    )
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        stopped = [128 - code for code in codes if code < 0]
-        return next((code for code in sorted(codes) if code > 0), stopped[0] if stopped else 1)
-    except SignalException as error:
-        return 128 + int(error.sigval)
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as words:  # that ranks leave of how they ended
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            run_id=f"weft-{os.getpid()}",  # without one torch warns, before the rank's own line
+            nproc_per_node=nproc,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=words),
+        )
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            return account_for(error.failures, run_directory)
+        except SignalException as error:
+            return 128 + int(error.sigval)
     return 0
 
 

@@ -74,21 +74,22 @@ class Loop:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
 
-    def run(self, step: int) -> Outcome:
-        """Train from `step` updates to the end, to a signal, or to a number that is none."""
+    def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
+        """Train from `step` updates to the end, to a number that is none, or to what `stop` hears on any rank."""
+        stop = stop or StopSignal()
         loss, measured, saved_at = None, {}, step
         batches = iter(self.source.iterate(step, self.length.steps, self.config.data.workers))
-        with StopSignal() as stop, self.recorder.progress(step):
+        with self.recorder.progress(step):
             while step < self.length.steps:
                 self.recorder.begin_step()
                 batch = next(batches)
                 self.recorder.data_arrived()
                 # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
-                weight, stopping = self.world.sum(self.objective.weight(batch), float(stop.received is not None))
-                if stopping:
+                weight, *votes = self.world.sum(self.objective.weight(batch), *stop.votes)
+                if (received := stop.agreed(votes)) is not None:
                     if saved_at != step:
                         self.save(step)
-                    return Outcome("stopped", step, loss, measured, int(stop.received or 0))
+                    return Outcome("stopped", step, loss, measured, received)
 
                 loss = self.accumulate_gradients(batch, weight, step)
                 norm = clip_gradients(self.parameters, self.config.training.grad_clip)

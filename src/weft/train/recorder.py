@@ -29,7 +29,7 @@ from weft.observe.samples import SamplesFile
 from weft.observe.tracking import Tracking
 from weft.parallel.world import World
 from weft.train.choices import DTYPES
-from weft.train.run_directory import RunDirectory
+from weft.train.run_directory import RunDirectory, reorders
 
 log = logging.getLogger("weft.train")
 
@@ -102,8 +102,8 @@ class Recorder:
     def _introduce(self, parameters: int, step: int, plan: Plan | None) -> None:
         training, length = self.config.training, self.length
         self.console.line(
-            f"{self.run.path}: {parameters / 1e6:,.1f}M parameters, {length.steps:,} steps of "
-            f"{length.tokens_per_step:,} tokens ({length.steps * length.tokens_per_step / 1e6:,.1f}M in all), "
+            f"{self.run.path}: {amount(parameters)} parameters, {length.steps:,} steps of "
+            f"{length.tokens_per_step:,} tokens ({amount(length.steps * length.tokens_per_step)} in all), "
             f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
             + (f" ({training.threads} threads)" if self.world.device.type == "cpu" else "")
         )
@@ -111,13 +111,14 @@ class Recorder:
             self.console.line(line)
         if step:
             self.console.line(f"goes on after step {step:,}")
-            for change in self.run.changes(self.config):
-                self.console.warning(f"changed since the run began: {change}")
-        if step >= length.steps:
-            self.console.line(
-                f"this run is finished: it has made {step:,} of {length.steps:,} steps; lengthen it (training.steps), "
-                "or --fresh starts over"
-            )
+            changes = self.run.changes(self.config)
+            for key, (before, now) in changes.items():
+                self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
+            if keys := [key for key in changes if reorders(key)]:
+                self.console.warning(
+                    f"{', '.join(keys)} decide{'s' * (len(keys) == 1)} which samples a step takes: from here on some "
+                    "may come again and others never; --fresh starts over"
+                )
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
@@ -134,6 +135,9 @@ class Recorder:
         """The session is over: note how, and draw the report."""
         if not self.speaks:
             return
+        if status == "stopped":
+            done = f"after step {step}, saved" if step else "before the first step"
+            self.console.line(f"stopped {done}; the same command goes on from there")
         end_session(self.run.path, status=status, step=step)
         build_report(self.run.path)
 
@@ -227,3 +231,10 @@ class Recorder:
         if kind not in self.warned:
             self.warned.add(kind)
             self.console.warning(text)
+
+
+def amount(number: float) -> str:
+    """A count for people: 640, 30.7k, 1,234.5M."""
+    if number < 1e6:
+        return f"{number / 1e3:,.1f}k" if number >= 1e3 else f"{number:,}"
+    return f"{number / 1e6:,.1f}M"

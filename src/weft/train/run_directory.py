@@ -16,7 +16,9 @@ from weft.config.run import RunConfig
 from weft.data.tokenizers.tokenizer import Tokenizer
 
 # What a resumed run may differ in without a word: it changes no result.
-SILENT = ("run.", "log.", "checkpoint.", "samples.", "parallel.", "training.dtype", "training.threads")
+SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
+# What decides which samples a step takes, by a function of the step: a change does not begin the order anew.
+ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
 
 
 def claim(path: Path, *, fresh: bool) -> int:
@@ -98,16 +100,16 @@ class RunDirectory:
             kept["threads"] = before["threads"]
         return config.model_copy(update={"training": training.model_copy(update=kept)})
 
-    def changes(self, config: RunConfig) -> list[str]:
-        """What this session's config does otherwise than the run so far: `optimizer.lr: 0.003 -> 0.001`."""
+    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """What this session's config says otherwise than that of the last training: key -> before and now."""
         if self.saved is None:
-            return []
+            return {}
         before, now = flat(self.saved), flat(config.as_dict())
-        return [
-            f"{key}: {before.get(key)} -> {now.get(key)}"
+        return {
+            key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
             if before.get(key) != now.get(key) and not key.startswith(SILENT)
-        ]
+        }
 
     def write_config(self, config: RunConfig) -> None:
         """Save the resolved config, and the tokenizer beside it, so that the directory is enough to go on from."""
@@ -124,6 +126,11 @@ class RunDirectory:
         """The run's own copy of its tokenizer, if it has one."""
         path = self.path / "tokenizer"
         return Tokenizer.load(path) if path.exists() else None
+
+
+def reorders(key: str) -> bool:
+    """Whether a change of this key moves the boundary between samples seen and samples to come."""
+    return key.startswith(ORDER) and not key.startswith(NO_ORDER)
 
 
 def replace_text(path: Path, text: str) -> None:

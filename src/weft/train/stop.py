@@ -1,14 +1,17 @@
-"""SIGTERM and SIGINT ask the loop to save and leave; a second SIGINT leaves at once."""
+"""SIGTERM and SIGINT, to any rank, ask the loop to save and leave; a second SIGINT leaves at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType
 
 
 class StopSignal:
     """A context in which the two signals set `received` in place of ending the process."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -16,13 +19,23 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in self.NUMBERS:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def votes(self) -> list[float]:
+        """1 for the signal that came to this rank; to be summed over all ranks."""
+        return [float(self.received == number) for number in self.NUMBERS]
+
+    @classmethod
+    def agreed(cls, votes: Sequence[float]) -> int | None:
+        """What the summed votes say on all ranks alike: the signal's number, or None to go on."""
+        return next((int(number) for number, vote in zip(cls.NUMBERS, votes, strict=True) if vote), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:

@@ -22,6 +22,7 @@ from weft.train.data import Data, open_data
 from weft.train.loop import Loop, Outcome
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, claim
+from weft.train.stop import StopSignal
 
 
 class Trainer:
@@ -52,10 +53,15 @@ class Trainer:
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
+            if step >= data.length.steps:
+                self.console.line(nothing_to_do(run, step, data.length.steps))
+                world.close()
+                return Outcome("finished", step, None, {})
             loop = wire(config, world, run, data, model, optimizer, step, self.console)
-            outcome = loop.run(step)
-            loop.recorder.ended(outcome.status, outcome.step)
-            world.close()
+            with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
+                outcome = loop.run(step, stop)
+                loop.recorder.ended(outcome.status, outcome.step)
+                world.close()
             return outcome
         except BaseException:
             world.abandon()
@@ -104,6 +110,15 @@ def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: t
     if config.model.from_ is not None:
         load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
     return 0
+
+
+def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
+    """What a run says that has made all its steps. Nothing is written: the saved config stays that of its training."""
+    where = "finished" if step == steps else "past its length"
+    return (
+        f"{run.path}: this run is {where}: it has made {step:,} steps, and its length is {steps:,}; nothing to do; "
+        "lengthen it (training.steps), or --fresh starts over"
+    )
 
 
 def wire(

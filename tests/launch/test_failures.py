@@ -1,0 +1,70 @@
+"""Which of several failed ranks is named, what is said of it, and with which exit code."""
+
+import signal
+
+import pytest
+
+from weft.launch.failures import account_for, leave_word
+
+
+@pytest.fixture
+def failure(tmp_path, monkeypatch):
+    """A rank's failure as PyTorch's elastic agent hands it on."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    monkeypatch.setenv("RANK", "0")
+
+    def make(exitcode, kind=None, text=""):
+        path = tmp_path / f"error-{len(list(tmp_path.iterdir()))}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        if kind is not None:
+            assert leave_word(text, kind)
+        return ProcessFailure(local_rank=0, pid=4242, exitcode=exitcode, error_file=str(path))
+
+    return make
+
+
+def test_a_killed_rank_is_named_with_where_to_go_on(failure, tmp_path, capsys):
+    lost = failure(1, "internal", "Traceback: connection closed by peer")
+    run = tmp_path / "run"
+    assert account_for({0: lost, 1: failure(-signal.SIGKILL)}, run) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 1 (process 4242) was killed by SIGKILL")
+    assert "no checkpoint yet, so the same command starts over" in line
+    assert str(run / "logs") in line
+
+
+def test_what_the_agent_ends_itself_is_not_blamed(failure, tmp_path, capsys):
+    assert account_for({1: failure(-signal.SIGTERM), 0: failure(-signal.SIGSEGV)}, tmp_path) == 3
+    assert capsys.readouterr().err.startswith("rank 0 (process 4242) was killed by SIGSEGV; ")
+
+
+def test_the_users_own_exception_is_shown_once_and_before_what_it_caused(failure, tmp_path, capsys):
+    first = failure(1, "internal", "Traceback: connection closed")
+    own = failure(2, "own", "my.py:3: ValueError: boom\nTraceback: my.py")
+    assert account_for({0: first, 1: own, 2: failure(-signal.SIGABRT)}, tmp_path) == 2
+    assert capsys.readouterr().err == "my.py:3: ValueError: boom\nTraceback: my.py\n"
+
+
+def test_a_mistake_was_told_by_its_rank(failure, tmp_path, capsys):
+    assert account_for({0: failure(1, "internal", "x"), 1: failure(2, "mistake", "wrong")}, tmp_path) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_of_faults_of_weft_the_first_is_shown(failure, tmp_path, capsys):
+    first = failure(1, "internal", "Traceback: the cause")
+    assert account_for({0: failure(1, "internal", "Traceback: a consequence"), 1: first}, tmp_path) == 1
+    assert "the cause" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_ranks_that_left_in_peace(failure, tmp_path, capsys, code):
+    assert account_for({0: failure(-signal.SIGTERM), 1: failure(code)}, tmp_path) == code
+    assert account_for({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: told by the first rank
+    assert capsys.readouterr().err == ""
+
+
+def test_no_launcher_no_word(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    assert not leave_word("text", "own")
