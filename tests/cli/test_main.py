@@ -193,6 +193,24 @@ def test_the_reader_may_leave(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["--help", "config schema"])
+def test_a_full_disk_behind_standard_output(arguments, unbuffered):
+    command, environment = [sys.executable, "-m", "weft", *arguments.split()], {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=os.environ | environment, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr == b"weft: standard output cannot be written: No space left on device; send it elsewhere\n"
+
+
+def test_only_what_must_be_given_is_asked_for(capsys):
+    assert cli.main(["train"]) == 2
+    said = capsys.readouterr().err
+    assert "required: FILE" in said
+    assert "key=value" not in said.splitlines()[-1]
+
+
 def test_a_terminal_without_unicode(tmp_path):
     (tmp_path / "run.yaml").write_text(
         RUN + 'samples: {prompts: ["caf\u00e9 \u2192"]}\ntokenizer: tok\n', encoding="utf-8"

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from weft.launch.failures import account_for, leave_word
+from weft.launch.failures import account_for, leave_word, own_part
 
 
 @pytest.fixture
@@ -62,6 +62,26 @@ def test_ranks_that_left_in_peace(failure, tmp_path, capsys, code):
     assert account_for({0: failure(-signal.SIGTERM), 1: failure(code)}, tmp_path) == code
     assert account_for({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: told by the first rank
     assert capsys.readouterr().err == ""
+
+
+def raised(file):
+    """An exception raised by code of this file, which this test calls."""
+    names = {}
+    exec(compile("def act(): raise RuntimeError('closed')", file, "exec"), names)
+    try:
+        names["act"]()
+    except RuntimeError as error:
+        return error
+
+
+def test_what_is_the_users_own():
+    beneath = own_part(raised("/lib/python3/site-packages/torch/nn/modules/linear.py"), {})
+    line, _, first, *_ = beneath.splitlines()
+    assert "test_failures.py:" in line
+    assert line.endswith(": RuntimeError: closed")
+    assert first.startswith(f'  File "{__file__}"')
+    # A rank that died is not the fault of the model that waits for its weights.
+    assert own_part(raised("/lib/python3/site-packages/torch/distributed/distributed_c10d.py"), {}) is None
 
 
 def test_no_launcher_no_word(monkeypatch, tmp_path):

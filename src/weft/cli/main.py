@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from weft import __version__
 
@@ -51,6 +52,12 @@ class Parser(argparse.ArgumentParser):
     """Takes options and positional arguments in any order: `weft train run.yaml --nproc 4 optimizer.lr=1e-3`."""
 
     _within = False
+
+    def add_argument(self, *args, **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As argparse's; positional arguments that may be none are not called missing."""
+        if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
+            kwargs.setdefault("default", [])
+        return super().add_argument(*args, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """As argparse's, and `parse_known_intermixed_args` where there are no sub-verbs."""
@@ -96,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name; by default `sys.argv[1:]`.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input, which is told in one line; 130 after Ctrl-C; or the verb's own.
+        The exit code: 0; 2 for a mistake in the input or a standard output that cannot be written, each told in one
+        line; 130 after Ctrl-C; or the verb's own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -113,6 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`weft config show | head`): that is no mistake. Python must not try to flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is not None or not unwritable(sys.stdout):
+            raise
+        print(f"weft: standard output cannot be written: {error.strerror}; send it elsewhere", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+
+
+def unwritable(stream: TextIO) -> bool:
+    """Whether not even the end of a line can be written (a full disk): then that was the error."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        return True
+    return False
 
 
 def dispatch(argv: list[str]) -> int:
