@@ -72,8 +72,12 @@ def test_schema(capsys):
 
 def test_a_missing_or_wrong_sub_verb(capsys):
     assert main(["config"]) == 2
-    assert main(["config", "chek", "run.yaml"]) == 2
-    assert "invalid choice: 'chek'" in capsys.readouterr().err
+    assert "check    find every mistake" in capsys.readouterr().err
+    assert main(["config", "chekc", "run.yaml"]) == 2
+    told = "weft config: there is no sub-verb 'chekc'; did you mean 'check'? (weft config --help lists them)\n"
+    assert capsys.readouterr().err == told
+    assert main(["config", "check"]) == 2
+    assert capsys.readouterr().err == "weft config check: required: FILE (weft config check --help)\n"
 
 
 def test_check_is_quick_and_needs_no_torch():

@@ -185,6 +185,40 @@ def test_arguments_in_any_order(verb):
     assert cli.main(["report", "a", "--npoc", "3"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("train run.yaml --nprc 2", "weft train: unknown option --nprc; did you mean '--nproc'? (weft train --help)"),
+        ("train --nprc=2", "weft train: unknown option --nprc; did you mean '--nproc'? (weft train --help)"),
+        ("train run.yaml -x", "weft train: unknown option -x (weft train --help)"),
+        ("train run.yaml --nproc two", "weft train: argument --nproc: invalid int value: 'two' (weft train --help)"),
+        ("train", "weft train: required: FILE (weft train --help)"),
+        (
+            "train run.yaml --optimizer.lr=3",
+            "weft train: unknown option --optimizer.lr; a value of the run's file has no dashes: optimizer.lr=... "
+            "(weft train --help)",
+        ),
+        (
+            "data pack --tokeniser x",
+            "weft data pack: unknown option --tokeniser; did you mean '--tokenizer'? (weft data pack --help)",
+        ),
+        ("report a b c", "weft report: too many arguments: b c (weft report --help)"),
+        ("--versoin", "weft: there is no option '--versoin'; did you mean '--version'? (weft --help lists them)"),
+        ("data --hepl", "weft data: there is no option '--hepl'; did you mean '--help'? (weft data --help lists them)"),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_one_line(line, told, capsys):
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr() == ("", told + "\n")
+
+
+def test_a_near_choice_of_an_option_is_suggested(verb, capsys):
+    verb(lambda args: 0, lambda parser: parser.add_argument("--form", choices=["plain", "json"]))
+    assert cli.main(["report", "--form", "jsn"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("weft report: argument --form: invalid choice: 'jsn'; did you mean 'json'? (choose from ")
+
+
 def test_the_reader_may_leave(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN)
     command = f"{sys.executable} -m weft config schema | head -c 10"

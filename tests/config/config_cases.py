@@ -1,5 +1,7 @@
 """Files that the tests of config/ write, and how they read what is wrong with them."""
 
+import json
+import struct
 import textwrap
 from pathlib import Path
 
@@ -45,3 +47,22 @@ def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", d
     lines = str(caught.value).splitlines()
     assert len(lines) == len(caught.value.problems)
     return lines
+
+
+def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 300) -> None:
+    """A token store of one document, byte by byte."""
+    folder = Path(name)
+    folder.mkdir(parents=True)
+    (folder / "tokens.bin").write_bytes(b"\1\0" * tokens)
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2) + struct.pack("<iqqq", tokens, 0, 0, 1)
+    (folder / "tokens.idx").write_bytes(index)
+    info = {
+        "tokens": tokens,
+        "documents": 1,
+        "vocab_size": vocabulary,
+        "tokenizer_digest": digest,
+        "eod_id": 0,
+        "bytes": 9,
+        "dtype": "uint16",
+    }
+    (folder / "store.json").write_text(json.dumps(info))

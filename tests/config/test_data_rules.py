@@ -1,11 +1,7 @@
 """Mistakes in `data:` that mixes, packs and warms up: each one line, with its place and what to do."""
 
-import json
-import struct
-from pathlib import Path
-
 import pytest
-from config_cases import load, problems, write
+from config_cases import load, make_store, problems, write
 
 from weft.config.load import dump_yaml
 
@@ -197,24 +193,6 @@ def test_what_is_written_reads_back_to_the_same(text):
 
 
 # ---- headers
-
-
-def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 300):
-    folder = Path(name)
-    folder.mkdir(parents=True)
-    (folder / "tokens.bin").write_bytes(b"\1\0" * tokens)
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 1, 2) + struct.pack("<iqqq", tokens, 0, 0, 1)
-    (folder / "tokens.idx").write_bytes(index)
-    info = {
-        "tokens": tokens,
-        "documents": 1,
-        "vocab_size": vocabulary,
-        "tokenizer_digest": digest,
-        "eod_id": 0,
-        "bytes": 9,
-        "dtype": "uint16",
-    }
-    (folder / "store.json").write_text(json.dumps(info))
 
 
 def test_every_store_of_a_mixture_is_opened():

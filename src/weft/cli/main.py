@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from weft import __version__
 
@@ -49,9 +49,52 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options and positional arguments in any order: `weft train run.yaml --nproc 4 optimizer.lr=1e-3`."""
+    """Takes options and positional arguments in any order: `weft train run.yaml --nproc 4 optimizer.lr=1e-3`.
+
+    A mistake is told in one line.
+    """
 
     _within = False
+
+    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As argparse's; an unknown option is told before anything else, with the nearest one that there is."""
+        args = list(sys.argv[1:] if args is None else args)
+        for word in args:
+            if word == "--":
+                break
+            known = word in self._option_string_actions or word.partition("=")[0] in self._option_string_actions
+            if word.startswith("--") and not known and " " not in word:
+                self.unknown_option(word)
+        found, rest = self.parse_known_args(args, namespace)
+        for word in rest:
+            if word.startswith("-") and len(word) > 1:
+                self.unknown_option(word)
+        if rest:
+            self.error(f"too many arguments: {' '.join(rest)}")
+        return found
+
+    def unknown_option(self, word: str) -> NoReturn:
+        """Say that there is no such option, and leave."""
+        name = word.partition("=")[0]
+        options = {option.lstrip("-"): option for option in self._option_string_actions}
+        near = difflib.get_close_matches(name.lstrip("-"), options, n=1)
+        what = f"unknown option {name}"
+        if near:
+            what += f"; did you mean '{options[near[0]]}'?"
+        elif "." in name and any(action.dest == "overrides" for action in self._actions):
+            what += f"; a value of the run's file has no dashes: {name.lstrip('-')}=..."
+        self.error(what)
+
+    def error(self, message: str) -> NoReturn:
+        """Tell a mistake in one line, and leave with 2."""
+        message = message.replace("the following arguments are required:", "required:")
+        chosen, choices, listed = message.partition(" (choose from ")
+        _, invalid, given = chosen.partition("invalid choice: ")
+        if choices and invalid:
+            known = [name.strip(" '\"") for name in listed.rstrip(")").split(",")]
+            near = difflib.get_close_matches(given.strip("'\""), known, n=1)
+            message = chosen + (f"; did you mean '{near[0]}'?" if near else "") + choices + listed
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
     def add_argument(self, *args, **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
         """As argparse's; positional arguments that may be none are not called missing."""
@@ -60,8 +103,8 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*args, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As argparse's, and `parse_known_intermixed_args` where there are no sub-verbs."""
-        if self._within or self._subparsers is not None:
+        """As `parse_known_intermixed_args`."""
+        if self._within:
             return super().parse_known_args(args, namespace)
         self._within = True
         try:
@@ -184,7 +227,9 @@ def dispatch(argv: list[str]) -> int:
 
 
 def unknown(command: str, kind: str, given: str, known: list[str]) -> int:
-    """Say that there is no such verb, with the nearest one that there is."""
+    """Say that there is no such verb (or option before one), with the nearest one that there is."""
+    if given.startswith("-"):
+        kind, known = "option", ["--help", "--version"] if command == "weft" else ["--help"]
     near = difflib.get_close_matches(given, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
     print(f"{command}: there is no {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`weft config`: check a run's file, show it resolved, print what it may hold."""
+"""`weft config check`: every mistake in a run's file, or what follows from it."""
 
 from __future__ import annotations
 
@@ -6,57 +6,23 @@ import argparse
 import os
 import sys
 
-HELP = "check a run's YAML file, show it resolved, print its schema"
+from weft.cli.config import add_file
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        "  weft config check run.yaml optimizer.lr=1e-3\n"
-        "  weft config show run.yaml --origin\n"
-        "  weft config schema > run.schema.json"
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="check | show | schema")
-    check = verbs.add_parser("check", help="find every mistake in a run's file", description=_CHECK)
-    show = verbs.add_parser("show", help="print the resolved whole", description=_SHOW)
-    schema = verbs.add_parser("schema", help="print the JSON Schema, for editors", description=_SCHEMA)
-    for verb in (check, show):
-        verb.add_argument("file", metavar="FILE", help="the run's YAML file")
-        verb.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the file's")
-        verb.add_argument("--no-data", action="store_true", help="do not open the tokenizer's and the stores' headers")
-    show.add_argument("--origin", action="store_true", help="say where each value came from")
-    schema.add_argument("--markdown", action="store_true", help="the reference page (docs/configuration.md) instead")
-
-
-_CHECK = (
+HELP = (
     "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' headers. "
     "All problems are told in one pass, each with file, line and what to do. Exit code 0 if there is none, 2 otherwise."
 )
-_SHOW = "Prints FILE with everything that it extends, presets, overrides, defaults and derived values, as YAML."
-_SCHEMA = (
-    "Prints the JSON Schema of a run's file, with the arguments of the built-in optimizers, schedules and trackers."
-)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: weft config check run.yaml optimizer.lr=1e-3"
+    add_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.verb == "schema":
-        from weft.config.reference import json_schema, markdown
-
-        if args.markdown:
-            print(markdown(), end="")
-        else:
-            import json
-
-            print(json.dumps(json_schema(), indent=2))
-        return 0
-    from weft.config.load import dump_yaml
     from weft.config.run import RunConfig
 
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data)
-    if args.verb == "show":
-        print(dump_yaml(config, origins=args.origin), end="")
-        return 0
     print(f"{args.file}: OK")
     for name, fact in facts(config, open_data=not args.no_data).items():
         print(f"  {name:12}{fact}")
@@ -127,9 +93,10 @@ def _sizes(config) -> list[int] | None:
     from weft.config.mixture import sources_of
 
     sources = sources_of(config.data)
-    if not sources or not all(isinstance(source, StoreSource) for source in sources):
+    stores = [source.store for source in sources if isinstance(source, StoreSource)]
+    if not sources or len(stores) < len(sources):
         return None
-    return [(read_store_header(source.store).num_tokens - 1) // sequence_length(config) for source in sources]
+    return [(read_store_header(store).num_tokens - 1) // sequence_length(config) for store in stores]
 
 
 def _data_ranks(config) -> int:

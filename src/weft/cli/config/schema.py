@@ -1,0 +1,24 @@
+"""`weft config schema`: what a run's file may hold."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "Prints the JSON Schema of a run's file, with the arguments of the built-in optimizers, schedules and trackers."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: weft config schema > run.schema.json"
+    parser.add_argument("--markdown", action="store_true", help="the reference page (docs/configuration.md) instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    from weft.config.reference import json_schema, markdown
+
+    if args.markdown:
+        print(markdown(), end="")
+    else:
+        import json
+
+        print(json.dumps(json_schema(), indent=2))
+    return 0
