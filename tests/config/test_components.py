@@ -79,6 +79,14 @@ HELPERS = """\
 from package.inner import Root as Base
 RATE = 0.25
 """
+VALUES = """\
+number = 5
+negative = -1.5
+again = number
+nothing: object = None
+def make(params): ...
+table = {"a": 1}
+"""
 ROOT = "class Root:\n    def __init__(self, params, depth: int): ...\n"
 
 
@@ -196,6 +204,17 @@ def test_a_class_that_cannot_be_given_its_first_argument(own):
     [
         ("own:Plane", "no class 'Plane' in own.py; it has Plain"),
         ("onw:Plain", "no module 'onw' here or among the installed ones; did you mean 'own'?"),
+        ("nown:Plain", "no module 'nown' here or among the installed ones; did you mean 'own'?"),
+        ("noson:Plain", "no module 'noson' here or among the installed ones; it is looked for in the working"),
+        ("own:Mode", None),
+        ("own:RATE", "'RATE' is no class but a number (helpers.py:2); name a class"),
+        ("own:at", "'at' is no class but a module (own.py); name a class"),
+        ("values:number", "'number' is no class but a number (values.py:1); name a class"),
+        ("values:negative", "'negative' is no class but a number (values.py:2); name a class"),
+        ("values:again", "'again' is no class but a number (values.py:1); name a class"),
+        ("values:nothing", "'nothing' is no class but None (values.py:4); name a class"),
+        ("values:make", "'make' is no class but a function (values.py:5); name a class"),
+        ("values:table", "'table' is no class but a dictionary (values.py:6); name a class"),
         ("package.outer:Plain", "no module 'package.outer' in the package package"),
         ("package:Plain", "no class 'Plain' in package/__init__.py"),
         ("own:", "is no module:Class"),
@@ -208,9 +227,26 @@ def test_a_class_that_cannot_be_given_its_first_argument(own):
     ],
 )
 def test_types_that_are_not_there(own, type_, said):
+    write(VALUES, "values.py")
+    if said is None:  # a class or not: the source does not say
+        load(f"{SHORT}optimizer: {{type: '{type_}', lr: 1}}\n")
+        return
     (found,) = problems(f"{SHORT}optimizer: {{type: '{type_}', lr: 1}}\n")
     assert found.startswith("run.yaml:4: optimizer.type: ")
     assert said in found
+
+
+def test_a_name_that_may_be_a_class_is_taken_for_one(own):
+    write(
+        "try:\n    from package.inner import Root\nexcept ImportError:\n    Root = None\n"
+        "Other = None\nif True:\n    from package.inner import Root as Other\n"
+        "class Kept:\n    def __init__(self, params, depth: int): ...\n"
+        "if not Root:\n    Kept = None\nMade = type('Made', (), {})\n",
+        "maybe.py",
+    )
+    for name in ("Root", "Other", "Kept"):
+        assert load(f"{SHORT}optimizer: {{type: 'maybe:{name}', depth: 1}}\n").optimizer.arguments == {"depth": 1}
+    assert load(f"{SHORT}optimizer: {{type: 'maybe:Made', anything: 1}}\n").optimizer.arguments == {"anything": 1}
 
 
 def test_a_module_that_is_no_python():
@@ -272,6 +308,24 @@ def test_load_class_finds_the_working_directory_first(monkeypatch):
         load_class("weft_test_own:Think", "dataset")
     with pytest.raises(UserError, match="no module 'weft_test_other'"):
         load_class("weft_test_other:Thing", "dataset")
+
+
+def test_what_only_the_import_shows_is_told_with_the_place_of_its_key():
+    write("Thing = dict(a=1)\nclass Lines:\n    pass\n", "weft_test_made.py")
+    text = SHORT + "optimizer: {type: 'weft_test_made:Thing', lr: 1}\nlog: {trackers: ['weft_test_made:Thing']}\n"
+    config = load(text.replace("train: store", "train: [a, {type: 'weft_test_made:Thing'}]"))
+    no_class = "'weft_test_made:Thing' is no class but a dict; name a class"
+    for chosen, place in (
+        (config.optimizer, "run.yaml:4: optimizer.type"),
+        (config.log.trackers[0], "run.yaml:5: log.trackers[0].type"),
+        (config.data.train[1], "run.yaml:2: data.train[1].type"),
+        (load(text, "optimizer.type=weft_test_made:Thing").optimizer, "command line: optimizer.type"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_class(chosen, "optimizer")
+        assert str(error.value) == f"{place}: {no_class}"
+    assert config.schedule.place is None
+    assert load(text).optimizer == load(text, "optimizer.type=weft_test_made:Thing", "optimizer.lr=1").optimizer
 
 
 def test_a_missing_dependency_of_the_users_module_is_named():

@@ -89,9 +89,9 @@ def test_a_missing_base_is_told_where_it_is_asked_for():
     ]
 
 
-@pytest.mark.parametrize("value", ["3", "{a: 1}", "[[a]]", "null", "''"])
+@pytest.mark.parametrize("value", ["3", "{a: 1}", "[[a]]", "null", "''", '"a\\0b"'])
 def test_extends_must_name_files(value):
-    assert "run.yaml:1: extends: must be a file's name, or a list of them" in problems(f"extends: {value}\n")
+    assert problems(f"extends: {value}\n") == ["run.yaml:1: extends: must be a file's name, or a list of them"]
 
 
 def test_problems_of_a_base_are_told_in_the_base():

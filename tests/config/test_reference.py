@@ -1,8 +1,10 @@
 """The schema and the reference page are made from the sections, and up to date."""
 
+import copy
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 from config_cases import RUN, SHORT
 
@@ -12,7 +14,8 @@ from weft.config.presets import presets
 from weft.config.reference import json_schema, markdown
 from weft.config.tree import parse_mapping
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
 
 
 def test_the_page_is_up_to_date():
@@ -74,8 +77,29 @@ JUDGED = {
 
 
 def test_the_schema_judges_as_the_check_does():
-    jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json_schema())
     for text, right in JUDGED.items():
         node = parse_mapping(text, "run.yaml", [])
         assert validator.is_valid(node.plain()) == right, text
+
+
+def mappings(tree: dict, above: tuple = ()):
+    """Every mapping of a tree of which the schema knows all keys, with the keys to it."""
+    yield above, tree
+    for key, value in tree.items():
+        if isinstance(value, dict) and key != "weights":
+            yield from mappings(value, (*above, key))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_schema_takes_the_examples_and_no_misspelt_key_in_them(path):
+    validator = jsonschema.Draft202012Validator(json_schema())
+    tree = parse_mapping(path.read_text(encoding="utf-8"), path.name, []).plain()
+    assert [error.message for error in validator.iter_errors(tree)] == []
+    for above, _ in list(mappings(tree)):
+        broken = copy.deepcopy(tree)
+        place = broken
+        for key in above:
+            place = place[key]
+        place["zzz_misspelt"] = 1
+        assert not validator.is_valid(broken), above

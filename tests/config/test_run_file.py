@@ -145,7 +145,7 @@ def test_unknown_keys_at_any_depth_get_a_suggestion(line, said):
         ("samples: {prompts: def}", "samples.prompts: must be a list, not 'def'; write [def]"),
         ("log: {trackers: [3]}", "log.trackers[0]: must be a name or {type: ...}, not 3"),
         ("log: {trackers: [{project: x}]}", "log.trackers[0].type: required"),
-        ("run: {name: !secret x}", "run.name: the tag !secret is not read"),
+        ("run: {name: !secret x}", "run.name: tags are not allowed, and !secret is one; write the plain value"),
         ("run: {seed: 1, seed: 2}", "run.seed: this key is here twice (first on line 4); keep one of them"),
     ],
 )
@@ -206,7 +206,11 @@ def test_a_directory_is_no_file():
         ("a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML"),
         ("a: *nobody\n", "run.yaml:1: not valid YAML"),
         ("a: &x {b: *x}\n", "run.yaml:1: a.b: an alias that contains itself"),
-        ("a: \x01\n", "run.yaml: not valid YAML"),
+        ("a: 1\nb: \x01\n", "run.yaml:2: not valid YAML: the character U+0001 is no text; remove it"),
+        ("a: 1\nb:\n- x\0y\n", "run.yaml:3: not valid YAML: the character U+0000 is no text; remove it"),
+        ("a: 1\nb: " + "[" * 5000, "run.yaml:2: nested too deeply"),
+        ("a: 1\nb: " + "[" * 100 + "]" * 100, "run.yaml:2: nested too deeply"),
+        ("a0: &a0 []\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000)), "run.yaml:1: nested too"),
     ],
 )
 def test_what_is_no_yaml_mapping(text, said):

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from weft.config.errors import UserError
+from weft.config.section import Component
 from weft.config.signature import Argument, signature
-from weft.config.source import ClassSource, Module, NotFound, find_class
+from weft.config.source import ClassSource, Module, NoModule, NotFound, find_class
 from weft.config.suggest import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -105,7 +106,8 @@ def find_part(type_: str, room: str) -> Part:
         try:
             source = find_class(module, name)
         except NotFound as error:
-            raise UserError(f"{type_!r}: {error}{_hint(module, name)}") from None
+            hint = _hint(module) if isinstance(error, NoModule) else ""
+            raise UserError(f"{type_!r}: {error}{hint}") from None
     if source is None:
         return Part(module, name, {}, (), True, "")
     takes = signature(source)
@@ -139,20 +141,22 @@ def _locate(type_: str, room: str) -> tuple[str, str | None]:
     return known[short], None
 
 
-def _hint(module: str, name: str) -> str:
-    """Near names of modules here, or of classes in the module."""
+def _hint(module: str) -> str:
+    """Near names of modules here."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
     if module not in here and not (Path.cwd() / module.split(".")[0]).exists():
-        return did_you_mean(module, here) or "; it is looked for in the working directory and on PYTHONPATH"
+        near = did_you_mean(module, here, cutoff=0.75)
+        return near or "; it is looked for in the working directory and on PYTHONPATH"
     return ""
 
 
-def load_class(type_: str, room: str) -> type:
-    """Import the class that a `type:` means. The working directory is on the import path.
+def load_class(chosen: str | Component, room: str) -> type:
+    """Import the class that a `type:` means, or a section's `type`. The working directory is on the import path.
 
     Raises:
-        UserError: there is no such module or class.
+        UserError: there is no such module or class; with the place of a section's `type`.
     """
+    type_, place = (chosen, None) if isinstance(chosen, str) else (chosen.type, chosen.place)
     module, name = _locate(type_, room)
     if name is None:
         name = find_part(type_, room).name
@@ -162,7 +166,9 @@ def load_class(type_: str, room: str) -> type:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         missing = f"no module {error.name!r}"
-        raise UserError(f"{type_!r}: {missing}; install it, or put its folder on PYTHONPATH") from error
-    if not isinstance(found, type):
-        raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name")
+        raise UserError(f"{type_!r}: {missing}; install it, or put its folder on PYTHONPATH", place) from error
+    if found is not None and not isinstance(found, type):
+        raise UserError(f"{type_!r} is no class but a {type(found).__name__}; name a class", place)
+    if found is None:
+        raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
     return found

@@ -10,6 +10,7 @@ from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.mixture import BLOCK, phases_of, shortfall, sources_of, stages_of, unheard, weighted
+from weft.config.paths import beside
 from weft.config.signature import method_arguments
 from weft.config.source import NotFound, find_class
 from weft.config.suggest import did_you_mean
@@ -244,6 +245,7 @@ def check_headers(draft: Draft) -> int | None:
             )
     _tokenizers(draft, tokenizer, stores, held_out)
     _vocabulary(draft, tokenizer, [(name, store) for _, name, store in stores if store is not None])
+    _ids_fit(draft, [*stores, ("data.validation", path, held_out)])
     if not stores or length is None or any(store is None for *_, store in stores):
         return None
     sizes = [max(0, (store.num_tokens - 1) // length) for *_, store in stores]
@@ -273,8 +275,11 @@ def _opened(draft: Draft, key: str, path: str, read: Callable[[str], Any]) -> An
     try:
         return read(path)
     except UserError as error:
-        draft.problem(key, str(error))
-        return None
+        elsewhere = beside(draft.node(key), path)
+        draft.problem(key, f"{path}: {elsewhere}" if elsewhere else str(error))
+    except OSError as error:
+        draft.problem(key, f"{path}: cannot be read: {error.strerror}; check the path and its permissions")
+    return None
 
 
 def _tokenizers(draft: Draft, tokenizer: Any, stores: list[tuple[str, str, Any]], held_out: Any) -> None:
@@ -322,3 +327,18 @@ def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> 
             "model.vocab_size",
             f"{size} is smaller than the {whose}, which has {needed:,} tokens; set {needed} or remove the key",
         )
+
+
+def _ids_fit(draft: Draft, stores: list[tuple[str, Any, Any]]) -> None:
+    """No store has ids that the decoder's embedding lacks."""
+    size = draft.get("model.vocab_size")
+    told = any(problem.key == "model.vocab_size" for problem in draft.problems)
+    if size is None or told or "model.hidden_size" not in draft.values:
+        return
+    for key, name, store in stores:
+        if store is not None and (store.vocab_size or 0) > size:
+            draft.problem(
+                key,
+                f"{name} has ids of {store.vocab_size:,} tokens, and the model's vocab_size is {size:,}; "
+                f"pack it with the run's tokenizer, or set model.vocab_size: {store.vocab_size}",
+            )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from weft.config.errors import UserError
-from weft.config.run import RunConfig
+from weft.config.whole import RunSections
 
 DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # enough to fill matrix products, little enough to fit
@@ -49,13 +49,13 @@ class RunLength:
         return self.steps * self.tokens_per_step
 
 
-def batch_sequences(config: RunConfig) -> int:
+def batch_sequences(config: RunSections) -> int:
     """Sequences of the global batch."""
     length = sequence_length(config)
     return DEFAULT_SEQUENCES if config.training.batch_tokens is None else max(1, config.training.batch_tokens // length)
 
 
-def sequence_length(config: RunConfig) -> int:
+def sequence_length(config: RunSections) -> int:
     """Tokens per sequence; a loaded config has it set."""
     if config.data.sequence_length is not None:
         return config.data.sequence_length
@@ -63,7 +63,7 @@ def sequence_length(config: RunConfig) -> int:
 
 
 def derive(
-    config: RunConfig, *, train_tokens: int | None = None, train_samples: int | None = None, data_ranks: int = 1
+    config: RunSections, *, train_tokens: int | None = None, train_samples: int | None = None, data_ranks: int = 1
 ) -> RunLength:
     """The run's numbers.
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import types
-from functools import cache
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weft.config.components import Part, find_part
 from weft.config.errors import Problem, UserError
-from weft.config.run import RunConfig
+from weft.config.fields import field_names, known_keys, listed_sections, plain_types, required_key, section_class
+from weft.config.model import CustomModelSection, ModelSection
 from weft.config.section import Component
 from weft.config.signature import MISSING
-from weft.config.suggest import unknown_key
+from weft.config.suggest import meant_key, nearest, unknown_key
 from weft.config.tree import Node
 from weft.config.values import INVALID, check_value, show, spell
+from weft.config.whole import RunSections
 
 # Which parts a section chooses from.
 ROOM_OF = {
@@ -29,6 +31,8 @@ ROOM_OF = {
     "data.train[]": "dataset",
     "log.trackers": "tracker",
 }
+# Keys whose text is a path.
+PATHS = ("tokenizer", "data.train", "data.train[].store", "data.validation", "model.from", "run.directory")
 # What a key that must be there is for.
 _SIZE = "a size of the decoder, or name a preset, as preset: llama-60m"
 REQUIRED = {
@@ -36,6 +40,8 @@ REQUIRED = {
     "data.train": "the token store to learn from (`weft data pack` makes one)",
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
+
+_Component = TypeVar("_Component", bound=Component)
 
 
 class Draft:
@@ -46,11 +52,13 @@ class Draft:
         values: dotted key -> checked value, defaults filled in; a key with a problem is not in it.
         origins: dotted key -> where the value came from.
         problems: all found.
-        model_known: False if a preset or checkpoint could not be read: keys that it would have are not missed.
+        meant: keys that misspelt ones were meant to be: they are not missed, and have no default.
+        model_known: False if a preset or checkpoint could not be read: so with all keys that it would have.
     """
 
     def __init__(self, tree: Node, problems: list[Problem]):
         self.tree, self.problems = tree, problems
+        self.meant: set[str] = set()
         self.model_known = True
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -79,6 +87,11 @@ class Draft:
                 return
         self.problems.append(self.node(key).problem(key, what))
 
+    @property
+    def whole(self) -> bool:
+        """Whether all that the file inherits was read."""
+        return "extends" not in self.meant
+
     def fill(self, key: str, value: Any, origin: str) -> None:
         """Set a value that follows from others."""
         self.values[key], self.origins[key] = value, origin
@@ -87,7 +100,7 @@ class Draft:
 
     def check(self) -> None:
         """Check the whole tree."""
-        self.check_section(self.tree, RunConfig, "")
+        self.check_section(self.tree, RunSections, "")
 
     def check_section(self, node: Node, section: type[BaseModel], key: str) -> None:
         """One section's keys: known, of the right type, none missing."""
@@ -106,13 +119,21 @@ class Draft:
                 self.check_field(below, info, inner)
 
     def without(self, key: str, info: FieldInfo) -> None:
-        """A key that is not there: its default, or a problem if it must be."""
+        """A key that is not there: its default, or a problem if it must be.
+
+        Where it may be there all the same (misspelt, in a base or preset that could not be read), neither.
+        """
         section = section_class(info.annotation)
+        if key in self.meant or (key.startswith("model.") and not self.model_known):
+            return
+        if info.is_required() and (not self.whole or any(meant.startswith(f"{key}.") for meant in self.meant)):
+            if section is not None and key not in ("model", "data.train"):
+                self.check_section(Node({}, self.node(key).file, self.node(key).line), section, key)
+            return
         if info.is_required() and section is not None and key not in ("model", "data.train"):
             self.check_section(Node({}, self.node(key).file, self.node(key).line), section, key)
         elif info.is_required():
-            if self.model_known or not key.startswith("model."):
-                self.problem(key, f"required: {REQUIRED.get(key) or info.description or 'give it a value'}; add it")
+            self.problem(key, f"required: {REQUIRED.get(key) or info.description or 'give it a value'}; add it")
         elif section is not None and isinstance(info.default, BaseModel):
             empty = Node({}, self.node(key).file, self.node(key).line)
             if issubclass(section, Component):
@@ -150,14 +171,14 @@ class Draft:
         kind = Union[tuple(others)] if others else Any  # noqa: UP007 - built at run time
         default = INVALID if info.is_required() or info.default is None else info.get_default(call_default_factory=True)
         value = check_value(node, kind, key, self.problems, constraints=info.metadata, default=default)
-        if value is not INVALID:
+        if isinstance(value, str) and not value.strip() and re.sub(r"\[\d+\]", "[]", key) in PATHS:
+            self.problems.append(node.problem(key, "empty; name a folder"))
+        elif value is not INVALID:
             self.values[key] = value
         return None
 
     def check_model(self, node: Node) -> None:
         """The decoder's section, or that of a class of the user's own (presets are merged in before)."""
-        from weft.config.model import CustomModelSection, ModelSection
-
         chosen = node.get("type")
         if not node.is_mapping:
             self.problems.append(node.problem("model", f"must be a preset's name or a mapping, not {show(node)}"))
@@ -184,7 +205,7 @@ class Draft:
             if issubclass(section, Component):
                 self.check_component(item, section, ROOM_OF[f"{key}[]"], inner)
                 if inner in self.values:
-                    values.append(section(**self.values.pop(inner)))
+                    values.append(self.component(section, inner))
                 continue
             found = len(self.problems)
             self.check_section(item, section, inner)
@@ -203,18 +224,28 @@ class Draft:
         before = len(self.problems)
         for number, item in enumerate(node.value):
             inner = f"{key}[{number}]"
+            if isinstance(item.value, str) and ":" in item.value:
+                item = Node({"type": item}, item.file, item.line)
             if isinstance(item.value, str):
                 self.part(item, item.value, "tracker", inner)
                 values.append(item.value)
             elif item.is_mapping:
                 self.check_component(item, Component, "tracker", inner)
-                values.append(Component(**self.values.pop(inner, {"type": ""})))
+                if inner in self.values:
+                    values.append(self.component(Component, inner))
             else:
                 self.problems.append(item.problem(inner, f"must be a name or {{type: ...}}, not {show(item)}"))
         if len(self.problems) == before:
             self.values[key] = values
 
     # ---- components
+
+    def component(self, section: type[_Component], key: str) -> _Component:
+        """The checked section of a `type:`, which knows where that was written."""
+        made = section(**self.values[key])
+        if self.origins.get(f"{key}.type", "default") != "default":
+            made._place = f"{self.origins[f'{key}.type']}: {key}.type"
+        return made
 
     def part(self, node: Node, type_: str, room: str, key: str) -> Part | None:
         """The part that a `type:` means, or None and a problem."""
@@ -253,6 +284,10 @@ class Draft:
     def arguments(self, node: Node, part: Part, fields: dict[str, FieldInfo], key: str) -> dict[str, Any]:
         """The keys beside a section's own, checked; defaults for those that are not there."""
         found: dict[str, Any] = {}
+        typo = next((name for name in node.value if nearest(name, ["type"], 0.75)), None)
+        if "type" not in node.value and typo is not None and typo not in part.arguments and typo not in fields:
+            self.unknown(node.value[typo], key, typo, list(fields))
+            return {}  # the other keys are not this part's
         for name, below in node.value.items():
             inner = f"{key}.{name}"
             if name in fields:
@@ -273,7 +308,7 @@ class Draft:
                 self.unknown(below, key, name, [*part.arguments, *fields])
         for name, argument in part.arguments.items():
             inner = f"{key}.{name}"
-            if name in node.value or name in fields:
+            if name in node.value or name in fields or inner in self.meant:
                 continue
             if argument.required:
                 self.problems.append(node.problem(inner, f"required by {part.name}; add it"))
@@ -289,14 +324,18 @@ class Draft:
         everywhere = {*known_keys(), "extends"}
         for home in ("optimizer", "schedule"):
             chosen = self.tree.get(home, "type")
-            default = RunConfig.model_fields[home].default.type
+            default = RunSections.model_fields[home].default.type
             try:
                 part = find_part(str(chosen.value) if chosen is not None else default, home)
             except UserError:
                 part = find_part(default, home)
             everywhere |= {f"{home}.{name}" for name in part.arguments}
-        what = unknown_key(section, key, known if section else [*known, "extends"], everywhere)
-        self.problems.append(node.problem(f"{section}.{key}" if section else key, what))
+        known = known if section else [*known, "extends"]
+        meant, note = meant_key(section, key, known, everywhere)
+        if meant is not None:
+            self.meant.add(f"{section}.{meant}" if section and meant in known else meant)
+            self.model_known &= self.meant.isdisjoint(("model.preset", "model.from"))
+        self.problems.append(node.problem(f"{section}.{key}" if section else key, unknown_key(meant, note, known)))
 
 
 def as_type(default: Any, kind: Any) -> Any:
@@ -322,55 +361,3 @@ def node_of(value: Any, like: Node, origin: str) -> Node:
     if isinstance(value, list):
         return Node([node_of(item, like, origin) for item in value], like.file, like.line, None, origin)
     return Node(value, like.file, like.line, spell(value), origin)
-
-
-def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """A section's keys as they stand in a file."""
-    return {info.alias or name: info for name, info in section.model_fields.items()}
-
-
-def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The section among an annotation's alternatives, if there is one."""
-    for branch in _branches(annotation):
-        if isinstance(branch, type) and issubclass(branch, BaseModel):
-            return branch
-    return None
-
-
-def listed_sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a list's items may be, if one of an annotation's alternatives is a list of sections."""
-    for branch in _branches(annotation):
-        if get_origin(branch) is list:
-            items = _branches(get_args(branch)[0])
-            if all(isinstance(item, type) and issubclass(item, BaseModel) for item in items):
-                return items
-    return []
-
-
-def required_key(section: type[BaseModel]) -> str | None:
-    """The first key that a section must have."""
-    return next((name for name, info in field_names(section).items() if info.is_required()), None)
-
-
-def plain_types(annotation: Any) -> list[Any]:
-    """An annotation's other alternatives."""
-    return [b for b in _branches(annotation) if not (isinstance(b, type) and issubclass(b, BaseModel))]
-
-
-def _branches(annotation: Any) -> list[Any]:
-    return list(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else [annotation]
-
-
-@cache
-def known_keys() -> frozenset[str]:
-    """All dotted keys of the sections (components' arguments are not among them)."""
-
-    def walk(section: type[BaseModel], key: str) -> set[str]:
-        found = set()
-        for name, info in field_names(section).items():
-            inner = f"{key}.{name}" if key else name
-            below = section_class(info.annotation)
-            found |= {inner} | (walk(below, inner) if below is not None and not issubclass(below, Component) else set())
-        return found
-
-    return frozenset(walk(RunConfig, ""))

@@ -12,15 +12,15 @@ from weft.config.draft import ROOM_OF
 from weft.config.errors import ConfigError, Problem, UserError
 from weft.config.model import ModelSection
 from weft.config.presets import presets
-from weft.config.run import RunConfig
 from weft.config.section import Component
 from weft.config.tree import read_file
+from weft.config.whole import RunSections
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
 _ABOUT = 60  # where comments begin, if the line is shorter
 
 
-def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
+def dump_yaml(config: RunSections, *, origins: bool = False) -> str:
     """The whole config, defaults and derived values too.
 
     Args:
@@ -44,12 +44,12 @@ def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(lines: list[str], config: RunConfig, key: str, line: str, origins: bool) -> None:
+def _write(lines: list[str], config: RunSections, key: str, line: str, origins: bool) -> None:
     place = config.origins.get(key, "default") if origins else None
     lines.append(line if place is None else f"{line:{_ABOUT}}  # {place}")
 
 
-def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
+def _left_out(config: RunSections, section: str, key: str, value: Any) -> bool:
     """Nothing is said of a key that is None by default, unless a preset would set it."""
     if value is not None:
         return False

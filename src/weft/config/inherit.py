@@ -54,8 +54,9 @@ def _read(
     merged: Node | None = None
     broken = False
     for base in bases:
-        if not isinstance(base.value, str) or not base.value:
+        if not isinstance(base.value, str) or not base.value.strip() or "\0" in base.value:
             problems.append(base.problem("extends", "must be a file's name, or a list of them"))
+            broken = True
             continue
         wanted = path.parent / base.value
         name = os.path.normpath(os.path.join(os.path.dirname(label), base.value))

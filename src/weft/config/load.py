@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from weft.config.draft import Draft, section_class
+from weft.config.draft import Draft
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.errors import ConfigError, Problem
+from weft.config.fields import section_class
 from weft.config.inherit import read_tree
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.rules import apply_rules
-from weft.config.run import RunConfig
 from weft.config.section import Component
 from weft.config.shape import resolve_model
+from weft.config.whole import RunSections
 
-__all__ = ["dump_yaml", "load_run_config", "read_saved"]
+__all__ = ["dump_yaml", "load_run", "read_saved"]
+
+_Run = TypeVar("_Run", bound=RunSections)
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = (), *, check_data: bool = True) -> RunConfig:
-    """What `RunConfig.load` does.
+def load_run(kind: type[_Run], path: Path, overrides: Sequence[str] = (), *, check_data: bool = True) -> _Run:
+    """What `RunConfig.load` does; `kind` is `RunConfig`.
 
     Raises:
         ConfigError: with every problem, ordered by file and line.
@@ -35,11 +38,12 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, check_data: bo
     draft = Draft(tree, problems)
     draft.model_known = known
     draft.check()
-    apply_rules(draft, check_data=check_data)
+    if draft.whole:
+        apply_rules(draft, check_data=check_data)
     if problems:
         raise ConfigError(in_order(problems, files))
     try:
-        config = build(draft)
+        config = build(kind, draft)
     except ValidationError as error:  # the sections' own last word
         for mistake in error.errors():
             key = ".".join(str(part) for part in mistake["loc"] if isinstance(part, str))
@@ -56,9 +60,9 @@ def in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
     return sorted(unique, key=lambda p: (place.get(p.file or "", len(files)), p.line or 0))
 
 
-def build(draft: Draft) -> RunConfig:
+def build(kind: type[_Run], draft: Draft) -> _Run:
     """The sections from a draft without problems."""
-    return RunConfig(**{name: _value(draft, name, info.annotation) for name, info in RunConfig.model_fields.items()})
+    return kind(**{name: _value(draft, name, info.annotation) for name, info in kind.model_fields.items()})
 
 
 def _value(draft: Draft, key: str, annotation: Any) -> Any:
@@ -70,7 +74,7 @@ def _value(draft: Draft, key: str, annotation: Any) -> Any:
     if section is None or key == "log.trackers" or (issubclass(section, Component) and not _is_part(draft, key)):
         return draft.values[key]
     if issubclass(section, Component):
-        return section(**draft.values[key])
+        return draft.component(section, key)
     return section(**_contents(draft, key, section))
 
 

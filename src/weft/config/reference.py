@@ -14,7 +14,8 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from weft.config.components import Part, built_ins, find_part
-from weft.config.draft import ROOM_OF, field_names, listed_sections, section_class
+from weft.config.draft import ROOM_OF
+from weft.config.fields import field_names, listed_sections, section_class
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
@@ -118,6 +119,8 @@ training: {tokens: 1e9}
 - **Inherit**: `extends: base.yaml`, or a list of files; paths are relative to the file. Mappings merge, lists
   and values are replaced, the child wins. A section that names another `type` starts anew: the base's arguments were
   another class's.
+- **Paths** (stores, tokenizers, runs) are relative to the working directory, not to the file: the same file works
+  from wherever the data is. Only `extends` is relative to the file that says it.
 - **Override**: `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; values are YAML.
 - **Model**: `model: llama-60m`, or `model: {preset: llama-60m, num_hidden_layers: 8}`, or every size by itself, or
   `model: {from: runs/demo}` to begin from another run's weights, or a class of your own.

@@ -84,6 +84,9 @@ def _positions(draft: Draft) -> None:
         return
     length = draft.get("data.sequence_length")
     if length is None:
+        own = isinstance(draft.get("model"), dict)  # a class of the user's own, of which no longest is known
+        if draft.tree.get("data") is None or not (own or longest):
+            return  # told already: what the data or the model are is not known
         draft.fill("data.sequence_length", min(1024, longest or 1024), "from the model's max_position_embeddings")
     elif longest is not None and length > longest:
         learned = " (a learned table)" if draft.get("model.position") == "learned" else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 
 class Section(BaseModel):
@@ -23,6 +23,19 @@ class Component(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     type: str = Field(description="a built-in's short name, or module:Class of your own")
+
+    _place: str | None = PrivateAttr(None)
+
+    @property
+    def place(self) -> str | None:
+        """Where the `type` was written, as `run.yaml:4: optimizer.type`; None if it was not."""
+        return self._place
+
+    def __eq__(self, other: object) -> bool:
+        """Equal if all keys are, wherever they were written."""
+        if type(self) is not type(other) or not isinstance(other, Component):
+            return NotImplemented
+        return self.__dict__ == other.__dict__ and self.model_extra == other.model_extra
 
     @property
     def arguments(self) -> dict[str, Any]:

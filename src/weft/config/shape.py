@@ -10,6 +10,7 @@ from typing import Any
 from weft.config.draft import node_of
 from weft.config.errors import Problem
 from weft.config.model import ModelSection
+from weft.config.paths import beside
 from weft.config.presets import presets
 from weft.config.suggest import did_you_mean
 from weft.config.tree import Node, merge
@@ -53,7 +54,7 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
 def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | None:
     known = presets()
     if not isinstance(preset.value, str):
-        return model  # the section's check says that it must be text
+        return None  # the section's check says that it must be text
     if preset.value not in known:
         hint = did_you_mean(preset.value, known)
         problems.append(
@@ -74,11 +75,11 @@ def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | N
 
 
 def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node | None:
-    if not isinstance(source.value, str):
-        return model
+    if not isinstance(source.value, str) or not source.value.strip():
+        return None  # the section's check says so
     found = newest_checkpoint(Path(source.value))
     if isinstance(found, str):
-        problems.append(source.problem("model.from", f"{source.value}: {found}"))
+        problems.append(source.problem("model.from", f"{source.value}: {beside(source, source.value) or found}"))
         return None
     try:
         content = json.loads((found / "model.json").read_bytes())

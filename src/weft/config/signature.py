@@ -144,7 +144,7 @@ def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None, 
     return Argument(name, kind, required=False, default=_literal(default, module))
 
 
-def _literal(node: ast.expr, module: Module) -> Any:
+def _literal(node: ast.AST, module: Module) -> Any:
     """A default's value, if it is a literal or the name of one."""
     name = dotted(node)
     if name:
@@ -160,7 +160,7 @@ def _literal(node: ast.expr, module: Module) -> Any:
 # ---- annotations
 
 
-def read_type(node: ast.expr, module: Module, depth: int = DEPTH) -> Any:
+def read_type(node: ast.AST, module: Module, depth: int = DEPTH) -> Any:
     """An annotation as a typing object. What is no plain data (a Tensor, a callable) is Any, and left out of unions."""
     if depth <= 0:
         return Any

@@ -17,6 +17,10 @@ class NotFound(Exception):
     """There is no such module, or no such class in it. The text says what is there."""
 
 
+class NoModule(NotFound):
+    """There is no such module."""
+
+
 @dataclass(frozen=True)
 class ClassSource:
     """A class definition and the module it stands in."""
@@ -50,10 +54,10 @@ class Module:
         """Raises NotFound if it is no Python source."""
         return _parse(name, path, path.stat().st_mtime_ns if path.exists() else 0)
 
-    def look_up(self, name: str, depth: int = DEPTH) -> ClassSource | tuple[Module, ast.expr] | str | None:
-        """What a dotted name means here: a class, an assigned expression, a module's name, or None."""
+    def look_up(self, name: str, depth: int = DEPTH) -> Found:
+        """What a dotted name means here: a class, an assigned expression or a function, a module's name, or None."""
         head, _, rest = name.partition(".")
-        found: ClassSource | tuple[Module, ast.expr] | str | None = None
+        found: Found = None
         entry = self.names.get(head)
         if depth <= 0:
             return None
@@ -63,6 +67,8 @@ class Module:
             alias = dotted(entry)
             found = self.look_up(alias, depth - 1) if alias and alias != head else None
             found = found or (self, entry)
+        elif isinstance(entry, _FUNCTIONS):
+            found = (self, entry)
         elif isinstance(entry, tuple):
             module, member = entry
             found = module if member is None else _member(module, member, depth - 1)
@@ -84,6 +90,21 @@ class Module:
         return None
 
 
+Found = ClassSource | tuple[Module, ast.AST] | str | None
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Expressions that are certainly no class, in words.
+_VALUES: dict[type[ast.AST], str] = {
+    **dict.fromkeys((ast.List, ast.ListComp), "a list"),
+    **dict.fromkeys((ast.Dict, ast.DictComp), "a dictionary"),
+    **dict.fromkeys((ast.Set, ast.SetComp), "a set"),
+    **dict.fromkeys((*_FUNCTIONS, ast.Lambda), "a function"),
+    ast.Tuple: "a tuple",
+    ast.JoinedStr: "text",
+    ast.GeneratorExp: "a generator",
+    ast.Compare: "true or false",
+}
+
+
 @functools.lru_cache(maxsize=256)
 def _parse(name: str, path: Path, _modified: int) -> Module:
     try:
@@ -102,7 +123,7 @@ def _parse(name: str, path: Path, _modified: int) -> Module:
 
 def _collect(body: list[ast.stmt], package: str, names: dict[str, Any], stars: list[str]) -> None:
     for node in body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
             names[node.name] = node
         elif isinstance(node, ast.Assign):
             names.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
@@ -122,11 +143,28 @@ def _collect(body: list[ast.stmt], package: str, names: dict[str, Any], stars: l
                 else:
                     names[alias.asname or alias.name] = (module, alias.name)
         else:
-            for inner in ("body", "orelse", "finalbody"):
-                if isinstance(node, (ast.If, ast.Try, ast.With)):
-                    _collect(getattr(node, inner, []), package, names, stars)
-            for handler in getattr(node, "handlers", []):
-                _collect(handler.body, package, names, stars)
+            branches = [getattr(node, "body", []), getattr(node, "orelse", []), getattr(node, "finalbody", [])]
+            branches += [handler.body for handler in getattr(node, "handlers", [])]
+            for number, branch in enumerate(branches if isinstance(node, (ast.If, ast.Try, ast.With)) else ()):
+                found: dict[str, Any] = {}
+                _collect(branch, package, found, stars)
+                for name, entry in found.items():
+                    # `except ImportError: X = None` does not hide the X that was to be imported.
+                    first = number == 0 and value_in_words(entry) is None
+                    if first or name not in names or value_in_words(names[name]) is not None:
+                        names[name] = entry
+
+
+def value_in_words(entry: ast.AST | tuple | None) -> str | None:
+    """What an entry of `Module.names` is, if it is certainly no class; None if it is or may be one."""
+    if isinstance(entry, ast.UnaryOp):
+        entry = entry.operand
+    if isinstance(entry, ast.Constant):
+        kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", type(None): "None"}
+        return kinds.get(type(entry.value), "a value")
+    if isinstance(entry, _FUNCTIONS) and entry.decorator_list:
+        return None
+    return _VALUES.get(type(entry)) if isinstance(entry, ast.AST) else None
 
 
 def find_module(name: str) -> Path | None:
@@ -155,7 +193,7 @@ def find_module(name: str) -> Path | None:
             where = (
                 f"in the package {'.'.join(parts[: depth - 1])}" if depth > 1 else "here or among the installed ones"
             )
-            raise NotFound(f"no module {partial!r} {where}")
+            raise NoModule(f"no module {partial!r} {where}")
         search = list(spec.submodule_search_locations or [])
     assert spec is not None
     if spec.origin and spec.origin.endswith(".py"):
@@ -181,6 +219,13 @@ def find_class(module: str, name: str) -> ClassSource | None:
     found = parsed.look_up(name)
     if isinstance(found, ClassSource):
         return found
+    entry, place = parsed.names.get(name), parsed
+    if isinstance(found, tuple):
+        place, entry = found
+    what = "a module" if isinstance(entry, tuple) and entry[1] is None else value_in_words(entry)
+    if what is not None:
+        line = f":{entry.lineno}" if isinstance(entry, (ast.expr, ast.stmt)) else ""
+        raise NotFound(f"{name!r} is no class but {what} ({_short(place.path)}{line}); name a class")
     if found is None and name not in parsed.names and "__getattr__" not in path.read_text(encoding="utf-8"):
         classes = [n for n, entry in parsed.names.items() if isinstance(entry, ast.ClassDef) and not n.startswith("_")]
         raise NotFound(
@@ -189,7 +234,7 @@ def find_class(module: str, name: str) -> ClassSource | None:
     return None
 
 
-def _member(module: str, name: str, depth: int) -> ClassSource | tuple[Module, ast.expr] | str | None:
+def _member(module: str, name: str, depth: int) -> Found:
     if depth <= 0:
         return None
     try:

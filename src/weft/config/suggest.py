@@ -191,7 +191,9 @@ NOTES = {
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word that `word` is most likely a misspelling of, if any."""
     pairs = {name.lower().replace("-", "_"): name for name in known}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), pairs, n=1, cutoff=cutoff)
+    word = word.lower().replace("-", "_")
+    swapped = [name for name in pairs if sorted(name) == sorted(word)]  # a slip of the fingers
+    found = swapped or difflib.get_close_matches(word, pairs, n=1, cutoff=cutoff)
     return pairs[found[0]] if found else None
 
 
@@ -201,14 +203,17 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {found!r}?" if found else ""
 
 
-def unknown_key(section: str, key: str, known: Iterable[str], everywhere: Iterable[str]) -> str:
-    """What to say about a key that does not exist.
+def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable[str]) -> tuple[str | None, str]:
+    """What a key that does not exist was most likely meant to be.
 
     Args:
         section: the dotted name of where it stands; "" at the top.
         key: the key.
         known: the keys that may stand there.
         everywhere: all dotted keys of a run's file.
+
+    Returns:
+        One of `known` or `everywhere`, or None; and a note on how it differs, or nothing.
     """
     known, everywhere = list(known), set(everywhere)
     within = f"{section}." if section else ""
@@ -216,14 +221,20 @@ def unknown_key(section: str, key: str, known: Iterable[str], everywhere: Iterab
     inside = target.removeprefix(within) if target.startswith(within) else ""
     note = f" ({NOTES[target]})" if target in NOTES else ""
     if inside in known:
-        return f"unknown key; did you mean {inside!r}?{note}"
+        return inside, note
     near = nearest(key, known, cutoff=0.75)
     if near is None and target in everywhere:
-        return f"unknown key; did you mean {target!r}?{note}"
+        return target, note
     if near is None:
         at_home = sorted(name for name in everywhere if name.rpartition(".")[2] == key and name != within + key)
         near = at_home[0] if at_home else nearest(key, known, cutoff=0.5)
-    if near is not None:
-        return f"unknown key; did you mean {near!r}?"
-    listed = ", ".join(sorted(known)[:24]) + (", ..." if len(known) > 24 else "")
+    return near, ""
+
+
+def unknown_key(meant: str | None, note: str, known: Iterable[str]) -> str:
+    """What to say about a key that does not exist, given `meant_key`'s answer."""
+    if meant is not None:
+        return f"unknown key; did you mean {meant!r}?{note}"
+    known = sorted(known)
+    listed = ", ".join(known[:24]) + (", ..." if len(known) > 24 else "")
     return f"unknown key; remove it (known here: {listed})" if known else "unknown key; remove it"

@@ -12,6 +12,8 @@ from weft.config.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _MOST_NODES = 100_000  # a file whose aliases expand to more is no config
+_DEEPEST = 64  # levels of nesting; no key is deeper than a few
+_CORE = ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "value")  # YAML's own kinds
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,17 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
     """Parse one YAML 1.2 document. None (and a problem) where it is none."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.reader import ReaderError
 
+    reader = YAML(typ="safe", pure=True)
+    reader.max_depth = _DEEPEST
     try:
-        root = YAML(typ="safe", pure=True).compose(text)
+        root = reader.compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if type(error).__name__ == "MaxDepthExceededError":
+            problems.append(Problem("", _TOO_DEEP, label, mark.line + 1 if mark is not None and numbered else None))
+            return None
         what = " ".join(filter(None, [error.problem, error.context and f"({error.context})"])) or "not YAML"
         tab = "; indent with spaces, not tabs" if "'\\t'" in what else ""
         line = mark.line + 1 if mark is not None and numbered else None
@@ -136,12 +144,23 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
             Problem("", f"not valid YAML: {' '.join(what.split())}{tab or '; mend the syntax here'}", label, line)
         )
         return None
-    except (YAMLError, ValueError, RecursionError) as error:
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1 if numbered else None
+        code = f"U+{ord(text[error.position]):04X}"
+        problems.append(Problem("", f"not valid YAML: the character {code} is no text; remove it", label, line))
+        return None
+    except RecursionError:  # ruamel.yaml before 0.19 knows no depth
+        problems.append(Problem("", _TOO_DEEP, label, None))
+        return None
+    except (YAMLError, ValueError) as error:
         problems.append(Problem("", f"not valid YAML: {' '.join(str(error).split())}; mend the syntax", label, None))
         return None
     if root is None:
         return Node(None, label, 1 if numbered else None)
     return _Builder(label, problems, numbered).build(root, root, "")
+
+
+_TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, or write it flatter"
 
 
 class _Builder:
@@ -158,6 +177,14 @@ class _Builder:
         if self.count > _MOST_NODES or id(node) in self.above:
             what = "an alias that contains itself" if id(node) in self.above else "aliases that expand without end"
             raise ConfigError([Problem(key, f"{what}; write the value out", self.label, line)])
+        if len(self.above) > _DEEPEST:  # through aliases
+            raise ConfigError([Problem("", _TOO_DEEP, self.label, line)])
+        kind = str(node.tag or "").removeprefix("tag:yaml.org,2002:")
+        if kind not in _CORE:
+            tag = f"!!{kind}" if str(node.tag).startswith("tag:yaml.org,2002:") else node.tag
+            self.problems.append(
+                Problem(key, f"tags are not allowed, and {tag} is one; write the plain value", self.label, line)
+            )
         self.above.append(id(node))
         try:
             if node.id == "mapping":
@@ -165,7 +192,7 @@ class _Builder:
             if node.id == "sequence":
                 items = [self.build(item, item, f"{key}[{i}]") for i, item in enumerate(node.value)]
                 return Node(items, self.label, line)
-            return Node(self.scalar(node, key, line), self.label, line, node.value)
+            return Node(_scalar(node.value, kind), self.label, line, node.value)
         finally:
             self.above.pop()
 
@@ -193,24 +220,21 @@ class _Builder:
                 found[name] = child
         return {**merged, **found}
 
-    def scalar(self, node: Any, key: str, line: int | None) -> Any:
-        text, kind = node.value, str(node.tag or "").removeprefix("tag:yaml.org,2002:")
-        try:
-            if kind == "null":
-                return None
-            if kind == "bool":
-                return text.lower() == "true"
-            if kind == "int":
-                return _integer(text)
-            if kind == "float":
-                return _real(text)
-        except ValueError:
-            return text
-        if kind not in ("str", "timestamp"):
-            self.problems.append(
-                Problem(key, f"the tag {node.tag} is not read; write the plain value", self.label, line)
-            )
-        return text
+
+def _scalar(text: str, kind: str) -> Any:
+    """A scalar's value; its text where it is no value of its kind."""
+    try:
+        if kind == "null":
+            return None
+        if kind == "bool" and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind == "int":
+            return _integer(text)
+        if kind == "float":
+            return _real(text)
+    except ValueError:
+        pass
+    return text
 
 
 def _integer(text: str) -> int:

@@ -17,7 +17,7 @@ def build_model(section: ModelSection | CustomModelSection) -> nn.Module:
         return Decoder(section)
     from weft.config.components import load_class
 
-    return load_class(section.type, "model")(**section.arguments)
+    return load_class(section, "model")(**section.arguments)
 
 
 def matmul_parameters(model: nn.Module) -> int:

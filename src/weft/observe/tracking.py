@@ -45,7 +45,7 @@ class Tracking:
         self._trackers: list[_Guarded] = []
         for part in parts:
             name, arguments = (part, {}) if isinstance(part, str) else (part.type, part.arguments)
-            tracker = load_class(name, "tracker")(run, **arguments)
+            tracker = load_class(part, "tracker")(run, **arguments)
             self._trackers.append(_Guarded(name, tracker, console))
             if place := getattr(tracker, "place", None):
                 console.line(f"{name}: {place}")

@@ -107,7 +107,7 @@ def open_source(
 ) -> tuple[Dataset, StoreInfo | None]:
     """A token store's sequences, packed as `data.packing` says, or a dataset of the user's own."""
     if isinstance(chosen, DatasetSection):
-        return load_class(chosen.type, "dataset")(**chosen.arguments), None
+        return load_class(chosen, "dataset")(**chosen.arguments), None
     store, data = TokenStore.open(chosen), config.data
     if data.packing == "best_fit":
         return PackedDataset(store, data.sequence_length, console=console), store.info

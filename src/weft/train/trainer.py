@@ -95,7 +95,7 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
         activation_checkpointing=config.training.activation_checkpointing,
     )
     groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
-    optimizer = load_class(config.optimizer.type, "optimizer")(groups, **config.optimizer.arguments)
+    optimizer = load_class(config.optimizer, "optimizer")(groups, **config.optimizer.arguments)
     return model, optimizer
 
 
@@ -135,7 +135,7 @@ def wire(
     world.agree(lambda: run.write_config(config), only_first=True)
     tokenizer = run.tokenizer()
     recorder = Recorder(config, world, run, data.length, model, step, data.digests, console, data.plan)
-    schedule = load_class(config.schedule.type, "schedule")(data.length.steps, **config.schedule.arguments)
+    schedule = load_class(config.schedule, "schedule")(data.length.steps, **config.schedule.arguments)
     prompts = config.samples.prompts
     if prompts and tokenizer is None:
         raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
@@ -148,7 +148,7 @@ def wire(
         held_out=data.held_out,
         bytes_per_token=data.bytes_per_token,
         model=model,
-        objective=load_class(config.objective.type, "objective")(**config.objective.arguments),
+        objective=load_class(config.objective, "objective")(**config.objective.arguments),
         optimizer=optimizer,
         schedule=schedule,
         recorder=recorder,
