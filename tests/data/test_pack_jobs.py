@@ -313,7 +313,10 @@ def test_if_the_fast_library_is_not_trusted_all_is_done_exactly(tmp_path, inputs
     assert np.unique(TokenStore.open(tmp_path / "s").tokens).tolist() == [2]
 
 
-def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path, words, tiny_tokenizer):
+@pytest.mark.parametrize(
+    ("number", "code", "line"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path, words, tiny_tokenizer, number, code, line):
     path, chooser = tmp_path / "in.jsonl", random.Random(8)
     with open(path, "w") as file:
         for _ in range(4_500):
@@ -326,11 +329,15 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path, words, tiny_t
     until = time.monotonic() + 30
     while not any(parts.glob("*.json")) and process.poll() is None and time.monotonic() < until:
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.killpg(process.pid, number)
     told = process.communicate(timeout=30)[1].splitlines()
-    assert process.returncode == 130
-    assert told[-1] == "interrupted; the same command goes on"
+    assert process.returncode == code
+    assert told[-1] == f"{line}; the same command goes on"
     assert not any("Traceback" in line for line in told)
+    assert len(children) == 2
+    assert not any(os.path.exists(f"/proc/{child}/fd/0") for child in children)
+    assert (partial(tmp_path / "s") / "journal.jsonl").exists()
     for out in ("s", "t"):
         subprocess.run([*command, tmp_path / out], check=True, capture_output=True, timeout=60)
     assert content(tmp_path / "s") == content(tmp_path / "t")

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 from source_cases import TEXTS, collect, json_lines, make_table, reasons, values
 
+from weft.cli.main import main
 from weft.config.errors import UserError
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources import Reading, plan, read, streams
@@ -225,3 +226,36 @@ def test_a_file_that_changes_or_is_gone_is_the_users_to_mend(tmp_path):
         list(read(units[0], Reading(), Counts()))
     with pytest.raises(UserError, match="No such file"):
         plan([path], Reading())
+
+
+def test_a_mark_before_utf8_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    for name, content in (
+        ("a.txt", b"text"),
+        ("a.jsonl", b'{"text": "text"}\n'),
+        ("b.json", b'[{"text": "text"}]'),
+        ("c.json", b'{"text": "text"}\n'),
+        ("a.csv", b"text\ntext\n"),
+    ):
+        (tmp_path / name).write_bytes(mark + content)
+        assert values(tmp_path / name) == ["text"], name
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\udc80", r"\udfff"])
+def test_a_lone_surrogate_is_called_one(tmp_path, escape):
+    (tmp_path / "a.jsonl").write_text('{"text": "' + escape + '"}\n')
+    assert reasons(collect(tmp_path / "a.jsonl")[0]) == [(1, "a lone surrogate, which no UTF-8 text can hold")]
+
+
+def test_a_field_without_a_name_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"": "text"}\n')
+    assert main(["data", "pack", str(tmp_path / "a.jsonl"), "--tokenizer", "t", "--field", "", "--out", "o"]) == 2
+    assert "--field ''" in capsys.readouterr().err
+
+
+def test_a_file_name_cannot_break_the_line(tmp_path, capsys):
+    path = tmp_path / "two\nlines\x1b[31m.jsonl"
+    path.write_text("{")
+    assert main(["data", "train-tokenizer", str(path), "--vocab-size", "300", "--out", str(tmp_path / "t")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert r"two\nlines\x1b[31m.jsonl:1: broken JSON" in last

@@ -3,7 +3,10 @@
 import gzip
 import io
 import json
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,6 +51,67 @@ def test_folders_patterns_and_lists_name_files(tmp_path, monkeypatch):
             find_files([nothing])
     with pytest.raises(UserError, match="no files"):
         find_files([])
+
+
+def test_what_is_no_document_is_counted_by_reason(tmp_path, tiny_tokenizer, tiny_store, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("d/a.txt", "d/.git/config", "d/.git/head", "d/.x.txt", "d/sub/b.txt", "elsewhere/c.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(f"text of {name}")
+    Path("d/binary").write_bytes(b"a\0b")
+    Path("d/gone.txt").symlink_to("nowhere")
+    Path("d/self").symlink_to("self")
+    Path("d/linked").symlink_to("../elsewhere")  # is followed
+    Path("d/above").symlink_to("..")  # leads to d again
+    Path("d/again.txt").symlink_to("a.txt")  # is the same file
+    os.mkfifo("d/pipe")
+    shutil.copytree(tiny_tokenizer, "d/tok")
+    shutil.copytree(tiny_store, "d/store")
+    (tmp_path / "d" / "store" / "readme.txt").write_text("mine")
+    expected = {"hidden": 2, "dangling link": 2, "pipe or device": 1, "token store": 1, "tokenizer": 1}
+    for inputs in (["d"], ["d/", "d", "./d/a.txt", str(tmp_path / "d"), "elsewhere/../d"]):
+        files = find_files(inputs)
+        names = [str(path.relative_to(tmp_path) if path.is_absolute() else path) for path in files]
+        assert sorted({Path(name).name for name in names}) == ["a.txt", "b.txt", "binary", "c.txt", "readme.txt"]
+        assert len(names) == 5
+        assert files.left_out == expected
+        assert find_files(files) is files
+    assert find_files(["d", "d/.x.txt"]).left_out["hidden"] == 1
+    assert find_files(["d/*"]).left_out["dangling link"] == 2
+    assert len(find_files(["d/*"])) == 5
+    (tmp_path / "d" / "store" / "readme.txt").unlink()
+    with pytest.raises(UserError, match=r"no files in d/store \(1 token store left out\)"):
+        find_files(["d/store"])
+
+    out = ["--out", "d/new", "--tokenizer", "d/tok"]
+    assert main(["data", "pack", "d", *out]) == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
+    assert "2 hidden" in line
+    assert "1 binary" in line
+    stored = json.loads(Path("d/new/store.json").read_text())
+    assert stored["skipped_files"] == expected | {"binary": 1}
+    assert [source["path"] for source in stored["sources"] if source["documents"]] == sorted(
+        ["d/a.txt", "d/above/elsewhere/c.txt", "d/sub/b.txt"]
+    )
+    shards = []
+    for number in (1, 2):
+        shards.append(f"shard{number}")
+        assert main(["data", "pack", "d", "--tokenizer", "d/tok", "--shard", f"{number}/2", "--out", shards[-1]]) == 0
+    assert main(["data", "merge", *shards, "--out", "merged"]) == 0
+    merged = json.loads(Path("merged/store.json").read_text())["skipped_files"]
+    assert merged == expected | {"binary": 1, "token store": 2}
+    capsys.readouterr()
+    assert main(["data", "train-tokenizer", "d", "--vocab-size", "260", "--out", "tok2"]) == 0
+    assert "1 tokenizer" in capsys.readouterr().err
+
+
+def test_a_path_through_a_link_is_not_taken_for_another_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.txt", "far/off/y.txt", "far/x.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    Path("link").symlink_to("far/off")
+    assert [path.read_text() for path in find_files(["x.txt", "link/../x.txt"])] == ["x.txt", "far/x.txt"]
 
 
 def test_a_folder_that_datasets_saved_is_read_in_its_order(tmp_path):

@@ -1,6 +1,7 @@
 """Damage is found, and where; a look at a store is short."""
 
 import json
+import re
 import struct
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from store_cases import EOD, make_store
 
 from weft.cli.main import main
+from weft.config.errors import UserError
 from weft.data.stores.inspect import looked_at
 
 
@@ -104,3 +106,34 @@ def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
     assert len(part) == 640
     assert (part.min(), part.max()) == (0, 10**6 - 1)
     assert abs(part.mean() - 5e5) < 1e4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("dtype", "foo", "dtype: 'foo' where tokens.idx says int32"),
+        ("dtype", "uint16", "dtype: 'uint16' where tokens.idx says int32"),
+        ("tokens", "many", "tokens: 'many' is no such number"),
+        ("documents", -1, "documents: -1"),
+        ("vocab_size", 2.5, "vocab_size: 2.5"),
+        ("eod_id", True, "eod_id: True"),
+    ],
+)
+def test_a_store_that_says_what_is_not_so_is_refused_everywhere(tmp_path, monkeypatch, capsys, key, value, told):
+    from weft.config.headers import read_store_header
+
+    monkeypatch.chdir(tmp_path)
+    store = make_store(tmp_path / "s", [3, 4])
+    info = json.loads((store.path / "store.json").read_text())
+    (store.path / "store.json").write_text(json.dumps({**info, key: value}))
+    with pytest.raises(UserError, match=re.escape(f"s/store.json: {told}")):
+        read_store_header("s")
+    assert main(["data", "inspect", "s"]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_negative_number_of_samples_is_refused(tmp_path, capsys):
+    make_store(tmp_path / "s", [3, 4])
+    assert main(["data", "inspect", str(tmp_path / "s"), "--samples", "-1"]) == 2
+    assert capsys.readouterr().err == "--samples -1: 0 or more\n"
+    assert main(["data", "inspect", str(tmp_path / "s"), "--samples", "0"]) == 0

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import tokenizers
 
 from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
-from weft.data.tokenizers.train import thin_out
+from weft.data.tokenizers.train import cut, thin_out
 
 
 def train(*arguments):
@@ -55,6 +57,10 @@ def test_the_same_text_gives_the_same_bytes_with_special_tokens_first(tmp_path, 
         (("--vocab-size", 257, "--special", "<a>"), "at least 258"),
         (("--vocab-size", 300, "--special", "<|endoftext|>"), "named twice"),
         (("--vocab-size", 300, "--special", ""), "empty"),
+        (("--vocab-size", 1_000_000_000), "10,000,000 are the most"),
+        (("--vocab-size", "9" * 20), "10,000,000 are the most"),
+        (("--vocab-size", 300, "--max-bytes", "inf"), "number of bytes"),
+        (("--vocab-size", 300, "--max-bytes", "nan"), "number of bytes"),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, corpus, capsys, arguments, told):
@@ -83,6 +89,64 @@ def test_a_sample_is_evenly_spaced_and_no_larger_than_asked(tmp_path, corpus, ca
     with open(tmp_path / "tok" / "tokenizer.json", "rb") as first:
         assert train(corpus, "--vocab-size", 300, "--max-bytes", size // 4, "--out", tmp_path / "tok2") == 0
         assert first.read() == (tmp_path / "tok2" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"text": ""}\n' * 3])
+def test_without_any_text_there_is_no_tokenizer(tmp_path, capsys, text):
+    (tmp_path / "in.jsonl").write_text(text.replace("{}", ""))
+    assert train(tmp_path / "in.jsonl", "--vocab-size", 300, "--out", tmp_path / "tok") == 2
+    assert "no text to learn from" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "tok").exists()
+
+
+@pytest.mark.parametrize("character", ["a", "-", " ", "_", "\n", "\u6f22"])
+def test_a_word_of_any_length_is_learned_from_in_time(tmp_path, character):
+    # As one word these take minutes: merging within it costs its length squared.
+    (tmp_path / "in.txt").write_text(f"some words {character * 300_000} and more", encoding="utf-8")
+    began = time.monotonic()
+    assert train(tmp_path / "in.txt", "--vocab-size", 300, "--out", tmp_path / "tok") == 0
+    assert time.monotonic() - began < 10
+    tokenizer = Tokenizer.load(tmp_path / "tok")
+    assert len(tokenizer.encode(character * 600)) < 60
+
+
+def test_only_words_of_more_than_a_thousand_characters_are_cut():
+    assert list(cut("")) == [""]
+    for text in (*cases.prose(), "a" * 999, "a b" * 5000, "a1" * 5000, ("x" * 999 + " ") * 9):
+        assert list(cut(text)) == [text]
+    for text in ("a" * 12_345, "word " * 333 + "=" * 5000 + " rest of it", "a" * 999 + " " * 5000, "_-" * 3000):
+        pieces = list(cut(text))
+        assert "".join(pieces) == text
+        longest = max(len(word) for piece in pieces for word in re.findall(r"[^\W\d_]+|\s+|(?:[^\w\s]|_)+", piece))
+        assert longest <= 2000
+
+
+@pytest.mark.parametrize("moment", ["reading", "merging"])
+def test_ctrl_c_is_answered_at_once(tmp_path, moment):
+    # Letters without blanks, each piece of which is another word: pairs are counted and merged for many seconds.
+    letters = "".join(random.Random(3).choices("abcdefghijklmnop", k=2_000_000))
+    (tmp_path / "in.txt").write_text(letters if moment == "merging" else "\n".join(letters))
+    command = ["data", "train-tokenizer", str(tmp_path / "in.txt"), "--vocab-size", "60000", "--out", "tok"]
+    if moment == "reading":
+        command += ["--separator", r"\n"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "weft", *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in program.stderr:
+        if line.startswith("reading"):
+            break
+    time.sleep(1.0 if moment == "merging" else 0.1)
+    assert program.poll() is None
+    program.send_signal(signal.SIGINT)
+    told = program.communicate(timeout=5)[1].splitlines()
+    assert program.returncode == 130
+    assert told[-1] == "interrupted; nothing was left"
+    assert not any("Traceback" in line or "panic" in line for line in told)
+    assert os.listdir(tmp_path) == ["in.txt"]
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):

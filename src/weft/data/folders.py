@@ -71,6 +71,8 @@ def check_name(out: Path) -> None:
     """`out` has a name of its own: it is not the working directory, the one above, or the disk."""
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: a name is needed for what is made; such as --out {out / 'new'}")
+    if len(os.fsencode(partial_folder(out).name)) > 255:  # which is what file systems allow
+        raise UserError(f"--out {out.name[:40]}...: too long a name; at most 240 characters")
 
 
 def check_apart(out: Path, inputs: Iterable[Path]) -> None:

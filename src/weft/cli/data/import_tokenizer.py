@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 HELP = "make a tokenizer folder of a SentencePiece model, tiktoken ranks or a tokenizer.json"
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     console, source, out = Console(), _file(Path(args.source)), Path(args.out)
     check_out(out, TOKENIZER, [source, *map(Path, args.check)], overwrite=args.overwrite)
-    if out.exists() and not args.overwrite:
+    if os.path.lexists(out) and not args.overwrite:
         raise exists_already(out, TOKENIZER)
     special = dict(map(_special, args.special))
     if source.suffix != ".json" and source.suffix != ".model":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return train_tokenizer(args)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left", file=sys.stderr, flush=True)
+        train = sys.modules.get("weft.data.tokenizers.train")
+        if train is not None and train.at_work():
+            # The library counts pairs in a thread; to end the interpreter beneath it would crash.
+            sys.stdout.flush()
+            os._exit(130)
+        return 130
+
+
+def train_tokenizer(args: argparse.Namespace) -> int:
+    """The work of `run`."""
     from weft.config.errors import UserError
     from weft.data.documents import Counts, Reject
     from weft.data.folders import TOKENIZER, check_out, exists_already
@@ -43,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check_size(args.vocab_size, args.special)
     files, reading, counts = find_files(args.inputs, args.files_from), reading_of(args), Counts()
     check_out(out, TOKENIZER, (path for path in files if path.name in TOKENIZER.files), overwrite=args.overwrite)
-    if out.exists() and not args.overwrite:
+    if os.path.lexists(out) and not args.overwrite:
         raise exists_already(out, TOKENIZER)
 
     def on_reject(path: Path, reject: Reject) -> None:

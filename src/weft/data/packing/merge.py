@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,7 @@ def merge(
     for store in stores[1:]:
         _check_alike(stores[0], store)
     check_out(out, STORE, [store.path for store in stores], overwrite=overwrite)
-    if out.exists() and not overwrite:
+    if os.path.lexists(out) and not overwrite:
         raise exists_already(out, STORE)
     for line in shard_warnings(stores):
         console.warning(line)

@@ -130,7 +130,7 @@ class _Pack:
         self._lock: int | None = None
         self._bar: Any = None
         self._done = self._tokens = 0
-        self._spoke = time.monotonic()
+        self._packing = self._began  # since when
 
     def run(self, workers: int | None, fail: bool, overwrite: bool, ray: str | None) -> Packed:
         # First of all: workers take a moment to start, and there is enough to do meanwhile.
@@ -145,13 +145,14 @@ class _Pack:
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
             self._go_on(assembly)
             had = (assembly.counts.bytes, assembly.tokens)
+            self._packing = time.monotonic()
             with self._console.progress(self._plan.size or None, "packing", unit="B", start=self._done) as self._bar:
                 while not self._fill(assembly, pool):
                     pool.close()
                     self._encoder = self._encoder.as_exact()
                     pool = self._open_pool(workers, fail, ray)
-                if self._plan.size:
-                    self._bar.update(self._plan.size)
+                self._done = self._plan.size or self._done
+                self._on_progress(0, 0)
             for line in pool.deaths:
                 self._console.warning(line)
             pool.dismiss()
@@ -186,7 +187,7 @@ class _Pack:
 
     def _on_progress(self, raw_bytes: int, tokens: int) -> None:
         self._done, self._tokens = self._done + raw_bytes, self._tokens + tokens
-        speed = self._tokens / max(time.monotonic() - self._spoke, 1e-3)
+        speed = self._tokens / max(time.monotonic() - self._packing, 1e-3)
         fields = {"tokens/s": f"{speed:,.0f}"} if self._tokens else {}
         self._bar.update(min(self._done, self._plan.size or self._done), **fields)
 

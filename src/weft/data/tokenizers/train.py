@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -15,6 +16,7 @@ from weft.config.errors import UserError
 from weft.data.folders import partial_folder, publish
 from weft.data.tokenizers.exactness import PATTERNS
 
+THREAD = "weft-train-tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"
 LARGEST = 10_000_000  # entries: the trainer takes memory for all of them before it begins
 # Characters. A word of more than twice that many is cut: merging within a word takes time with its length's square.
@@ -160,26 +162,46 @@ def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> N
     """Read texts here and use them in a thread: Ctrl-C need not wait until the library is back from its counting."""
     failed: list[BaseException] = []
     waiting: queue.Queue[str | None] = queue.Queue(256)
+    given_up = threading.Event()
+
+    def stream() -> Iterator[str]:
+        while (text := waiting.get()) is not None:
+            if given_up.is_set():
+                raise InterruptedError
+            yield text
 
     def run() -> None:
         try:
-            work(iter(waiting.get, None))
+            work(stream())
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=run, name=THREAD, daemon=True)
     thread.start()
-    for text in itertools.chain(texts, [None]):
+    try:
+        for text in itertools.chain(texts, [None]):
+            while thread.is_alive():
+                try:
+                    waiting.put(text, timeout=1)
+                    break
+                except queue.Full:
+                    continue
         while thread.is_alive():
-            try:
-                waiting.put(text, timeout=1)
-                break
-            except queue.Full:
-                continue
-    while thread.is_alive():
-        thread.join(0.2)
+            thread.join(0.2)
+    except BaseException as error:
+        given_up.set()
+        with contextlib.suppress(queue.Full):
+            waiting.put_nowait("")  # if it waits for a text
+        # While it counts pairs it does not listen; nobody who presses Ctrl-C waits for that.
+        thread.join(0.5 if isinstance(error, KeyboardInterrupt) else None)
+        raise
     if failed:
         raise failed[0]
+
+
+def at_work() -> bool:
+    """Whether a library is still at work for a training that was given up."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def thin_out(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections import Counter
@@ -148,7 +149,7 @@ def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusabl
     Raises:
         UserError: something else is there.
     """
-    if overwrite or not out.exists():
+    if overwrite or not os.path.lexists(out):
         return None
     if reusable and (out / "store.json").exists():
         stored = read_json(out / "store.json")
