@@ -48,6 +48,10 @@ TRAINING = "training: {steps: 10, batch_tokens: 1024, micro_batch_size: 4}\n"
         ),
         (f"model: {{preset: 3}}\ndata: {{train: store}}\n{TRAINING}", "run.yaml:1: model.preset: must be text, not 3"),
         (f"model: {{form: runs/a}}\ndata: {{train: store}}\n{TRAINING}", "run.yaml:1: model.form: unknown key; did"),
+        (
+            "model: {typ: 'own:Net'}\ndata: {train: store}\ntraining: {steps: 3}\n",
+            "run.yaml:1: model.typ: unknown key; did you mean 'type'?",
+        ),
         ("extend: base.yaml\n", "run.yaml:1: extend: unknown key; did you mean 'extends'?"),
         ("base: base.yaml\nrun: {name: x}\n", "run.yaml:1: base: unknown key; did you mean 'extends'? (a file, or"),
     ],

@@ -334,7 +334,7 @@ class Draft:
         meant, note = meant_key(section, key, known, everywhere)
         if meant is not None:
             self.meant.add(f"{section}.{meant}" if section and meant in known else meant)
-            self.model_known &= self.meant.isdisjoint(("model.preset", "model.from"))
+            self.model_known &= self.meant.isdisjoint(("model.preset", "model.from", "model.type"))
         self.problems.append(node.problem(f"{section}.{key}" if section else key, unknown_key(meant, note, known)))
 
 
