@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader left (`weft config show | head`): that is no mistake. Python must not try to flush again at exit.
