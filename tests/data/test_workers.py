@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import tempfile
 
 import numpy as np
 import pytest
@@ -67,6 +68,12 @@ def test_a_signal_to_all_processes_leaves_the_workers_to_the_trainer():
     worker.terminate()  # as this process does with one that is stuck
     worker.join(5)
     assert worker.exitcode == 0
+
+
+def test_a_temporary_folder_of_too_long_a_path_is_told_before_a_batch_is_waited_for(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
+    with pytest.raises(UserError, match="TMPDIR"):
+        next(BatchSource(Deadly(-1, ""), rows=4).iterate(0, 3, workers=1))
 
 
 def test_no_handler_is_left_that_raises_in_the_middle_of_other_work():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -20,6 +22,9 @@ from weft.config.errors import UserError
 from weft.data.batches.batch import Batch
 
 T = TypeVar("T")
+
+# A socket's path has at most 107 bytes; below the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
+LONGEST_TMPDIR = 107 - 32
 
 
 class Source(Protocol):
@@ -36,6 +41,11 @@ def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[
     Raises:
         UserError: what a worker raised; or that one was killed, by what, and which samples it was reading.
     """
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:  # else the first batch would be waited for for ever
+        raise UserError(
+            f"the path of the temporary folder, {tempfile.gettempdir()}, is too long for the sockets of data workers; "
+            f"set TMPDIR to one of at most {LONGEST_TMPDIR} bytes, or data.workers to 0"
+        )
     reading = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # of each worker: process and step
     loader = DataLoader(
         _Steps(source, reading),
