@@ -1,7 +1,9 @@
 """N processes on this machine: how they end, and what they say."""
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -100,8 +102,7 @@ def rank_in(folder: Path, rank: int) -> int:
 
 
 def test_a_killed_rank_is_told_in_one_line_and_a_signal_to_any_rank_stops_all(run_yaml, tmp_path, monkeypatch):
-    scratch, run = tmp_path / "scratch", tmp_path / "runs" / "demo"
-    scratch.mkdir()
+    scratch, run = Path(tempfile.mkdtemp()), tmp_path / "runs" / "demo"
     monkeypatch.setenv("TMPDIR", str(scratch))
     file = slow_run(run_yaml, tmp_path)
     arguments = (file, "checkpoint.every=3", "--nproc", 2)
@@ -129,6 +130,7 @@ def test_a_killed_rank_is_told_in_one_line_and_a_signal_to_any_rank_stops_all(ru
     assert (run / "checkpoints" / f"step-{left_at:08}").is_dir()
     assert none_left_in(tmp_path)
     assert not [path.name for path in scratch.iterdir() if "elastic" in path.name or "weft" in path.name]
+    shutil.rmtree(scratch)
 
 
 def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path):
