@@ -96,10 +96,20 @@ def test_a_store_with_more_in_it_stays(place, capsys, verb):
 def test_an_input_is_not_replaced_nor_written_into(place, capsys, verb):
     (place / "link").symlink_to("s")
     before = tree(place)
-    for out, told in (("s", "an input itself"), ("link", "an input itself"), ("s/inner", "lies in the input s")):
+    for out, told in (
+        ("s", "is the input s itself"),
+        ("link", "is the input s itself"),
+        ("s/inner", "lies in the input s"),
+    ):
         assert call(verb, out) == 2
         assert told in capsys.readouterr().err
     assert tree(place) == before
+
+
+def test_the_parts_of_a_split_are_apart(place, capsys):
+    for second, told in (("held/../a", "is the other --out a itself"), ("a/b", "lies in the other --out a")):
+        assert main(["data", "split", "s", "--validation", "0.5", "--out", "a", second]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_what_is_of_the_kind_is_replaced(place):

@@ -75,17 +75,17 @@ def check_name(out: Path) -> None:
         raise UserError(f"--out {out.name[:40]}...: too long a name; at most 240 characters")
 
 
-def check_apart(out: Path, inputs: Iterable[Path]) -> None:
-    """`out` is no input, and neither lies in the other."""
+def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
+    """`out` is none of `inputs`, and neither lies in the other. `what`: these are, in words."""
     place = os.path.realpath(out)
     for path in inputs:
         real = os.path.realpath(path)
         if real == place:
-            how = "is an input itself"
+            how = f"is the {what} {path} itself"
         elif real.startswith(place + os.sep):
-            how = f"holds the input {path}"
+            how = f"holds the {what} {path}"
         elif place.startswith(real + os.sep):
-            how = f"lies in the input {path}"
+            how = f"lies in the {what} {path}"
         else:
             continue
         raise UserError(f"{how}; name another --out", out)

@@ -111,7 +111,7 @@ def make(
     """
     for number, (out, _) in enumerate(outs):
         check_out(out, STORE, [source.path], overwrite=overwrite)
-        check_apart(out, [other for other, _ in outs[:number]])
+        check_apart(out, [other for other, _ in outs[:number]], "other --out")
     there = [up_to_date(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
     if tokenizer is not None:  # made before without counting the bytes: now they are wanted
         there = [None if info is None or info.bytes is None else info for info in there]
