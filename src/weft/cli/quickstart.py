@@ -38,7 +38,7 @@ optimizer: {{type: muon, lr: 0.02, embedding_lr: 0.03, head_lr: 0.01, other_lr: 
 schedule: {{type: wsd, warmup_steps: 20, decay_fraction: 0.6}}
 training: {{steps: {steps}, batch_tokens: 2048, micro_batch_size: 8, compile: true}}
 validation: {{every: {part}, tokens: 65536, micro_batch_size: 32}}
-samples: {{prompts: ["def "], every: {part}, max_new_tokens: 48, temperature: 0.6}}
+samples: {{prompts: ["\\n\\ndef "], every: {part}, max_new_tokens: 48, temperature: 0.6}}
 checkpoint: {{every: {part}, keep_last: 2}}
 """
 
@@ -82,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
     fresh = args.fresh and yaml.exists()
     if not yaml.exists() or fresh:
         steps = steps_for(args.minutes, home)
-        text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=max(1, steps // 5))
+        text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=-(-steps // 5))
         partial = home / ".run.yaml"
         partial.write_text(text, encoding="utf-8")
         partial.replace(yaml)
         say(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
-    weft("generate", str(run_directory), "def ", "--max-new-tokens", "120", "--temperature", "0.6", "--seed", "1")
+    # Two empty lines before it: at the very beginning of a file, `def` is as rare as it is frequent elsewhere.
+    weft("generate", str(run_directory), "\n\ndef ", *"--max-new-tokens 120 --temperature 0.7 --top-p 0.95".split())
     weft("report", str(run_directory))
     summary(home, yaml, run_directory, held_out_files, time.perf_counter() - began)
     return 0
@@ -100,7 +101,7 @@ def say(text: str) -> None:
 
 def weft(*arguments: str) -> None:
     """Run a verb as the user would. Its exit code, if it is not 0, ends this command with it."""
-    say("\n$ weft " + " ".join(f'"{a}"' if " " in a else a for a in arguments))
+    say("\n$ weft " + " ".join(quoted(a) for a in arguments))
     process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
     while True:
         try:
@@ -112,6 +113,13 @@ def weft(*arguments: str) -> None:
         if code in (-2, 130, 143, -15):
             say("stopped; `weft quickstart` goes on from here")
         raise SystemExit(128 - code if code < 0 else code)
+
+
+def quoted(argument: str) -> str:
+    """As one types it in a shell."""
+    if "\n" in argument:
+        return "$'" + argument.replace("\n", "\\n") + "'"
+    return f'"{argument}"' if " " in argument else argument
 
 
 def split_library(home: Path) -> tuple[list[Path], list[Path]]:
