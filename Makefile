@@ -63,6 +63,9 @@ bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the pee
 bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside the peers' (BENCH="--quick" and the like)
 	@.venv/bin/python benchmarks/data_pack.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/data_index.py --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/data_store.py --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/data_loader.py --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/data_best_fit.py --out $(OUT) $(BENCH)
 
 # Modalities asks for packages that the project does without; of torch and the like it gets .venv's.
 .venv-modalities/.installed: $(STAMP) benchmarks/peers/modalities-requirements.txt
