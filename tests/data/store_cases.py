@@ -1,11 +1,10 @@
 """Token stores of known content, written without text or tokenizer."""
 
-import json
-
 import numpy as np
 
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
+from weft.data.stores.stored import write_stored
 
 EOD = 0
 
@@ -32,7 +31,7 @@ def make_store(folder, lengths, *, tokens=None, mask=None, kind="text", dtype=np
         idx_sha256=index_digest,
         mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
     )
-    (folder / "store.json").write_text(json.dumps(info.model_dump()))
+    write_stored(folder, info.model_dump())
     return TokenStore.open(folder)
 
 

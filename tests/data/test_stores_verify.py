@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 
 import numpy as np
@@ -11,6 +12,8 @@ from store_cases import EOD, make_store
 from weft.cli.main import main
 from weft.config.errors import UserError
 from weft.data.stores.inspect import looked_at
+from weft.data.stores.operations.verify import verify
+from weft.data.stores.stored import write_stored
 
 
 def make(folder, **changes):
@@ -64,13 +67,87 @@ def test_wrong_totals_and_several_stores(tmp_path, capsys):
     make(tmp_path / "b")
     for name, empty in (("a", 1), ("b", 4)):
         content = json.loads((tmp_path / name / "store.json").read_text())
-        (tmp_path / name / "store.json").write_text(json.dumps(content | {"empty_documents": empty}))
+        write_stored(tmp_path / name, content | {"empty_documents": empty})
     assert main(["data", "verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     said = capsys.readouterr()
     assert "empty_documents is 4 where there are 1" in said.err
     assert "a: every byte" in said.out
     assert main(["data", "verify", str(tmp_path / "none")]) == 2
     assert "no such token store" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, tiny_tokenizer):
+    """A store of two documents and two rejects."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "x.jsonl").write_text('{"text": "one"}\nbroken\n{"text": "two"}\n{}\n')
+    command = ["data", "pack", str(folder / "x.jsonl"), "--tokenizer", str(tiny_tokenizer), "--on-error", "skip"]
+    assert main([*command, "--out", str(folder / "s")]) == 0
+    return folder / "s"
+
+
+def test_any_changed_bit_of_store_json_and_of_the_rejects_is_found(tmp_path, packed):
+    assert verify(packed) == []
+    assert verify(packed).verdict == "every byte is as it was written"
+    store = tmp_path / "s"
+    shutil.copytree(packed, store)
+    chooser = np.random.default_rng(0)
+    for name in ("store.json", "rejects.jsonl"):
+        whole = (store / name).read_bytes()
+        for place in range(len(whole)):
+            data = bytearray(whole)
+            data[place] ^= 1 << int(chooser.integers(8))
+            (store / name).write_bytes(data)
+            assert verify(store), f"{name}: {whole[place - 20 : place + 20]!r} with another {chr(whole[place])!r}"
+        for data in (whole + b"\n", whole + b" ", whole[:-1], b" " + whole):
+            (store / name).write_bytes(data)
+            assert verify(store)
+        (store / name).write_bytes(whole)
+    assert verify(store) == []
+
+
+def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_told(tmp_path, packed, capsys):
+    store = tmp_path / "s"
+    shutil.copytree(packed, store)
+    (store / "rejects.jsonl").unlink()
+    assert main(["data", "verify", str(store)]) == 2
+    assert "rejects.jsonl: is missing; store.json has its digest" in capsys.readouterr().err
+    (store / "rejects.jsonl").write_bytes((packed / "rejects.jsonl").read_bytes())
+    (store / "duplicates.jsonl").write_text("{}\n")
+    assert any("duplicates.jsonl: is there" in line for line in verify(store))
+    (store / "duplicates.jsonl").unlink()
+    content = json.loads((store / "store.json").read_text())
+    content["rejected"] = {"broken JSON": 5}
+    content["sources"][0]["documents"] = 7
+    write_stored(store, content)  # a digest that is right
+    told = "\n".join(verify(store))
+    assert "rejected is 5 where its sources have 2" in told
+    assert "documents is 2 where its sources have 7" in told
+
+
+def test_of_a_store_without_digests_it_is_said_what_was_not_looked_at(tmp_path, packed, capsys):
+    store = tmp_path / "s"
+    shutil.copytree(packed, store)
+    content = json.loads((store / "store.json").read_text())
+    del content["digest"], content["rejects_sha256"]
+    (store / "store.json").write_text(json.dumps(content))
+    assert main(["data", "verify", str(store)]) == 0
+    said = capsys.readouterr()
+    assert "store.json: has no digest of its own: its numbers were not checked" in said.err
+    assert "every byte of the tokens is as it was written" in said.out
+
+
+def test_every_verb_that_writes_a_store_writes_one_that_holds(tmp_path, packed, capsys):
+    for verb in (["merge", str(packed), str(packed)], ["dedup", str(packed)], ["shuffle", str(packed), "--seed", "1"],
+                 ["filter", str(packed), "--min-tokens", "1"]):  # fmt: skip
+        assert main(["data", *verb, "--out", str(tmp_path / verb[0])]) == 0
+        found = verify(tmp_path / verb[0])
+        assert (list(found), found.unchecked) == ([], [])
+    (tmp_path / "dedup" / "duplicates.jsonl").write_text("{}\n")
+    assert any("duplicates.jsonl" in line for line in verify(tmp_path / "dedup"))
+    with open(tmp_path / "merge" / "rejects.jsonl", "ab") as file:
+        file.write(b"\n")
+    assert len(verify(tmp_path / "merge")) == 2
 
 
 def test_a_thousand_wrong_places_are_a_few_lines(tmp_path, capsys):

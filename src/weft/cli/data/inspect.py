@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     wrong = verify(args.store, console)
-    for line in wrong:
+    for line in (*wrong, *wrong.unchecked):
         console.line(line)
     if not wrong:
-        print("verified   every byte is as it was written")
+        print(f"verified   {wrong.verdict}")
     return 2 if wrong else 0

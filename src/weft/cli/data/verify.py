@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.stores:
         wrong = verify(path, console)
         damaged += bool(wrong)
-        for line in wrong:
+        for line in (*wrong, *wrong.unchecked):
             console.line(line)
-        console.result(f"{path}: {'damaged' if wrong else 'every byte is as it was written'}")
+        console.result(f"{path}: {wrong.verdict}")
     return 2 if damaged else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections import Counter
@@ -16,6 +15,7 @@ from weft.config.headers import read_json
 from weft.data.folders import STORE, check_out, exists_already, partial_folder, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
+from weft.data.stores.stored import write_stored
 from weft.observe.console import Console
 
 ALIKE = {
@@ -118,7 +118,7 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
         raise UserError("the stores' counts do not add up; `weft data verify` tells which one is damaged", folder)
     stored: dict[str, Any] = info.model_dump()
     stored["sources"] = [source.model_dump(exclude_none=True) for source in sources]
-    (folder / "store.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    write_stored(folder, stored)
     return info
 
 

@@ -3,7 +3,6 @@ not at all. What a killed pack has done is kept, and the same call goes on."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -23,6 +22,7 @@ from weft.data.packing.pool import InProcess, LocalPool, available_cores
 from weft.data.packing.request import claim, request_of, up_to_date
 from weft.data.sources import Files, Reading, find_files, plan, read
 from weft.data.sources.find import summary
+from weft.data.stores.stored import write_stored
 from weft.observe.console import Console
 
 if TYPE_CHECKING:
@@ -325,8 +325,7 @@ class _Pack:
             "sources": assembly.sources,
             "made_from": request,
         }
-        (self._folder / "store" / "store.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-        return stored
+        return write_stored(self._folder / "store", stored)
 
 
 def _unwritable(reason: str | None, out: Path) -> UserError:

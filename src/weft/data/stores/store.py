@@ -39,6 +39,8 @@ class SourceFile(BaseModel):
 class StoreInfo(BaseModel):
     """`store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
 
+    Besides, it has digests that only `weft data verify` looks at: of itself, and of the files of rejects and duplicates.
+
     Attributes:
         tokenizer_digest: None for a store converted from another tool's without naming the tokenizer.
         bytes: of the documents' text in UTF-8, without end-of-document tokens; None where nobody counted them.

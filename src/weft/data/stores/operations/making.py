@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -20,6 +19,7 @@ from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.operations.reading import Block
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
+from weft.data.stores.stored import write_stored
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,7 @@ def make(
 
 def write_info(folder: Path, info: StoreInfo, made_from: dict[str, Any]) -> None:
     """Write `store.json`."""
-    text = json.dumps({**info.model_dump(), "made_from": made_from}, indent=1) + "\n"
-    (folder / "store.json").write_text(text, encoding="utf-8")
+    write_stored(folder, {**info.model_dump(), "made_from": made_from})
 
 
 def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from weft.config.errors import UserError
-from weft.config.headers import HEADER
+from weft.config.headers import HEADER, read_json
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, map_file, release, spans
 from weft.data.stores.store import TokenStore
+from weft.data.stores.stored import BESIDE, as_bytes, file_digest, own_digest
 from weft.observe.console import Console
 
 TOLD = 3  # problems of one kind that are told one by one
 
 
-def verify(path: str | Path, console: Console | None = None) -> list[str]:
-    """What is wrong with a store, one line each (`file: what`); an empty list if nothing is.
+class Found(list[str]):
+    """What is wrong with a store, one line each (`file: what`); empty if nothing is.
+
+    Attributes:
+        unchecked: what could not be looked at, one line each: older stores have fewer digests.
+    """
+
+    def __init__(self, lines: Iterable[str] = (), unchecked: Iterable[str] = ()):
+        super().__init__(lines)
+        self.unchecked = list(unchecked)
+
+    @property
+    def verdict(self) -> str:
+        """All in a few words."""
+        if self:
+            return "damaged"
+        return "every byte " + ("of the tokens " if self.unchecked else "") + "is as it was written"
+
+
+def verify(path: str | Path, console: Console | None = None) -> Found:
+    """Look at every byte of a store.
 
     All files' digests; the index's offsets and boundaries; each id below the vocabulary's size; an end-of-document
-    token at the end of each document; a mask of zeros and ones; the totals of `store.json`.
+    token at the end of each document; a mask of zeros and ones; the totals of `store.json`, and its own bytes.
 
     Raises:
         UserError: no store at all.
@@ -31,7 +52,7 @@ def verify(path: str | Path, console: Console | None = None) -> list[str]:
     try:
         store = TokenStore.open(path)
     except UserError as error:  # its headers or sizes: nothing further can be read
-        return [str(error)]
+        return Found([str(error)])
     return _Check(store, console or Console(speaks=False)).run()
 
 
@@ -39,9 +60,9 @@ class _Check:
     def __init__(self, store: TokenStore, console: Console):
         self.store, self.console = store, console
         self.found: dict[tuple[str, str], list[str]] = {}  # (file, kind of problem) -> where
-        self.wrong: list[str] = []
+        self.wrong = Found()
 
-    def run(self) -> list[str]:
+    def run(self) -> Found:
         store, info = self.store, self.store.info
         with (
             ThreadPoolExecutor(2) as pool,
@@ -74,6 +95,7 @@ class _Check:
         ):
             if counted != stated:
                 self._say("store.json", f"{what} is {stated:,} where there are {counted:,}")
+        self._stored()
         if store.num_documents % info.item_documents:
             self._say("tokens.idx", f"{store.num_documents:,} documents of preferences are no pairs")
         for (file, kind), places in self.found.items():
@@ -82,6 +104,46 @@ class _Check:
             if len(places) > TOLD:
                 self._say(file, f"{kind}: {len(places) - TOLD:,} more places like these")
         return self.wrong
+
+    def _stored(self) -> None:
+        """`store.json` itself, and the files of rejects and duplicates."""
+        folder, info = self.store.path, self.store.info
+        stored = read_json(folder / "store.json")
+        for key, name in BESIDE.items():
+            told, there = stored.get(key), file_digest(folder / name)
+            if "rejects_sha256" not in stored:
+                continue
+            if told is None and there is not None:
+                self._say(name, "is there, where none was written")
+            elif there is None and told is not None:
+                self._say(name, "is missing; store.json has its digest")
+            elif told is not None and there is not None:
+                self._compare(name, there, str(told))
+        if "digest" in stored:
+            if stored["digest"] != own_digest(stored):
+                self._say("store.json", "what it says is not what was written: its digest is another's")
+            elif (folder / "store.json").read_bytes() != as_bytes(stored):
+                self._say("store.json", "its bytes are not those that were written, though it says the same")
+        elif "rejects_sha256" in stored:
+            self._say("store.json", "its digest is gone")
+        else:
+            self.wrong.unchecked.append(
+                f"{folder / 'store.json'}: has no digest of its own: its numbers were not checked"
+            )
+        made = stored.get("made_from")
+        packed = isinstance(made, dict) and "encoder" in made
+        rejected, told = sum(source.rejected for source in info.sources), sum(info.rejected.values())
+        if packed and rejected != told:
+            self._say("store.json", f"rejected is {told:,} where its sources have {rejected:,}")
+        read = sum(source.documents for source in info.sources) * info.item_documents
+        if packed and read != info.documents:
+            self._say("store.json", f"documents is {info.documents:,} where its sources have {read:,}")
+        number = 0
+        if (folder / "rejects.jsonl").exists():
+            with open(folder / "rejects.jsonl", "rb") as lines:
+                number = sum(1 for _ in lines)
+        if number != rejected:
+            self._say("rejects.jsonl", f"{number:,} lines where the sources of store.json have {rejected:,} rejects")
 
     def _index(self) -> None:
         """Lengths, offsets and boundaries, and the file's digest."""
