@@ -146,11 +146,15 @@ def test_filter_by_length_and_function_says_how_many_and_why(tmp_path, monkeypat
 
 def test_a_function_that_fails_is_one_line_with_the_document(tmp_path, monkeypatch, capsys):
     make(tmp_path / "in", 50)
-    (tmp_path / "bad_taste.py").write_text("def fails(ids):\n    return 1 / (len(ids) > 40)\n")
+    leaves = "def leaves(ids):\n    if len(ids) <= 40: raise SystemExit(3)\n    return True\n"
+    (tmp_path / "bad_taste.py").write_text("def fails(ids):\n    return 1 / (len(ids) > 40)\n" + leaves)
+    (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     first = next(i for i, ids in enumerate(documents("in")) if len(ids) - 1 <= 40)
     for function, told in (
         ("bad_taste:fails", f"document {first}: --function bad_taste:fails failed: ZeroDivisionError"),
+        ("bad_taste:leaves", f"document {first}: --function bad_taste:leaves failed: SystemExit: 3"),
+        ("leaving:any", "--function leaving:any: SystemExit: 0; mend the module"),
         ("bad_taste:absent", "no function 'absent'"),
         ("absent_module:x", "ModuleNotFoundError"),
         ("nonsense", "module:name"),
@@ -158,7 +162,7 @@ def test_a_function_that_fails_is_one_line_with_the_document(tmp_path, monkeypat
         assert weft("filter", "in", "--out", "out", "--function", function) == 2
         lines = capsys.readouterr().err.splitlines()
         assert told in lines[-1]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["bad_taste.py", "in"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["bad_taste.py", "in", "leaving.py"]
 
 
 def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_tokenizer, monkeypatch):

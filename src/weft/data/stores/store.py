@@ -39,7 +39,7 @@ class SourceFile(BaseModel):
 class StoreInfo(BaseModel):
     """`store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
 
-    Besides, it has digests that only `weft data verify` looks at: of itself, and of the files of rejects and duplicates.
+    Besides, it has digests that only `weft data verify` looks at: its own, and those of the rejects and duplicates.
 
     Attributes:
         tokenizer_digest: None for a store converted from another tool's without naming the tokenizer.

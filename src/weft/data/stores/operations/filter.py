@@ -94,7 +94,9 @@ def _load(function: str, info: StoreInfo, tokenizer: str | Path | None) -> Test:
         sys.path.insert(0, here)
     try:
         found: Any = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's module does when it is imported, sys.exit() among it
         raise UserError(f"--function {function}: {type(error).__name__}: {error}; mend the module") from error
     if not callable(found):
         raise UserError(f"--function {function}: the module has no function {name!r}; check the name")
@@ -107,7 +109,9 @@ def _load(function: str, info: StoreInfo, tokenizer: str | Path | None) -> Test:
         given = ids if decoder is None else decoder.decode(ids.tolist())
         try:
             return bool(found(given))
-        except Exception as error:  # a user's function may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a user's function may raise anything, SystemExit too
             told = " ".join(f"{type(error).__name__}: {error}".split())
             what = f"document {number:,}: --function {function} failed: {told}; nothing was written"
             raise UserError(what) from error
