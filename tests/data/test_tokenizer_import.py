@@ -15,6 +15,7 @@ import tiktoken_ext.openai_public
 import tokenizer_cases as cases
 
 from weft.cli.main import main
+from weft.data.tokenizers import foreign
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.data.tokenizers.tokenizer import Tokenizer
 
@@ -118,6 +119,23 @@ def test_word_models_are_refused(tmp_path, capsys):
     assert "--eod TOKEN" in capsys.readouterr().err
     assert run(file, "--out", tmp_path / "tok", "--eod", "<s>") == 0
     assert not list(tmp_path.glob(".*"))
+
+
+def test_an_empty_model_is_one_line(tmp_path, capsys):
+    (tmp_path / "e.model").touch()
+    assert run(tmp_path / "e.model", "--out", tmp_path / "tok") == 2
+    said = capsys.readouterr().err
+    assert "e.model: not a SentencePiece model" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_of_a_unigram_model_it_is_always_said_where_ids_may_differ(tmp_path, capsys):
+    for name, warned in (("unigram", True), ("BPE with unknown characters", False)):
+        (tmp_path / name).mkdir()
+        file = model_file(tmp_path / name, **MODELS[name])
+        assert run(file, "--out", tmp_path / name / "tok") == 0
+        assert ("three times or more in a row ('000', '....')" in capsys.readouterr().err) is warned
+    assert {"6300000", "9.000", "...."} <= set(foreign.NASTY)
 
 
 def rank_file(folder, pattern="llama3"):

@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.allow_differences:
             raise UserError(f"{what}; nothing was written, --allow-differences writes it all the same", source)
         console.warning(what)
+    if "unigram" in imported.kind:
+        console.warning(
+            f"ids may differ from {library}'s where a character stands three times or more in a row ('000', '....'), "
+            "which a unigram model can cut in several equally good ways; --check FILE compares them on texts of yours"
+        )
     odd, _ = differences(imported, ODD)
     if odd:
         console.warning(

@@ -34,6 +34,11 @@ NASTY = [
     "👩‍👩‍👧‍👦 🇩🇪 👍🏽",
     "\x00\x07\x1b\x7f\x85\xa0\u200b\u2028\u3000\ufeff\ufffd",
     "aaaaaaaa bbbbbb ======== -------- ........ ________",
+    "6300000",
+    "9.000",
+    "....",
+    "1000 10000 100000 1000000 10,000,000.00 0x0000 1.1111 222 3333333",
+    "wait... well.... what..... aaa hmmm !!! ??? *** ### --- === ___",
     "▁a ▁ ▁▁b",
     "\U0001d518\U0001d4eb\U00020000\U0010ffff",
 ]
@@ -102,7 +107,9 @@ def from_sentencepiece(file: Path) -> Imported:
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError("it keeps blanks behind words or as they are, for which tokenizer.json has no words", file)
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
-    unknown = next(i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN)
+    unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
+    if unknown is None:  # an empty file is a model without pieces
+        raise UserError("not a SentencePiece model (it has no piece for what is unknown)", file)
     if spec.model_type == spec.BPE:
         inner: dict[str, Any] = {
             "type": "BPE",
