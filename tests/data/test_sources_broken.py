@@ -19,7 +19,7 @@ def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         b'{"text": "good"}\n\n{"text": null}\n{"t": "x"}\n{"text": 7}\n[1]\n7\n{"text": "\xff"}\n{"text": "cut\n'
-        b'{"text": "\\ud800"}\n{"text": ""}\n \t\r\n{"text": "and NaN", "n": NaN}\n' + b'{"a":' * 2000 + b"\n\0\0\n"
+        b'{"text": "\\ud800"}\n{"text": ""}\n \t\r\n{"text": "and NaN", "n": NaN}\n' + b'{"a":' * 200_000 + b"\n\0\0\n"
     )
     items, counts = collect(path)
     assert reasons(items) == [
@@ -31,7 +31,7 @@ def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
         (8, "invalid UTF-8"),
         (9, "broken JSON"),
         (10, "a lone surrogate, which no UTF-8 text can hold"),
-        (14, "broken JSON"),
+        (14, "nested too deeply"),
         (15, "broken JSON"),
     ]
     assert [item for item in items if isinstance(item, Document)] == [
@@ -57,6 +57,70 @@ def test_files_that_are_no_text_are_skipped_and_counted(tmp_path):
     assert reasons(collect(tmp_path / "e.txt")[0]) == [(None, "invalid UTF-8")]
     (tmp_path / "f.txt").write_text("text")
     assert collect(tmp_path / "f.txt", Reading(records=True))[1].skipped_files == {"text": 1}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv"])
+@pytest.mark.parametrize("coding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_counted_whatever_the_format(tmp_path, name, coding):
+    data = ("\ufeff" + '{"text": "né"}\n' * 100).encode(coding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    for range_bytes in (64 << 20, 200):
+        items, counts = collect(tmp_path / name, range_bytes=range_bytes)
+        assert items == []
+        assert counts.skipped_files == {"UTF-16": 1}
+
+
+def test_valid_json_that_python_finds_too_long_or_too_deep(tmp_path):
+    records = ['{"text": "a", "n": ' + "7" * 5000 + "}", '{"n": -' + "1" * 4400 + ', "text": "b"}']
+    deep = '{"text": "c", "n": ' + "[" * 200_000 + "]" * 200_000 + "}"
+    (tmp_path / "a.jsonl").write_text("\n".join([*records, deep, '{"text": "d"}']))
+    items, _ = collect(tmp_path / "a.jsonl")
+    assert [item.value for item in items if isinstance(item, Document)] == ["a", "b", "d"]
+    assert reasons(items) == [(3, "nested too deeply")]
+    (tmp_path / "b.json").write_text("[" + ",\n".join([*records, deep, '{"text": "d"}']) + "]")
+    items, _ = collect(tmp_path / "b.json")
+    assert [item.value for item in items if isinstance(item, Document)] == ["a", "b"]
+    assert reasons(items) == [(None, "nested too deeply")]
+    (tmp_path / "c.json").write_text(deep + "\n[]")
+    assert reasons(collect(tmp_path / "c.json")[0]) == [(None, "nested too deeply")]
+
+
+@pytest.mark.parametrize("documents", [3, 20_000])
+def test_a_wrong_checksum_costs_no_document(tmp_path, documents):
+    texts = [f"{i} " + "abcdefgh"[i % 8] * 20 for i in range(documents)]
+    lines = json_lines([{"text": text} for text in texts])
+    with gzip.GzipFile(tmp_path / "named", "wb") as file:  # a header with a name in it
+        file.write(lines)
+    for whole in (gzip.compress(lines), (tmp_path / "named").read_bytes()):
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(whole)
+        assert values(path) == texts
+        for place in (-8, -1):
+            data = bytearray(whole)
+            data[place] ^= 1
+            path.write_bytes(data)
+            items, _ = collect(path)
+            assert reasons(items) == [(None, "damaged gzip file: wrong checksum")]
+            assert [item.value for item in items[:-1]] == texts
+        path.write_bytes(whole[:-3])
+        items, _ = collect(path)
+        assert reasons(items) == [(None, "truncated gzip file")]
+        assert [item.value for item in items[:-1]] == texts
+
+
+def test_of_an_arrow_file_without_its_end_the_whole_batches_are_read(tmp_path):
+    table = make_table()
+    path = tmp_path / "a.arrow"
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    whole = path.read_bytes()
+    assert values(path) == TEXTS
+    for cut, least in ((5, 7), (len(whole) // 3, 3)):
+        path.write_bytes(whole[:-cut])
+        items, _ = collect(path)
+        assert reasons(items) == [(None, "broken arrow file")]
+        assert [item.value for item in items[:-1]] == TEXTS[: len(items) - 1]
+        assert len(items) > least
 
 
 def test_empty_files(tmp_path):

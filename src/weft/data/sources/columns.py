@@ -105,7 +105,13 @@ def _arrow(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reje
 def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
     """The batches of an Arrow file or stream, and about how many bytes have been read with each."""
     if source.read(len(ARROW_FILE)) == ARROW_FILE:
-        file = pa.ipc.open_file(source)
+        try:
+            file = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # its end is cut off or damaged: what is before it is a stream
+            source.seek(8)
+            for batch in pa.ipc.open_stream(source):
+                yield batch, source.tell()
+            raise
         number = file.num_record_batches
         for i in range(number):
             yield file.get_batch(i), size * (i + 1) // number

@@ -12,7 +12,7 @@ from weft.config.errors import UserError
 from weft.data.documents import Document, Reject
 from weft.data.sources import lines, streams
 from weft.data.sources.reading import Reading
-from weft.data.sources.streams import BOM, HEAD, Broken, Raw, again, head, unpacked, without_bom
+from weft.data.sources.streams import BOM, HEAD, Broken, Raw, again, head, unpacked, wide, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit, checked, taker
 
@@ -36,8 +36,8 @@ def like_lines(begins: bytes) -> bool:
     if not end or rest.lstrip(b"\r\n").startswith(b"{"):
         return True
     try:
-        json.loads(first)
-    except ValueError:
+        json.loads(first, parse_int=lines.integer)
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -46,6 +46,9 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
     """The documents of the file's records; `line` is the number of the record, or of the line if it has one a line."""
     blocks = without_bom(unpacked(raw, raw.blocks()))
     first = head(blocks, HEAD)
+    if wide(first):
+        tally.skip_file("UTF-16")
+        return
     blocks = again(first, blocks)
     if like_lines(first[:HEAD]):
         yield from lines.read_blocks(blocks, reading, tally)
@@ -75,7 +78,7 @@ def _values(texts: Iterator[str]) -> Iterator[Any]:
     Raises:
         Broken: (from the iterator) what follows cannot be read: there is no telling where the next value begins.
     """
-    decode = json.JSONDecoder().raw_decode
+    decode = json.JSONDecoder(parse_int=lines.integer).raw_decode
     text, at, ended = "", 0, False
 
     def more() -> None:
@@ -107,8 +110,10 @@ def _values(texts: Iterator[str]) -> Iterator[Any]:
             while True:
                 try:
                     value, end = decode(text, at)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     value, end = error, len(text)
+                except RecursionError:
+                    raise Broken(lines.TOO_DEEP, "what follows is not read") from None
                 if not isinstance(value, Exception) and (end < len(text) or ended):  # 12 may go on as 123
                     break
                 if ended:

@@ -11,15 +11,25 @@ import orjson
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.reading import Reading
-from weft.data.sources.streams import Raw, unpacked, whole_lines, without_bom
+from weft.data.sources.streams import Raw, again, head, unpacked, whole_lines, wide, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Take, Unfit, checked, taker
+
+TOO_DEEP = "nested too deeply"
 
 
 def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     """The documents of a range of lines, or of a whole compressed file."""
+    if raw.unit.start:
+        if not wide(raw.begins(2)):  # else the range in which the file begins tells it
+            yield from read_blocks(raw.whole_lines(), reading, tally)
+        return
     blocks = raw.whole_lines() if raw.unit.stop is not None else unpacked(raw, raw.blocks())
-    yield from read_blocks(without_bom(blocks) if raw.unit.start == 0 else blocks, reading, tally)
+    first = head(blocks, 2)
+    if wide(first):
+        tally.skip_file("UTF-16")
+    else:
+        yield from read_blocks(without_bom(again(first, blocks)), reading, tally)
 
 
 def read_blocks(blocks: Iterator[bytes], reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
@@ -87,8 +97,18 @@ def parsed(line: bytes) -> Any:
         pass
     # Python's own parser takes what orjson does not, such as NaN beside the text, and tells bad UTF-8 apart.
     try:
-        return checked(json.loads(line.decode("utf-8")))
+        return checked(json.loads(line.decode("utf-8"), parse_int=integer))
     except UnicodeDecodeError:
         raise Unfit("invalid UTF-8") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Unfit("broken JSON", str(error)) from None
+    except RecursionError:
+        raise Unfit(TOO_DEEP) from None
+
+
+def integer(digits: str) -> int | float:
+    """A JSON integer; as a float (perhaps infinite) where Python refuses to read so many digits."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -65,6 +66,11 @@ class Raw:
     def seek(self, position: int) -> None:
         """Go on from there."""
         self.file.seek(position)
+
+    def begins(self, size: int) -> bytes:
+        """The file's first bytes, wherever the unit begins."""
+        self.file.seek(0)
+        return self.read(size)
 
     def advance(self, to: int | None) -> None:
         """Note the bytes from here to `to`, or to the end, which are read by something else than this."""
@@ -148,27 +154,57 @@ def again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    member = zlib.decompressobj(wbits=31)
-    within, members = False, 0  # within a member; members that are whole
+    # zlib's own reading of gzip keeps what it has decompressed to itself where it finds the checksum wrong.
+    state, held, members = "between", b"", 0
+    inflate, checksum, size = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
     for block in blocks:
         while block:
-            if not within:
+            if state == "between":
                 block = block.lstrip(b"\0") if members else block  # padding behind members, as `gzip` allows
-                if not block:
-                    break
-                member, within = zlib.decompressobj(wbits=31), True
-            try:
-                out = member.decompress(block, 4 * BLOCK)
-            except zlib.error as error:
-                raise Broken("damaged gzip file", str(error)) from None
-            if member.eof:
-                block, within, members = member.unused_data, False, members + 1
+                state, held = ("header", b"") if block else (state, held)
+            elif state == "header":
+                held += block
+                begin = _behind_header(held)
+                block = held[begin:] if begin else b""
+                if begin:
+                    state, inflate, checksum, size = "data", zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
+            elif state == "data":
+                try:
+                    out = inflate.decompress(block, 4 * BLOCK)
+                except zlib.error as error:
+                    raise Broken("damaged gzip file", str(error)) from None
+                checksum, size = zlib.crc32(out, checksum), size + len(out)
+                block = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
+                if inflate.eof:
+                    state, held = "end", b""
+                if out:
+                    yield out
             else:
-                block = member.unconsumed_tail
-            if out:
-                yield out
-    if within:
+                held, block = held + block[: 8 - len(held)], block[8 - len(held) :]
+                if len(held) == 8:
+                    if held != struct.pack("<II", checksum, size & 0xFFFFFFFF):
+                        raise Broken("damaged gzip file: wrong checksum")
+                    state, members = "between", members + 1
+    if state != "between":
         raise Broken("truncated gzip file")
+
+
+def _behind_header(data: bytes) -> int:
+    """Where a gzip member's header (RFC 1952) ends; 0 if it is not all there."""
+    if not (GZIP + b"\x08").startswith(data[:3]) or len(data) > HEAD:
+        raise Broken("damaged gzip file", "no header of gzip's")
+    if len(data) < 10:
+        return 0
+    flags, at = data[3], 10
+    if flags & 4:  # extra fields
+        at += 2 + int.from_bytes(data[at : at + 2], "little")
+    for flag in (8, 16):  # a name; a comment
+        if flags & flag:
+            at = data.find(b"\0", at) + 1
+            if not at:
+                return 0
+    at += 2 * bool(flags & 2)  # the header's checksum
+    return at if at < len(data) else 0
 
 
 def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -200,6 +236,11 @@ def head(blocks: Iterator[bytes], size: int) -> bytes:
     while 0 < len(first) < size and (more := next(blocks, b"")):
         first += more
     return first
+
+
+def wide(first: bytes) -> bool:
+    """Whether a file that begins so is in UTF-16, as the mark at its beginning says."""
+    return first.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
 def without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:

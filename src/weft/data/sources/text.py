@@ -8,7 +8,7 @@ from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.lines import too_long
 from weft.data.sources.reading import Reading
-from weft.data.sources.streams import HEAD, Raw, again, head, pieces, unpacked, without_bom
+from weft.data.sources.streams import HEAD, Raw, again, head, pieces, unpacked, wide, without_bom
 from weft.data.sources.tally import Tally
 from weft.data.sources.values import Unfit
 
@@ -26,7 +26,7 @@ def read(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject
 
 def binary(first: bytes) -> str:
     """Why a file that begins so holds no text; empty if it may."""
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if wide(first):
         return "UTF-16"
     return "binary" if b"\0" in first[:8192] else ""
 
