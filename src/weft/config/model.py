@@ -12,6 +12,28 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Initialization = Literal["normal", "scaled", "muon_zero"]
 
 
+class RopeScaling(Section):
+    """Rotations stretched to more positions than a model was first trained for, as Hugging Face's `rope_scaling`."""
+
+    rope_type: Literal["linear", "llama3", "yarn"] = Field(
+        description="linear: all alike; llama3: only the slow ones; yarn: the slow ones, and attention sharpened"
+    )
+    factor: float = Field(gt=0, description="how many times as many positions")
+    original_max_position_embeddings: int | None = Field(
+        None, ge=1, description="positions before that; needed by llama3 and yarn"
+    )
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: below so many turns, a rotation is slowed in full")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: above so many turns, it is left alone")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: above so many turns, a rotation is left alone")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: below so many turns, it is slowed in full")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor of the rotated queries and keys; default: 1 + log(factor) / 10"
+    )
+    mscale: float | None = Field(None, description="yarn: with mscale_all_dim, another attention_factor, as DeepSeek's")
+    mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
+    truncate: bool = Field(True, description="yarn: round the range of rotations between the two")
+
+
 class ModelSection(Section):
     """A decoder-only transformer built from exchangeable parts.
 
@@ -42,6 +64,8 @@ class ModelSection(Section):
         "rope", description="rotations of queries and keys, or a learned table"
     )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
+    rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="the share of each head that is rotated")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="before each part of a block, and at the end")
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
     qk_norm: bool = Field(False, description="RMS-normalize queries and keys per head, before RoPE")

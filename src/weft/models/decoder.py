@@ -122,7 +122,9 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         else:
-            rope = rope_table(positions, self.head_dim, self.config.rope_theta, x.dtype)
+            config = self.config
+            rotary_dim = int(self.head_dim * config.partial_rotary_factor)
+            rope = rope_table(positions, rotary_dim, config.rope_theta, x.dtype, config.rope_scaling)
         x = F.dropout(x, self.config.embedding_dropout, self.training)
         if cache is not None:
             mask = cache.mask(seq, tokens.device)

@@ -1,5 +1,47 @@
 """Llama (Touvron et al., 2023): RMSNorm, rotary positions, gated SiLU, grouped keys and values."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+MODEL_TYPE = "llama"
+KEYS = same("head_dim", "hidden_act", "attention_bias", "mlp_bias")
+# transformers' own, for a config.json that leaves keys out.
+DEFAULTS = {
+    "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "attention_dropout": 0.0, "initializer_range": 0.02,
+}  # fmt: skip
+WEIGHTS = (
+    Weight("embed_tokens", "model.embed_tokens"),
+    Weight("layers.{n}.attention_norm", "model.layers.{n}.input_layernorm"),
+    Weight("layers.{n}.attention.q_proj", "model.layers.{n}.self_attn.q_proj"),
+    Weight("layers.{n}.attention.k_proj", "model.layers.{n}.self_attn.k_proj"),
+    Weight("layers.{n}.attention.v_proj", "model.layers.{n}.self_attn.v_proj"),
+    Weight("layers.{n}.attention.o_proj", "model.layers.{n}.self_attn.o_proj"),
+    Weight("layers.{n}.mlp_norm", "model.layers.{n}.post_attention_layernorm"),
+    Weight("layers.{n}.mlp.gate_proj", "model.layers.{n}.mlp.gate_proj"),
+    Weight("layers.{n}.mlp.up_proj", "model.layers.{n}.mlp.up_proj"),
+    Weight("layers.{n}.mlp.down_proj", "model.layers.{n}.mlp.down_proj"),
+    Weight("norm", "model.norm"),
+    Weight("lm_head", "lm_head"),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    return {"family": "llama", **read(config, KEYS, DEFAULTS), **read_rope(config)}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    return {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS), **write_rope(section)}
+
+
 PRESETS = {
     # For tests: trains in seconds.
     "llama-tiny": {

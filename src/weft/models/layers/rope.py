@@ -2,30 +2,89 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+from weft.config.model import RopeScaling
 
 
 def rope_table(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    positions: torch.Tensor, rotary_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotations of all positions, computed once a forward and handed to every block.
 
     Args:
         positions: `[batch, seq]`, or `[1, seq]` where all rows count alike.
+        rotary_dim: how many of each head's numbers are rotated; even.
         dtype: of the model's computing; the table has at least float32.
 
     Returns:
-        cosines and sines, each `[batch, 1, seq, head_dim / 2]`.
+        cosines and sines, each `[batch, 1, seq, rotary_dim / 2]`.
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=dtype) / head_dim
-    frequencies = 1.0 / theta**exponents
-    angles = positions.to(dtype).unsqueeze(-1) * frequencies  # [batch, seq, head_dim / 2]
-    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
+    frequencies, factor = 1.0 / theta**exponents, 1.0
+    if scaling is not None:
+        frequencies, factor = _SCALINGS[scaling.rope_type](frequencies, theta, scaling)
+    angles = positions.to(dtype).unsqueeze(-1) * frequencies  # [batch, seq, rotary_dim / 2]
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of `x` `[batch, heads, seq, head_dim]` by its position's angle."""
+    """Rotate each pair (i, i + rotary_dim / 2) of `x` `[batch, heads, seq, head_dim]` by its position's angle.
+
+    A head's numbers from `rotary_dim` on stay as they are.
+    """
     cos, sin = table
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotary_dim], table), x[..., rotary_dim:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """Positions interpolated (Chen et al., 2023)."""
+    return frequencies / scaling.factor, 1.0
+
+
+def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """Slow rotations slowed, fast ones left alone, a ramp between (Dubey et al., 2024)."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the first context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
+
+
+def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
+    """The ramp over the rotations' numbers, and a factor that sharpens attention (Peng et al., 2023)."""
+    half = frequencies.shape[0]
+
+    def index(turns: float) -> float:  # of the rotation that makes so many turns within the first context
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return half * math.log(wavelength) / math.log(theta)
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    places = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
+    slowed = ((places - low) / (high - low)).clamp(0, 1)
+    mixed = frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
+    return mixed, _attention_factor(scaling)
+
+
+def _attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    growth = math.log(scaling.factor) if scaling.factor > 1 else 0.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
+    return 0.1 * growth + 1
+
+
+_SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

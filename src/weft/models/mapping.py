@@ -1,0 +1,154 @@
+"""How a family file says what its names and keys are in Hugging Face's files. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.config.size import inner_width
+
+# Keys of `ModelSection` that have the same name in most families' config.json.
+SAME = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "initializer_range",
+)  # fmt: skip
+# What config.json calls a nonlinearity; of two names with one meaning the first is written.
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+# The keys of each kind of scaling, beside rope_type.
+_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One line of a family's table: where a module's parameters are in Hugging Face's files.
+
+    Attributes:
+        ours, theirs: names without `.weight` and `.bias`, which are the same on both sides; `{n}` is the layer.
+        transposed: their matrix is `[in, out]` (GPT-2's).
+        part: which part of their tensor's rows this is, and all parts' kinds, in order: "q" and "kv" are as many rows
+            as queries, or keys, have numbers, "inner" is the MLP's width. None: the whole of it.
+        by_head: the rows hold the parts of the first head, then those of the second, and so on (GPT-NeoX's).
+    """
+
+    ours: str
+    theirs: str
+    transposed: bool = False
+    part: tuple[int, tuple[str, ...]] | None = None
+    by_head: bool = False
+
+
+def same(*more: str, without: tuple[str, ...] = (), **renamed: str) -> dict[str, str]:
+    """A family's table of keys, ours -> theirs: `SAME`, `more` of one name, and those that have another."""
+    return {key: key for key in (*SAME, *more) if key not in without} | renamed
+
+
+def read(config: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `ModelSection` from a config.json.
+
+    Args:
+        keys: ours -> theirs.
+        defaults: of their keys, where config.json leaves one out.
+
+    Raises:
+        UserError: a key is missing that has no default.
+    """
+    found = {}
+    for ours, theirs in keys.items():
+        value = config.get(theirs)
+        value = defaults.get(theirs) if value is None else value
+        if value is None and theirs not in defaults:
+            raise UserError(f"{theirs}: missing; a config.json of {config.get('model_type', 'this kind')} states it")
+        found[ours] = value
+    if "hidden_act" in found:
+        found["hidden_act"] = activation(found["hidden_act"], keys["hidden_act"])
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def write(section: ModelSection, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The config.json keys of a section, as `read` reads them, with sizes that follow from others written out."""
+    heads = section.num_attention_heads
+    whole = section.model_copy(
+        update={
+            "num_key_value_heads": section.num_key_value_heads or heads,
+            "head_dim": section.head_dim or section.hidden_size // heads,
+            "intermediate_size": inner_width(section),
+        }
+    )
+    written = {theirs: getattr(whole, ours) for ours, theirs in keys.items()}
+    if "hidden_act" in keys:
+        names = [theirs for theirs, ours in _ACTIVATIONS.items() if ours == section.hidden_act]
+        written[keys["hidden_act"]] = names[0]
+    return written
+
+
+def activation(name: Any, key: str) -> str:
+    """Our name of a nonlinearity. Raises UserError for one that there is not."""
+    if name not in _ACTIVATIONS:
+        raise UserError(f"{key}: no nonlinearity {name!r} here; there are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
+    """Raise UserError where one of these keys is there and not null, and has another value than the one given."""
+    for key, value in allowed.items():
+        if config.get(key) not in (None, value):
+            raise UserError(f"{key}: {config[key]!r} is not supported, only {value!r}")
+
+
+def read_rope(config: Mapping[str, Any], theta: float = 10000.0, layer_type: str | None = None) -> dict[str, Any]:
+    """Keys of `ModelSection` about rotations, from transformers 5's `rope_parameters` or the older separate keys.
+
+    Args:
+        theta: the family's default base.
+        layer_type: read the part of `rope_parameters` for layers of this type, where it has such parts.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(given.get(layer_type), dict):
+        given = given[layer_type]
+    found: dict[str, Any] = {"rope_theta": float(given.get("rope_theta") or config.get("rope_theta") or theta)}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        found["partial_rotary_factor"] = partial
+    if kind == "default":
+        return found
+    if kind not in _SCALING:
+        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported; there are {', '.join(_SCALING)}")
+    scaling = {key: given[key] for key in _SCALING[kind] if given.get(key) is not None}
+    if kind != "linear" and "original_max_position_embeddings" not in scaling:
+        scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or config.get(
+            "max_position_embeddings"
+        )
+    if "factor" not in scaling:
+        raise UserError(f"rope_scaling: a rope_type of {kind!r} needs a factor")
+    found["rope_scaling"] = {"rope_type": kind, **scaling}
+    return found
+
+
+def write_rope(section: ModelSection) -> dict[str, Any]:
+    """The same back, in both spellings: `rope_parameters` for transformers 5, the others for what is older."""
+    scaling = {"rope_type": "default"}
+    if section.rope_scaling is not None:
+        stated = section.rope_scaling.model_dump(exclude_none=True)
+        kind = stated["rope_type"]
+        scaling = {"rope_type": kind} | {key: stated[key] for key in _SCALING[kind] if key in stated}
+    written: dict[str, Any] = {"rope_theta": section.rope_theta}
+    if section.rope_scaling is not None:
+        written["rope_scaling"] = dict(scaling)
+    scaling["rope_theta"] = section.rope_theta
+    if section.partial_rotary_factor != 1.0:
+        scaling["partial_rotary_factor"] = written["partial_rotary_factor"] = section.partial_rotary_factor
+    return {**written, "rope_parameters": scaling}
