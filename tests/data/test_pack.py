@@ -184,3 +184,40 @@ def test_a_prompts_last_blank_is_left_to_the_model(tiny_tokenizer):
     assert tokenizer.encode("ka lo")[len(prompt.ids)] in prompt.first
     assert tokenizer.prompt("ka").first is None
     assert tokenizer.prompt("").ids == [tokenizer.eod_id]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("t.txt", ["--field", "X"], "--field X: is for records, and all inputs are plain text"),
+        ("t.txt", ["--template", "{x}"], "--template: is for records, and all inputs are plain text"),
+        ("t.jsonl", ["--separator", "x"], "--separator: is for plain text, and all inputs are jsonl"),
+        ("t.csv", ["--separator", "x"], "--separator: is for plain text, and all inputs are csv"),
+    ],
+)
+def test_options_for_other_kinds_of_files_are_refused(tmp_path, capsys, tiny_tokenizer, name, options, told):
+    (tmp_path / name).write_text('{"text": "some", "X": "x"}\n')
+    for verb in (["pack", "--tokenizer", str(tiny_tokenizer)], ["train-tokenizer", "--vocab-size", "300"]):
+        assert main(["data", *verb, str(tmp_path / name), "--out", str(tmp_path / "out"), *options]) == 2
+        said = capsys.readouterr().err
+        assert told in said
+        assert len(said.splitlines()) == 1
+    # Where one file at least is of the kind, they are of use.
+    for other in ("u.txt", "u.jsonl"):
+        (tmp_path / other).write_text('{"text": "other", "X": "x", "x": "y"}\n')
+    both = [tmp_path / "u.txt", tmp_path / "u.jsonl"]
+    assert pack(*both, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "out", *options) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.jsonl", "\n", "no document in 1 file (all blank); name files that hold records with text"),
+        ("a.csv", "text\n", "no document in 1 file (all blank); name files that hold rows with text"),
+        ("a.txt", "\0", "no document in 1 file (skipped 1 binary); name files that hold text"),
+    ],
+)
+def test_files_without_documents_are_told_with_what_fits_them(tmp_path, capsys, tiny_tokenizer, name, text, wanted):
+    (tmp_path / name).write_text(text)
+    assert pack(tmp_path / name, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 2
+    assert wanted in capsys.readouterr().err

@@ -202,6 +202,27 @@ def jaccard(a, b, n=5):
     return len(a & b) / len(a | b)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["dedup", "--exact", "--threshold", "0.5"], "--threshold: is of near duplicates; add --near, or leave it out"),
+        (["dedup", "--ngram", "5"], "--ngram: is of near duplicates"),
+        (["dedup", "--near", "--ngram", "100000"], "--ngram 100000: a number from 1 to 64 is needed"),
+        (["dedup", "--near", "--ngram", "0"], "--ngram 0: a number from 1 to 64 is needed"),
+        (["filter", "--min-tokens", "-1"], "--min-tokens -1: 0 or more"),
+        (["filter", "--max-tokens", "-3"], "--max-tokens -3: 0 or more"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_in_one_line(tmp_path, capsys, arguments, told):
+    make(tmp_path / "in", 5)
+    verb, *options = arguments
+    assert weft(verb, tmp_path / "in", "--out", tmp_path / "out", *options) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_near_duplicates_by_their_true_similarity(tmp_path):
     pytest.importorskip("rensa")
     chooser = np.random.default_rng(0)

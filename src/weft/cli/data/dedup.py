@@ -15,13 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--exact", action="store_true", help="what has the same ids (default)")
     kind.add_argument("--near", action="store_true", help="also what shares most of its n-grams, by MinHash")
-    parser.add_argument(
-        "--threshold", type=float, default=0.8, metavar="F", help="similarity from which on (default: 0.8)"
-    )
-    parser.add_argument("--ngram", type=int, default=5, metavar="N", help="tokens of an n-gram (default: 5)")
+    parser.add_argument("--threshold", type=float, metavar="F", help="of --near: the least similarity (default: 0.8)")
+    parser.add_argument("--ngram", type=int, metavar="N", help="of --near: tokens of an n-gram, 1 to 64 (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.config.errors import UserError
+
+    for name in ("threshold", "ngram"):
+        if getattr(args, name) is not None and not args.near:
+            raise UserError(f"--{name}: is of near duplicates; add --near, or leave it out")
     from weft.data.stores.operations.dedup import dedup
     from weft.observe.console import Console
 
@@ -30,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
         args.store,
         Path(args.out),
         near=args.near,
-        threshold=args.threshold,
-        ngram=args.ngram,
+        threshold=0.8 if args.threshold is None else args.threshold,
+        ngram=5 if args.ngram is None else args.ngram,
         tokenizer=args.tokenizer,
         overwrite=args.overwrite,
         console=console,

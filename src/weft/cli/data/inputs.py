@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -71,6 +72,26 @@ def reading_of(args: argparse.Namespace) -> Reading:
         separator=None if args.separator is None else unescaped(args.separator),
         format=args.format,
     )
+
+
+def check_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
+    """See that what is said about records and texts is of use for one of the files at least; their names tell.
+
+    Raises:
+        UserError: it is not.
+    """
+    from weft.config.errors import UserError
+    from weft.data.sources.kinds import kind_of
+
+    forms = {kind_of(path, args.format).partition(".")[0] for path in files}
+    option = "--template" if args.template is not None else f"--field {args.field}" if args.field != "text" else None
+    if option is not None and forms == {"text"}:
+        raise UserError(f"{option}: is for records, and all inputs are plain text; leave it out, or name a --format")
+    if args.separator is not None and "text" not in forms:
+        raise UserError(
+            f"--separator: is for plain text, and all inputs are {' and '.join(sorted(forms))}; leave it out, or name "
+            "their --format"
+        )
 
 
 def tell_skipped(console: Console, skipped: Mapping[str, int]) -> None:

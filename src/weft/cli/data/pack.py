@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
-from weft.cli.data.inputs import add_inputs, reading_of, tell_skipped
+from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
 
 if TYPE_CHECKING:
     from weft.data.packing.pack import Packed
@@ -92,15 +92,18 @@ def pack_documents(args: argparse.Namespace) -> int:
 
     console, inputs, listed = Console(), args.inputs, args.files_from
     encoder: Encoder
+    from weft.data.sources import find_files
+
     if wants_conversations(args):
         from weft.cli.data.conversations import encoder_of, reading_of_conversations
-        from weft.data.sources import find_files
 
         reading = reading_of_conversations(args)
         inputs, listed = find_files(inputs, listed), None
         encoder = encoder_of(args, inputs, reading, console)
     else:
         reading = reading_of(args)
+        inputs, listed = find_files(inputs, listed), None
+        check_options(args, inputs)
         encoder = TextEncoder(Path(args.tokenizer), exact=args.exact)
     packed = pack(
         inputs,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.cli.data.inputs import add_inputs, reading_of, tell_skipped
+from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
 
 HELP = "train a byte-level BPE on text"
 
@@ -58,6 +58,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
         raise UserError(f"--max-bytes {args.max_bytes:g}: a number of bytes is needed, such as 2e9")
     check_size(args.vocab_size, args.special)
     files, reading, counts = find_files(args.inputs, args.files_from), reading_of(args), Counts()
+    check_options(args, files)
     check_out(out, TOKENIZER, (path for path in files if path.name in TOKENIZER.files), overwrite=args.overwrite)
     if os.path.lexists(out) and not args.overwrite:
         raise exists_already(out, TOKENIZER)

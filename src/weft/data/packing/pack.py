@@ -22,6 +22,7 @@ from weft.data.packing.pool import InProcess, LocalPool, available_cores
 from weft.data.packing.request import claim, request_of, up_to_date
 from weft.data.sources import Files, Reading, find_files, plan, read
 from weft.data.sources.find import summary
+from weft.data.sources.kinds import kind_of
 from weft.data.stores.stored import write_stored
 from weft.observe.console import Console
 
@@ -292,7 +293,8 @@ class _Pack:
         if counts.documents == 0 and self._shard is None:
             shutil.rmtree(self._folder)
             reasons = _reasons(counts, self._files.left_out)
-            raise UserError(f"no document in {len(self._files):,} files ({reasons}); name files of text or JSON lines")
+            number = f"{len(self._files):,} file{'s' if len(self._files) > 1 else ''}"
+            raise UserError(f"no document in {number} ({reasons}); name files that hold {self._wanted()}")
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
         expected = 2 * read if self._encoder.kind == "preferences" else read
@@ -326,6 +328,15 @@ class _Pack:
             "made_from": request,
         }
         return write_stored(self._folder / "store", stored)
+
+    def _wanted(self) -> str:
+        """What the files should hold."""
+        if self._reading.records:
+            return "records of conversations"
+        forms = {kind_of(path, self._reading.format).partition(".")[0] for path in self._files}
+        if forms == {"text"}:
+            return "text"
+        return f"{'rows' if forms <= {'csv', 'tsv', 'parquet', 'arrow'} else 'records'} with text"
 
 
 def _unwritable(reason: str | None, out: Path) -> UserError:

@@ -48,6 +48,9 @@ def filter_store(
     step = store.info.item_documents
     if min_tokens is None and max_tokens is None and function is None:
         raise UserError("nothing to filter by; name --min-tokens, --max-tokens or --function")
+    for name, number in (("min", min_tokens), ("max", max_tokens)):
+        if number is not None and number < 0:
+            raise UserError(f"--{name}-tokens {number}: 0 or more; the end-of-document token does not count")
     test = _load(function, store.info, tokenizer) if function is not None else None
     console = console or Console(speaks=False)
 

@@ -23,6 +23,7 @@ from weft.observe.console import Console
 PERMUTATIONS, SEED = 128, 42
 LONGEST = 1 << 24  # tokens of a document that are looked at
 LEADERS = 8  # of documents that fell together by chance: with so many of them each other one is compared
+LONGEST_NGRAM = 64  # tokens: each more is a pass over all; so long a common run is a copy already
 ROLLED = 1 << 17  # n-grams hashed at once: they stay in the processor's cache
 MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 SIGNED = 1 << 13  # documents signed at once: rensa gives their signatures as lists
@@ -58,8 +59,8 @@ class NearDuplicates:
         """
         if not 0.3 <= threshold <= 1:
             raise UserError(f"--threshold {threshold:g}: a number from 0.3 to 1 is needed")
-        if ngram < 1:
-            raise UserError(f"--ngram {ngram}: at least 1 is needed")
+        if not 1 <= ngram <= LONGEST_NGRAM:
+            raise UserError(f"--ngram {ngram}: a number from 1 to {LONGEST_NGRAM} is needed")
         try:
             import rensa  # noqa: F401
         except ImportError:
