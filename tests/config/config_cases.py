@@ -49,8 +49,8 @@ def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", d
     return lines
 
 
-def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 300) -> None:
-    """A token store of one document, byte by byte."""
+def make_store(name: str, tokens: int, digest: str | None = "one", vocabulary: int = 300, **changes) -> None:
+    """A token store of one document, byte by byte; `changes` of its store.json."""
     folder = Path(name)
     folder.mkdir(parents=True)
     (folder / "tokens.bin").write_bytes(b"\1\0" * tokens)
@@ -65,4 +65,4 @@ def make_store(name: str, tokens: int, digest: str = "one", vocabulary: int = 30
         "bytes": 9,
         "dtype": "uint16",
     }
-    (folder / "store.json").write_text(json.dumps(info))
+    (folder / "store.json").write_text(json.dumps(info | changes))

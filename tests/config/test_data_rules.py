@@ -211,6 +211,31 @@ def test_stores_of_different_tokenizers_do_not_mix():
     )
 
 
+def test_pairs_of_answers_are_not_learned_as_text():
+    make_store("a", 5000)
+    make_store("b", 5000, kind="preferences")
+    assert one(MIX, data=True).startswith(
+        "run.yaml:5: data.train[1].store: b holds pairs of a chosen and a rejected answer, and the objective pretrain "
+    )
+    single = SINGLE.replace("train: a", "train: a, validation: b")
+    assert one(single, data=True).startswith("run.yaml:2: data.validation: b holds pairs")
+    write("class Pairs:\n    def __init__(self): ...\n", "mine.py")
+    load(MIX + "objective: {type: 'mine:Pairs'}\n", data=True)
+    make_store("c", 5000, kind="conversations")
+    load(SINGLE.replace("train: a", "train: c"), data=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"vocabulary": 301}, "vocab_size 301 and a has 300"), ({"eod_id": 7}, "eod_id 7 and a has 0")],
+)
+@pytest.mark.parametrize("first", ["one", None])
+def test_stores_of_unknown_tokenizers_are_compared_as_far_as_they_can_be(changes, said, first):
+    make_store("a", 5000, digest=first)
+    make_store("b", 5000, digest=None, **changes)
+    assert one(MIX, data=True).startswith(f"run.yaml:5: data.train[1].store: b has {said}: they were made with two")
+
+
 def test_the_largest_vocabulary_counts():
     make_store("a", 5000)
     make_store("b", 5000, vocabulary=400)

@@ -243,9 +243,12 @@ def check_headers(draft: Draft) -> int | None:
                 f"{name} has {store.num_tokens:,} tokens, which is shorter than one sequence "
                 f"(sequence_length {length} and the token after it); shorten data.sequence_length or pack more text",
             )
+    everything = [*stores, ("data.validation", path, held_out)]
     _tokenizers(draft, tokenizer, stores, held_out)
+    _unknown_tokenizers(draft, everything)
+    _preferences(draft, everything)
     _vocabulary(draft, tokenizer, [(name, store) for _, name, store in stores if store is not None])
-    _ids_fit(draft, [*stores, ("data.validation", path, held_out)])
+    _ids_fit(draft, everything)
     if not stores or length is None or any(store is None for *_, store in stores):
         return None
     sizes = [max(0, (store.num_tokens - 1) // length) for *_, store in stores]
@@ -304,6 +307,39 @@ def _tokenizers(draft: Draft, tokenizer: Any, stores: list[tuple[str, str, Any]]
             f"{draft.get('data.validation')} was packed with another tokenizer than the training data; "
             "pack both with one tokenizer",
         )
+
+
+def _unknown_tokenizers(draft: Draft, stores: list[tuple[str, str, Any]]) -> None:
+    """Of stores without a tokenizer's digest, what can be compared: number of tokens and end-of-document token."""
+    found = [entry for entry in stores if entry[2] is not None]
+    known = [entry for entry in found if entry[2].tokenizer_digest is not None]
+    for key, name, store in found:
+        _, whose, other = (known or found)[0]
+        if store.tokenizer_digest is not None:
+            continue
+        for what in ("vocab_size", "eod_id"):
+            here, there = getattr(store, what), getattr(other, what)
+            if None not in (here, there) and here != there:
+                draft.problem(
+                    key,
+                    f"{name} has {what} {here:,} and {whose} has {there:,}: they were made with two tokenizers; "
+                    "pack both with one",
+                )
+                break
+
+
+def _preferences(draft: Draft, stores: list[tuple[str, str, Any]]) -> None:
+    """None of the built-in objectives learns from pairs; one of the user's own may."""
+    objective = draft.get("objective.type")
+    if objective is None or ":" in objective:
+        return
+    for key, name, store in stores:
+        if store is not None and store.kind == "preferences":
+            draft.problem(
+                key,
+                f"{name} holds pairs of a chosen and a rejected answer, and the objective {objective} would take both "
+                "for text to learn; name a store of texts or conversations, or an objective of your own",
+            )
 
 
 def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> None:

@@ -54,6 +54,7 @@ class StoreHeader:
     tokenizer_digest: str | None
     eod_id: int | None
     bytes: int | None
+    kind: str = "text"
 
 
 def read_json(path: Path) -> Any:
@@ -208,6 +209,7 @@ def read_store_header(path: str | Path) -> StoreHeader:
             info["tokenizer_digest"],
             info["eod_id"],
             info["bytes"],
+            info.get("kind", "text"),
         )
         dtype = info["dtype"]
     except (KeyError, TypeError):
