@@ -129,6 +129,13 @@ def test_one_source_has_nothing_to_mix(key):
     assert "there is nothing to mix" in one(SINGLE, f"data.{key}")
 
 
+def test_a_block_of_a_mixture_without_weights_says_nothing():
+    sources = SINGLE.replace("train: a", "train: [a, b]")
+    assert one(sources, "data.mixture_block=3").startswith("command line: data.mixture_block: the sources have no wei")
+    load(sources, "data.mixture_block=3", "data.temperature=1")
+    load(sources.replace("[a, b]", "[a, {store: b, max_epochs: 2}]"), "data.mixture_block=3")
+
+
 @pytest.mark.parametrize(
     ("start", "said"),
     [(48, "choose 32 or 16 or 8 or 4"), (64, "choose 32"), (10, "choose 32"), (0, "must be at least 1")],
@@ -264,6 +271,38 @@ def test_a_list_without_weights_has_epochs():
     told = facts(config, open_data=True)
     assert told["length"].startswith("5 steps")  # of 32 sequences, for 160
     assert "2 epochs of 2,560" in told["data"]
+
+
+def test_what_is_known_of_a_mixture_with_a_dataset_of_the_users_own_is_shown():
+    from weft.cli.config.check import facts
+
+    make_store("a", 64 * 40 + 1)
+    write("class Rows:\n    def __init__(self): ...\n", "mine.py")
+    text = SINGLE.replace("train: a", "train: [{store: a, weight: 3}, {type: 'mine:Rows', weight: 1, max_epochs: 2}]")
+    told = facts(load(text, data=True), open_data=True)["data"].splitlines()
+    assert "2 sources in sequences of 64" in told[0]
+    assert "its size is known when the run starts" in told[0]
+    assert told[1].split() == ["a", "75.00%", "a,", "2,561", "tokens"]
+    assert told[2].split() == ["Rows", "25.00%", "mine:Rows,", "at", "most", "2", "epochs"]
+    text = SINGLE.replace("train: a", "train: [a, {type: 'mine:Rows'}]").replace("64}", "64, temperature: 2}")
+    told = facts(load(text, data=True), open_data=True)["data"].splitlines()
+    assert told[1].split() == ["a", "by", "size", "a,", "2,561", "tokens"]
+    text = SINGLE.replace("train: a", "train: {type: 'mine:Rows'}").replace("llama-tiny", MIX[7 : MIX.index("\n")])
+    assert facts(load(text, data=True), open_data=True)["data"].startswith("mine:Rows, in sequences of 64")
+
+
+def test_a_store_of_an_unknown_tokenizer_beside_others_is_a_warning(capsys):
+    from weft.cli.main import main
+
+    make_store("a", 5000)
+    make_store("b", 5000, digest=None)
+    write(MIX)
+    assert main(["config", "check", "run.yaml"]) == 0
+    said = capsys.readouterr().err
+    assert "the tokenizer of b is not known" in said
+    write(SINGLE.replace("train: a", "train: b"))
+    assert main(["config", "check", "run.yaml"]) == 0  # nothing beside it
+    assert "not known" not in capsys.readouterr().err
 
 
 def test_the_plan_is_shown_without_torch_and_numpy():

@@ -136,7 +136,7 @@ def data(monkeypatch):
     tokenizers = {"tok": SimpleNamespace(vocab_size=512, eod_id=0, digest="one")}
     stores = {
         name: SimpleNamespace(
-            num_tokens=1000, num_documents=3, vocab_size=512, tokenizer_digest="one", eod_id=0, bytes=9
+            num_tokens=1000, num_documents=3, vocab_size=512, tokenizer_digest="one", eod_id=0, bytes=9, kind="text"
         )
         for name in ("store", "heldout")
     }

@@ -76,6 +76,8 @@ BAD = {
     "a part that is not text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]},
     "no assistant turn": {"messages": [ASKED]},
     "weight 0": {"messages": [ASKED, SAID | {"weight": 0}]},
+    "neither 0 nor 1": {"messages": [ASKED, SAID | {"weight": 0.5}]},
+    "a weight that is": {"messages": [ASKED, SAID | {"weight": "0"}, ASKED, SAID]},
     "'tools' is not JSON": {"messages": [ASKED, SAID], "tools": "["},
 }
 

@@ -93,6 +93,12 @@ def _mixture(draft: Draft) -> None:
             what = f"an earlier source is called {name!r} as well; give this one a name of its own"
             draft.problem(f"data.train[{number}]", what)
     before = len(draft.problems)
+    uneven = any(draft.get(f"data.{key}") is not None for key in ("curriculum", "temperature")) or any(
+        source.weight is not None or source.max_epochs is not None for source in sources
+    )
+    if draft.get("data.mixture_block") is not None and not uneven:
+        what = "the sources have no weights, so they are read as one; give them weights, or remove the key"
+        draft.problem("data.mixture_block", what)
     curriculum, temperature = draft.get("data.curriculum"), draft.get("data.temperature")
     given = [number for number, source in enumerate(sources) if source.weight is not None]
     for key, value in (("curriculum", curriculum), ("temperature", temperature)):

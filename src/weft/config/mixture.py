@@ -260,6 +260,21 @@ class Plan:
         return lines
 
 
+def unknown_tokenizers(data: DataSection) -> str | None:
+    """What to say where nobody knows a store's tokenizer, and others are there to differ from; None if all is known."""
+    from weft.config.headers import read_store_header
+
+    train = [data.train] if isinstance(data.train, str) else [getattr(s, "store", None) for s in sources_of(data)]
+    stores = [store for store in (*train, data.validation) if isinstance(store, str)]
+    unknown = [store for store in stores if read_store_header(store).tokenizer_digest is None]
+    if not unknown or (len(train) < 2 and len(unknown) == len(stores)):
+        return None
+    return (
+        f"the tokenizer of {', '.join(unknown)} is not known (`weft data convert` was not told it): nothing checks "
+        "that its ids mean the same as the other stores'; convert again with --tokenizer"
+    )
+
+
 def percent(part: int, whole: int) -> str:
     """A share in percent."""
     return f"{100 * part / (whole or 1):.2f}%"

@@ -10,7 +10,18 @@ from weft.config.components import load_class
 from weft.config.data import DatasetSection, DatasetSource
 from weft.config.derive import RunLength, derive
 from weft.config.errors import UserError
-from weft.config.mixture import BLOCK, Plan, phases_of, plan, shortfall, sources_of, stages_of, unheard, weighted
+from weft.config.mixture import (
+    BLOCK,
+    Plan,
+    phases_of,
+    plan,
+    shortfall,
+    sources_of,
+    stages_of,
+    unheard,
+    unknown_tokenizers,
+    weighted,
+)
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch, Dataset
 from weft.data.batches.loader import BatchSource, validation_batches
@@ -48,6 +59,9 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
         UserError: a damaged store, sources that cannot feed the run, no sample.
     """
     train, digests = open_train(config, console)
+    doubt = unknown_tokenizers(config.data)
+    if doubt is not None and console is not None:
+        console.warning(doubt)
     mixed = weighted(config.data)
     tokens = len(train) * config.data.sequence_length
     size = {} if mixed else {"train_tokens": tokens, "train_samples": len(train)}

@@ -20,13 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.config.mixture import unknown_tokenizers
     from weft.config.run import RunConfig
+    from weft.observe.console import Console
 
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data)
     print(f"{args.file}: OK")
     for name, fact in facts(config, open_data=not args.no_data).items():
         print(f"  {name:12}{fact}")
     sys.stdout.flush()
+    doubt = None if args.no_data else unknown_tokenizers(config.data)
+    if doubt is not None:
+        Console().warning(doubt)
     return 0
 
 
@@ -58,6 +63,8 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
         told["data"] = f"{config.data.train}, {tokens:,} tokens, in sequences of {sequence_length(config):,}"
     sizes = _sizes(config) if open_data else None
     samples = None if sizes is None or weighted(config.data) else sum(sizes)
+    if sizes is None and not isinstance(config.data.train, str):
+        told["data"] = f"\n{'':14}".join(_outline(config, open_data))
     ranks = _data_ranks(config)
     try:
         length = derive(config, train_tokens=tokens, train_samples=samples, data_ranks=ranks)
@@ -97,6 +104,37 @@ def _sizes(config) -> list[int] | None:
     if not sources or len(stores) < len(sources):
         return None
     return [(read_store_header(store).num_tokens - 1) // sequence_length(config) for store in stores]
+
+
+def _outline(config, open_data: bool) -> list[str]:
+    """Sources whose sizes the start of a run tells, as far as they are known."""
+    from weft.config.data import DatasetSection, StoreSource
+    from weft.config.derive import sequence_length
+    from weft.config.headers import read_store_header
+    from weft.config.mixture import sources_of
+
+    length = f"in sequences of {sequence_length(config):,}"
+    if isinstance(config.data.train, DatasetSection):
+        return [f"{config.data.train.type}, {length}; its size is known when the run starts"]
+    sources = sources_of(config.data)
+    own = (
+        "a dataset of your own is among them; its size"
+        if open_data
+        else "their sizes were not read; how much each gives"
+    )
+    lines = [f"{len(sources)} sources {length}; {own} is known when the run starts:"]
+    whole = sum(source.weight or 0 for source in sources)
+    widest = max(len(source.label) for source in sources)
+    for source in sources:
+        share = "by stage" if config.data.curriculum else "by size"
+        if source.weight is not None:
+            share = f"{100 * source.weight / whole:.2f}%"
+        what = source.store if isinstance(source, StoreSource) else source.type
+        if isinstance(source, StoreSource) and open_data:
+            what += f", {read_store_header(source.store).num_tokens:,} tokens"
+        limit = "" if source.max_epochs is None else f", at most {source.max_epochs:g} epochs"
+        lines.append(f"  {source.label:{widest}}  {share:>8}  {what}{limit}")
+    return lines
 
 
 def _data_ranks(config) -> int:

@@ -208,6 +208,9 @@ def _learned(messages: list[dict], start: int) -> tuple[int, ...]:
     turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise BadRecord("no assistant turn" if start == 0 else "no assistant turn behind the prompt")
+    for weight in (messages[i].get("weight") for i in turns):
+        if weight is not None and (type(weight) not in (int, float) or weight not in (0, 1)):
+            raise BadRecord("a weight that is neither 0 nor 1", f"weight {str(weight)[:20]!r}: only 0 and 1 are known")
     learned = tuple(i for i in turns if messages[i].get("weight") != 0)
     if not learned:
         raise BadRecord("every assistant turn has weight 0")
