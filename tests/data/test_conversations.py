@@ -77,7 +77,7 @@ KNOWN = {
     "zephyr": "<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n«Yo</s>»\n<|user|>\nBye</s>\n"
     "<|assistant|>\n",
     "vicuna": "<s>Be brief. USER: Hi ASSISTANT:« Yo</s>»USER: Bye ASSISTANT:",
-    "plain": "Be brief.Hi«Yo»Bye",
+    "plain": "Be brief.Hi«Yo»\nBye",
 }
 
 
@@ -306,6 +306,40 @@ def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
 def test_a_format_whose_tokens_the_tokenizer_lacks_is_told(tiny_tokenizer):
     ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, "chatml"))
     assert ours.warnings()[0].startswith("<|im_start|>, <|im_end|>: no token of this tokenizer")
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "gemma", "mistral", "vicuna"])
+def test_a_format_writes_nothing_for_a_token_that_the_tokenizer_does_not_name(tiny_tokenizer, name):
+    ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, name))
+    assert sum(line.startswith("bos_token: not named by this tokenizer") for line in ours.warnings()) == 1
+    ((ids, _),), encoded = encode(ours, [ONE])
+    assert not encoded.rejects
+    told = encoder(tiny_tokenizer, find_template(tiny_tokenizer, name), variables={"bos_token": "<s>"})
+    assert not any("bos_token" in line for line in told.warnings())
+    ((more, _),), _ = encode(told, [ONE])
+    decode = Tokenizer.load(tiny_tokenizer).decode
+    assert decode(more) == "<s>" + decode(ids)
+
+
+def test_a_template_that_needs_a_token_without_a_name_says_so(tiny_tokenizer):
+    _, encoded = encode(encoder(tiny_tokenizer, "{{ bos_token + messages[0].content }}"), [ONE])
+    assert [reject.reason for reject in encoded.rejects] == [
+        "the chat template uses bos_token, which the tokenizer does not name; state it in tokenizer_config.json"
+    ]
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_plain_teaches_nothing_of_the_next_user(folder, exact):
+    record = {"messages": [ASKED, SAID | {"content": "we"}, ASKED | {"content": "ft"}, SAID]}
+    ours = encoder(folder, find_template(folder, "plain"), exact=exact)
+    ((ids, mask),), _ = encode(ours, [record])
+    decode = Tokenizer.load(folder).decode
+    assert len(Tokenizer.load(folder).encode("weft")) == 1  # it could be one token
+    assert decode([id for id, learned in zip(ids, mask, strict=True) if learned]) == "weYo<|endoftext|>"
+    assert decode(ids) == "Hiwe\nftYo<|endoftext|>"
+    lines = {"messages": [ASKED, SAID | {"content": "we\n"}, ASKED, SAID, ASKED | {"content": "\nft"}, SAID]}
+    ((ids, _),), _ = encode(ours, [lines])
+    assert decode(ids) == "Hiwe\nHiYo\nftYo<|endoftext|>"  # none is added where one is
 
 
 # --- weft data pack ---

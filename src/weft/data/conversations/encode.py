@@ -100,7 +100,10 @@ class ConversationEncoder:
                 tokenizer.decode([tokenizer.eod_id]),
             )
             now = datetime.fromisoformat(spec.date) if spec.date is not None else None
-            self._template = ChatTemplate(spec.template, {**special_tokens(spec.tokenizer), **spec.variables}, now)
+            # As `{{ bos_token }}` alone would, a format by name writes nothing for a token that the tokenizer lacks.
+            named = {**special_tokens(spec.tokenizer), **spec.variables}
+            self._nameless = [name for name in spec.template.tokens if name not in named]
+            self._template = ChatTemplate(spec.template, {**dict.fromkeys(self._nameless, ""), **named}, now)
             self._tokenizer = tokenizer
         return self._tokenizer
 
@@ -132,6 +135,11 @@ class ConversationEncoder:
         if split:
             lines.append(
                 f"{', '.join(split)}: no token of this tokenizer; {spec.template.origin} writes it in several tokens"
+            )
+        if self._nameless:
+            lines.append(
+                f"{', '.join(self._nameless)}: not named by this tokenizer; {spec.template.origin} writes nothing in "
+                "its place (tokenizer_config.json names it)"
             )
         if spec.template.tells_time and spec.date is not None:
             lines.append(f"the chat template may write today's date: it is told {spec.date}; --date says another")

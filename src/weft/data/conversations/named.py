@@ -11,6 +11,11 @@ class Named(NamedTuple):
     source: str
     markers: tuple[str, ...]
 
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Special tokens that it writes by their names (`bos_token`)."""
+        return tuple(name for name in ("bos_token", "eos_token") if name in self.source)
+
 
 # What these formats do not know is refused, not left out.
 _NO_TOOLS = """\
@@ -146,13 +151,17 @@ _VICUNA = (
 """
 )
 
-# No marks of turns at all, for questions and answers that bring their own.
+# No marks of turns at all, for questions and answers that bring their own. Only between an answer and what follows is a
+# line end put, where none is: else learning a token of both would teach what the user wrote.
 _PLAIN = """\
 {%- for message in messages -%}
     {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] -}}{%- endgeneration -%}
+        {%- generation -%}{{- message['content'] + '' -}}{%- endgeneration -%}
+        {%- if not loop.last and message['content'][-1:] != '\\n' and loop.nextitem['content'][:1] != '\\n' -%}
+            {{- '\\n' -}}
+        {%- endif -%}
     {%- else -%}
-        {{- message['content'] -}}
+        {{- message['content'] + '' -}}
     {%- endif -%}
 {%- endfor -%}
 """

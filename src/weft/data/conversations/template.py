@@ -37,12 +37,14 @@ class TemplateText:
         origin: where it is from, to be shown.
         with_tools: another source, for conversations that come with tools.
         markers: the special tokens that a format chosen by name writes.
+        tokens: the names of those (`bos_token`) that it writes if the tokenizer has them.
     """
 
     origin: str
     source: str
     with_tools: str | None = None
     markers: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
 
     @property
     def marked(self) -> bool:
@@ -65,7 +67,8 @@ def find_template(folder: Path, stated: str | None = None) -> TemplateText:
         UserError: there is none, it cannot be read, or it is no template.
     """
     if stated in NAMED:
-        text = TemplateText(f"the format {stated}", NAMED[stated].source, markers=NAMED[stated].markers)
+        named = NAMED[stated]
+        text = TemplateText(f"the format {stated}", named.source, markers=named.markers, tokens=named.tokens)
     elif stated is not None and Path(stated).is_file():
         text = TemplateText(stated, _read(Path(stated)))
     else:
@@ -196,6 +199,12 @@ class ChatTemplate:
                 pieces.append(piece)
                 marks.written += len(piece)
         except FAILURES as error:
+            name = re.fullmatch(r"'(\w+_token)' is undefined", str(error))
+            if name is not None:
+                raise BadRecord(
+                    f"the chat template uses {name[1]}, which the tokenizer does not name; state it in "
+                    "tokenizer_config.json"
+                ) from None
             told = " ".join(str(getattr(error, "message", None) or error).split())[:200]
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
             raise BadRecord(f"the chat template refuses it: {kind}{told}") from None
