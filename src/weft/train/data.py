@@ -33,6 +33,7 @@ from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.observe.console import Console
 from weft.parallel.world import World
+from weft.train.validate import BytesPerToken, bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Data:
     length: RunLength
     source: BatchSource
     held_out: Callable[[bool], Iterable[Batch]] | None
-    bytes_per_token: float | None
+    bytes_per_token: BytesPerToken | None
     digests: dict[str, str]
     plan: Plan | None = None
 
@@ -95,10 +96,10 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     )
     if held_info:
         digests["validation"] = held_info.digest
-    bytes_per_token = held_info.bytes / held_info.tokens if held_info and held_info.bytes else None
-    return Data(
-        length, source, lambda whole: batches(limit=None if whole else limit), bytes_per_token, digests, planned
-    )
+    text = None
+    if held_info is not None:
+        text = bytes_per_token(held_info.tokens, held_info.documents, held_info.bytes, held_info.eod_id)
+    return Data(length, source, lambda whole: batches(limit=None if whole else limit), text, digests, planned)
 
 
 def open_train(config: RunConfig, console: Console | None = None) -> tuple[Dataset, dict[str, str]]:

@@ -27,7 +27,7 @@ from weft.parallel.world import World
 from weft.train.forward import forward_of
 from weft.train.recorder import Recorder
 from weft.train.stop import StopSignal
-from weft.train.validate import validate
+from weft.train.validate import BytesPerToken, validate
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Loop:
     directory: Path
     source: BatchSource
     held_out: Callable[[bool], Iterable[Batch]] | None
-    bytes_per_token: float | None
+    bytes_per_token: BytesPerToken | None
     model: nn.Module
     objective: Objective
     optimizer: torch.optim.Optimizer

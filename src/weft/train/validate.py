@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,22 @@ from torch import nn
 from weft.data.batches.batch import Batch
 from weft.objectives.objective import Objective
 from weft.parallel.world import World
+
+
+class BytesPerToken(NamedTuple):
+    """How many bytes of text a store's tokens stand for.
+
+    Attributes:
+        mean: of all tokens but the end-of-document tokens, which stand for none.
+    """
+
+    mean: float
+    eod_id: int
+
+
+def bytes_per_token(tokens: int, documents: int, size: int | None, eod_id: int) -> BytesPerToken | None:
+    """Of a store of so many bytes, of whose tokens one ends each document; None if the bytes are not known."""
+    return BytesPerToken(size / (tokens - documents), eod_id) if size and tokens > documents else None
 
 
 @torch.no_grad()
@@ -22,23 +38,30 @@ def validate(
     batches: Iterable[Batch],
     world: World,
     *,
-    bytes_per_token: float | None = None,
+    bytes_per_token: BytesPerToken | None = None,
 ) -> dict[str, float]:
     """The objective's loss over all of `batches`, by all ranks, with dropout off.
+
+    Bits per byte are the bits of the tokens that are predicted, those that end documents among them, divided by the
+    bytes of the predicted tokens of text. What is not predicted (a document's first token where documents are kept
+    apart, what a loss mask leaves out) counts on neither side; a token of text has the store's mean number of bytes.
 
     Returns:
         `validation_loss` (nats per token) and, with `bytes_per_token`, `validation_bits_per_byte`.
     """
     model.eval()
-    loss, weight = 0.0, 0.0
+    loss, weight, learned, text = 0.0, 0.0, 0.0, 0.0
     for batch in batches:
         batch = batch.to(world.device)
         loss += objective.loss(forward(objective.inputs(batch)), batch).item()
         weight += objective.weight(batch).item()
+        if bytes_per_token is not None:
+            learned += batch.weight.sum(dtype=torch.float64).item()
+            text += batch.weight[batch.labels != bytes_per_token.eod_id].sum(dtype=torch.float64).item()
     model.train()
-    loss, weight = world.sum(loss, weight)
+    loss, weight, learned, text = world.sum(loss, weight, learned, text)
     mean = loss / weight if weight else 0.0
     result = {"validation_loss": mean}
-    if bytes_per_token:
-        result["validation_bits_per_byte"] = mean / math.log(2) / bytes_per_token
+    if bytes_per_token is not None and text:
+        result["validation_bits_per_byte"] = mean * learned / math.log(2) / (text * bytes_per_token.mean)
     return result

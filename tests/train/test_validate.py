@@ -1,0 +1,85 @@
+"""Bits per byte in closed form: a model that gives every byte 8 bits, and each document's end 3."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from weft.data.batches.loader import validation_batches
+from weft.data.sequences.packed import PackedDataset
+from weft.data.sequences.windows import StoreDataset
+from weft.data.stores.indexed import IndexedWriter
+from weft.data.stores.store import StoreInfo, TokenStore
+from weft.data.stores.stored import write_stored
+from weft.objectives.pretrain import Pretrain
+from weft.train.validate import bytes_per_token, validate
+
+EOD, BYTES_EACH = 0, 2  # each token of text stands for two bytes
+LENGTHS = np.array([5, 2, 9, 1, 30, 17, 2, 8])  # the end-of-document token among them
+TEXT = int(LENGTHS.sum() - len(LENGTHS))
+WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda *values: [float(value) for value in values])
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "masked"])
+def store(request, tmp_path):
+    tokens = np.arange(LENGTHS.sum()) % 50 + 1
+    tokens[np.cumsum(LENGTHS) - 1] = EOD
+    mask = (np.arange(len(tokens)) % 3 > 0).astype(np.uint8) if request.param else None
+    (tmp_path / "store").mkdir()
+    writer = IndexedWriter(tmp_path / "store" / "tokens", np.dtype(np.uint16), mask=mask is not None)
+    writer.add(tokens, LENGTHS, mask)
+    index_digest = writer.finish()
+    info = StoreInfo(
+        tokenizer_digest="none",
+        vocab_size=51,
+        eod_id=EOD,
+        dtype="uint16",
+        documents=len(LENGTHS),
+        tokens=len(tokens),
+        bytes=TEXT * BYTES_EACH,
+        bin_sha256=writer.digest.hexdigest(),
+        idx_sha256=index_digest,
+        mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
+    )
+    write_stored(tmp_path / "store", info.model_dump())
+    return TokenStore.open(tmp_path / "store")
+
+
+def forward(inputs):
+    bits = torch.where(inputs["labels"] == EOD, 3.0, 8.0).double()
+    return -bits * math.log(2)
+
+
+def bits(dataset, store, limit=None):
+    info = store.info
+    each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
+    batches = validation_batches(dataset, rows=3, limit=limit)
+    return validate(torch.nn.Identity(), forward, Pretrain(), batches, WORLD, bytes_per_token=each)
+
+
+@pytest.mark.parametrize("way", ["end to end", "kept apart", "best fit"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_only_predicted_tokens_count_and_on_both_sides(store, way, limit):
+    dataset = PackedDataset(store, 8) if way == "best fit" else StoreDataset(store, 8, document_attention=way[0] == "k")
+    samples = [dataset[i] for i in range(len(dataset))][:limit]
+    labels = np.concatenate([sample["labels"][sample["weight"] > 0] for sample in samples])
+    ends = int((labels == EOD).sum())
+    text = len(labels) - ends
+    found = bits(dataset, store, limit)
+    assert found["validation_bits_per_byte"] == pytest.approx((8 * text + 3 * ends) / (BYTES_EACH * text), abs=1e-12)
+    assert found["validation_loss"] == pytest.approx(math.log(2) * (8 * text + 3 * ends) / len(labels), abs=1e-12)
+
+
+@pytest.mark.parametrize("store", [False], ids=["whole"], indirect=True)
+def test_whole_documents_by_best_fit_have_the_numbers_of_their_lengths(store):
+    documents = int((LENGTHS > 1).sum())
+    text = TEXT - documents  # all but the first of each
+    expected = (8 * text + 3 * documents) / (BYTES_EACH * text)
+    assert bits(PackedDataset(store, 8), store)["validation_bits_per_byte"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_bytes_there_are_no_bits():
+    assert bytes_per_token(10, 2, None, EOD) is None
+    assert bytes_per_token(2, 2, 0, EOD) is None
