@@ -157,6 +157,16 @@ def test_sources_of_unequal_length_and_empty_ones_are_told_by_name():
         Joined(["web", "books"], [Rows(0, 10), Rows(1, 0)])
 
 
+def test_where_a_step_reads_names_all_its_sources():
+    joined = Joined(["web", "books", "code"], [Rows(0, 3), Rows(1, 4), Rows(2, 5)])
+    source = BatchSource(joined, rows=6, shuffle=False)
+    assert source.where(0) == (
+        "samples 0 to 5 (of web, books): the first is sample 0 of web, the last sample 2 of books"
+    )
+    assert source.where(1).startswith("samples 6 to 11 (of books, code): the first is sample 3 of books")
+    assert BatchSource(joined, rows=1, shuffle=False).where(2) == "sample 2: sample 2 of web"
+
+
 def test_rows_that_do_not_tell_documents_apart_are_one_document_among_those_that_do():
     class Apart(Rows):
         def __getitem__(self, index):

@@ -41,7 +41,7 @@ def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
     text = str(told.value)
     assert "\n" not in text
     assert said in text
-    assert "step 6, samples 20 to 23: from sample 20 of Deadly to sample 23 of Deadly" in text
+    assert "step 6, samples 20 to 23: the first is sample 20 of Deadly, the last sample 23 of Deadly" in text
     assert "data.workers" in text
     assert seen == [8, 12, 16][: len(seen)]
 

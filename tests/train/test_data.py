@@ -130,7 +130,7 @@ def test_a_dead_worker_ends_the_run_with_one_line_and_its_checkpoint_whole(mixed
     assert train(file) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert "killed by SIGKILL; it last read step 9, samples 64 to 71: from sample 64 of Rows" in said
+    assert "killed by SIGKILL; it last read step 9, samples 64 to 71: the first is sample 64 of Rows" in said
     assert 6 <= losses(tmp_path / "runs" / "dead")[-1][0] <= 8
     (tmp_path / "healed").touch()
     assert train(file) == 0

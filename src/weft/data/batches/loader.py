@@ -8,6 +8,7 @@ import numpy as np
 
 from weft.config.errors import UserError
 from weft.data.batches.batch import Batch, Dataset, collate
+from weft.data.batches.mixture import Joined
 from weft.data.batches.order import Epochs, Order
 from weft.data.sequences.length_warmup import LengthWarmup
 
@@ -80,8 +81,13 @@ class BatchSource:
         if len(samples) == 0:
             samples = self.samples(step)[:1]
         describe = getattr(self.dataset, "where", lambda index: f"sample {index} of {type(self.dataset).__name__}")
-        first, last = (describe(int(index)) for index in self.indices(samples)[[0, -1]])
-        return f"samples {samples[0]:,} to {samples[-1]:,}: from {first} to {last}"
+        indices = self.indices(samples)
+        first, last = (describe(int(index)) for index in indices[[0, -1]])
+        if len(samples) == 1:
+            return f"sample {samples[0]:,}: {first}"
+        sources = self.dataset.sources(indices) if isinstance(self.dataset, Joined) else []
+        among = f" (of {', '.join(sources)})" if len(sources) > 1 else ""
+        return f"samples {samples[0]:,} to {samples[-1]:,}{among}: the first is {first}, the last {last}"
 
     def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
         """The batches of steps `start` to `stop - 1`; with `workers`, read ahead by so many processes.

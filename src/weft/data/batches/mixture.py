@@ -61,6 +61,10 @@ class Joined:
                 result[key][rows] = part
         return result
 
+    def sources(self, indices: np.ndarray) -> list[str]:
+        """The names of the datasets that samples are of, in their order."""
+        return [self.names[source] for source in np.unique(np.searchsorted(self.starts, indices, side="right") - 1)]
+
     def where(self, index: int) -> str:
         """Where a sample comes from, in words."""
         source = int(np.searchsorted(self.starts, index, side="right")) - 1
