@@ -329,7 +329,7 @@ def _unknown_tokenizers(draft: Draft, stores: list[tuple[str, str, Any]]) -> Non
                 draft.problem(
                     key,
                     f"{name} has {what} {here:,} and {whose} has {there:,}: they were made with two tokenizers; "
-                    "pack both with one",
+                    "pack both with one, or convert again with --tokenizer",
                 )
                 break
 
