@@ -112,17 +112,18 @@ def test_the_operator_keeps_pytorchs_rules():
 
 
 @pytest.mark.parametrize("seq", [1, 100, 128, 129, 700, 1024])
-def test_the_table_of_blocks_is_the_one_that_pytorch_finds(seq):
+@pytest.mark.parametrize("window", [None, 50, 129])
+def test_the_table_of_blocks_is_the_one_that_pytorch_finds(seq, window):
     from torch.nn.attention.flex_attention import create_block_mask
 
     segments = torch.cat([some_segments(seq), torch.tensor([rows([128, 256, 1, 127], seq), rows([300, 5], seq)])])
-    starts = segment_mask(segments).int().argmax(3).squeeze(1)  # the first key that each query sees
+    starts = segment_mask(segments, window).int().argmax(3).squeeze(1)  # the first key that each query sees
 
     def visible(batch, head, query, key):
         return (key <= query) & (key >= starts[batch, query])
 
     expected = create_block_mask(visible, 5, None, seq, seq, device="cpu")
-    ours = block_mask(segments)
+    ours = block_mask(segments, window)
     assert ours.shape == (5, 1, seq, seq)
     for part in ("kv", "full_kv", "q", "full_q"):
         numbers, blocks = getattr(ours, f"{part}_num_blocks"), getattr(ours, f"{part}_indices")

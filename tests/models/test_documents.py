@@ -76,6 +76,32 @@ def test_rows_of_documents_are_the_documents_alone(way):
         assert (gradient - wanted[name]).abs().max() < 1e-12 * max(1.0, wanted[name].abs().max().item()), name
 
 
+WINDOWED = {"sliding_window": 5, "sliding_window_pattern": 2, "attn_logit_softcapping": 1.5}
+
+
+@pytest.mark.parametrize("way", ["eager", "traced"])
+def test_sliding_windows_and_capped_scores_stay_inside_documents(way):
+    model, inputs = decoder(**WINDOWED), packed()
+    expected = one_by_one(model, inputs)
+    assert (expected - one_by_one(decoder(), inputs)).abs().max() > 1e-3
+    ways(model, way)
+    assert (model(**inputs) - expected).abs().max() < 1e-12
+
+
+def test_a_sliding_window_is_that_wide():
+    model, tokens = decoder(sliding_window=5, num_hidden_layers=1), torch.arange(20)[None]
+    changed = tokens.clone()
+    changed[0, 3] = 66
+    differ = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-9
+    assert differ.nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("norm_placement", ["pre", "post", "both"])
+def test_the_residual_stream_may_be_wider_than_the_matrices(norm_placement):
+    block = decoder(torch.bfloat16, norm_placement=norm_placement, position="learned").layers[0]
+    assert block(torch.randn(1, 8, 64)).dtype == torch.float32
+
+
 def test_traced_code_serves_every_cut_into_documents():
     model = decoder()
     ways(model, "traced")
@@ -90,6 +116,22 @@ def test_dropout_keeps_documents_apart_and_stops_in_evaluation():
     model, inputs = decoder(attention_dropout=0.5), packed()
     assert not torch.equal(model.train()(**inputs), model(**inputs))
     assert (model.eval()(**inputs) - one_by_one(model, inputs)).abs().max() < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_on_a_gpu_sliding_windows_and_capped_scores_stay_inside_documents(way, alone):
+    torch.set_float32_matmul_precision("highest")
+    lengths = [[600], [600]] if alone else [[90, 500, 10], [600]]
+    keys = {"max_position_embeddings": 600, **WINDOWED, "sliding_window": 70}
+    inputs = packed("cuda", lengths)
+    expected = one_by_one(decoder(torch.float64, "cuda", **keys), inputs, lengths)
+    model = decoder(torch.float32, "cuda", **keys)
+    ways(model, way)
+    if alone:
+        del inputs["segments"]
+    assert (model(**inputs) - expected).abs().max() < 1e-3
 
 
 @pytest.mark.gpu

@@ -66,16 +66,54 @@ class ModelSection(Section):
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
     rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")
     partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="the share of each head that is rotated")
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="before each part of a block, and at the end")
+    rope_local_base_freq: float | None = Field(
+        None,
+        gt=0,
+        description="rope_theta of the layers with a sliding window, which are not stretched; default: as all",
+    )
+    no_rope_layers: list[int] | None = Field(
+        None,
+        description="one number a layer, as Hugging Face has it: 1 rotates, 0 has no positions; default: all rotate",
+    )
+    no_rope_layer_interval: int | None = Field(
+        None, ge=1, description="every so-manieth layer has no positions; default: none"
+    )
+    sliding_window: int | None = Field(
+        None, ge=1, description="a token sees so many tokens, itself with them; default: all before it"
+    )
+    sliding_window_pattern: int | None = Field(
+        None, ge=1, description="every so-manieth layer sees all the same; default: none does"
+    )
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
+        None, description="which layers have the sliding window, one by one; default: as sliding_window_pattern says"
+    )
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = Field(
+        "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight"
+    )
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        "pre", description="before each part of a block, after it (inside the residual), or both; and one at the end"
+    )
+    use_parallel_residual: bool = Field(False, description="attention and MLP read the same input, and are added")
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
-    qk_norm: bool = Field(False, description="RMS-normalize queries and keys per head, before RoPE")
+    qk_norm: bool = Field(False, description="RMS-normalize queries and keys, before RoPE")
+    qk_norm_over: Literal["head", "width"] = Field("head", description="each head by itself, or all of them together")
     mlp: Literal["gated", "plain"] = Field(
         "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
     )
     hidden_act: Activation = Field("silu", description="the MLP's nonlinearity")
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
+    attention_output_bias: bool | None = Field(None, description="the output projection's; default: attention_bias")
     mlp_bias: bool = Field(False, description="biases in the MLP")
     tie_word_embeddings: bool = Field(False, description="the output head is the embedding's matrix")
+    embedding_multiplier: float = Field(1.0, gt=0, description="embedded tokens are multiplied by it")
+    attention_multiplier: float | None = Field(
+        None, gt=0, description="attention's scores are; default: 1 / sqrt(head_dim)"
+    )
+    residual_multiplier: float = Field(1.0, gt=0, description="what each part of a block adds is")
+    logits_scaling: float = Field(1.0, gt=0, description="logits are divided by it")
+    attn_logit_softcapping: float | None = Field(
+        None, gt=0, description="attention's scores = cap * tanh(scores / cap); none by default"
+    )
     logit_softcap: float | None = Field(None, gt=0, description="logits = cap * tanh(logits / cap); none by default")
 
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="on attention's weights")
@@ -88,6 +126,27 @@ class ModelSection(Section):
         "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero",
     )
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has the sliding window."""
+        if self.sliding_window is None:
+            return False
+        if self.layer_types is not None:
+            return self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window_pattern is None or (layer + 1) % self.sliding_window_pattern != 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, rotates queries and keys by their positions."""
+        if self.position != "rope":
+            return False
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[layer])
+        return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
 
 
 class CustomModelSection(Component):

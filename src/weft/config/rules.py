@@ -14,6 +14,7 @@ from weft.config.mesh import ParallelSection, mesh_shape
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
     """Fill in what follows from other keys, and note what does not fit together."""
     _heads(draft)
+    _layers(draft)
     _length_of_run(draft)
     _positions(draft)
     _batch(draft)
@@ -52,6 +53,25 @@ def _heads(draft: Draft) -> None:
             "model.num_key_value_heads",
             f"{groups} key-value heads do not divide {heads} attention heads; choose {_divisor_near(heads, groups)}",
             "model.num_attention_heads",
+        )
+
+
+def _layers(draft: Draft) -> None:
+    layers, window = draft.get("model.num_hidden_layers"), draft.get("model.sliding_window")
+    for name in ("model.layer_types", "model.no_rope_layers"):
+        given = draft.get(name)
+        if given is not None and layers is not None and len(given) != layers:
+            draft.problem(name, f"{len(given)} entries for {layers} layers; give one each", "model.num_hidden_layers")
+    if window is None:
+        slides = "sliding_attention" in (draft.get("model.layer_types") or [])
+        for name, said in (("model.layer_types", slides), ("model.sliding_window_pattern", True)):
+            if said and draft.get(name) is not None:
+                draft.problem(name, "how many tokens does the sliding window have? set model.sliding_window")
+    scaling = draft.get("model.rope_scaling.rope_type")
+    if scaling in ("llama3", "yarn") and draft.get("model.rope_scaling.original_max_position_embeddings") is None:
+        draft.problem(
+            "model.rope_scaling",
+            f"{scaling} needs original_max_position_embeddings, the positions before the stretching; set it",
         )
 
 

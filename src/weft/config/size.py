@@ -33,13 +33,15 @@ def model_size(section: ModelSection, vocab_size: int | None = None) -> ModelSiz
     inner = inner_width(section)
     norm = width * (2 if section.norm == "layernorm" else 1)
     matrices = width * head * (2 * heads + 2 * groups) + width * inner * (3 if section.mlp == "gated" else 2)
-    vectors = 2 * norm
+    vectors = norm * (4 if section.norm_placement == "both" else 2)
     if section.attention_bias:
-        vectors += head * (heads + 2 * groups) + width
+        vectors += head * (heads + 2 * groups)
+    if section.output_bias:
+        vectors += width
     if section.mlp_bias:
         vectors += inner * (2 if section.mlp == "gated" else 1) + width
     if section.qk_norm:
-        vectors += 2 * head
+        vectors += 2 * head if section.qk_norm_over == "head" else head * (heads + groups)
     embedding = vocabulary * width
     positions = section.max_position_embeddings * width if section.position == "learned" else 0
     head_matrix = 0 if section.tie_word_embeddings else embedding

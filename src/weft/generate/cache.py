@@ -36,14 +36,23 @@ class KVCache:
         values[:, :, self.length : end] = v
         return keys[:, :, :end], values[:, :, :end]
 
-    def mask(self, seq: int, device: torch.device) -> torch.Tensor | None:
-        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None where plain causality says it all."""
-        if self.starts is None:
-            return None
+    def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
+        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None where plain causality says it all.
+
+        Args:
+            window: the most keys that a query sees, its own with them.
+        """
         end = self.length + seq
+        slides = window is not None and window < end
+        if self.starts is None and not slides:
+            return None
         keys = torch.arange(end, device=device)
         queries = keys[self.length :].unsqueeze(1)  # [seq, 1]
-        seen = (keys <= queries) & (keys >= self.starts.to(device).view(-1, 1, 1))  # [batch, seq, keys]
+        seen = (keys <= queries).unsqueeze(0)  # [batch or 1, seq, keys]
+        if self.starts is not None:
+            seen = seen & (keys >= self.starts.to(device).view(-1, 1, 1))
+        if slides:
+            seen = seen & (keys > queries - window)
         # A padding query sees itself: a row without any key would be NaN.
         return (seen | (keys == queries)).unsqueeze(1)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.cross_entropy import cap
 from weft.kernels.documents import block_mask, document_attention, segment_mask
 
 if TYPE_CHECKING:
@@ -17,9 +18,17 @@ FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those that Trito
 
 
 def document_mask(
-    segments: torch.Tensor, *, dtype: torch.dtype, head_dim: int, dropout: float = 0.0
+    segments: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor | BlockMask:
-    """What keeps attention inside documents, for `attention`'s `mask`: made once a forward, for all layers.
+    """What keeps attention inside documents, and inside a sliding window (Beltagy et al., 2020).
+
+    For `attention`'s `mask`: made once a forward, for all layers that need the same.
 
     On a GPU it is a table of blocks for flex attention; on a CPU the segments themselves, whose documents are attended
     to one by one; else (dropout of weights, float64 on a GPU, other devices) a boolean mask.
@@ -27,14 +36,16 @@ def document_mask(
     Args:
         segments: int64 `[batch, seq]`, a number for each token's document; a document is a run of one number.
         dtype, head_dim: of the queries.
-        dropout: as `attention`'s.
+        dropout, softcap: as `attention`'s.
+        window: the most keys that a query sees, its own with them.
     """
     kind = segments.device.type
-    if dropout == 0 and kind == "cpu":
+    window = None if window is None or window >= segments.shape[1] else window
+    if dropout == 0 and kind == "cpu" and window is None and softcap is None:
         return segments
     if dropout == 0 and kind == "cuda" and dtype in FLEX_DTYPES and head_dim >= 16:
-        return block_mask(segments)
-    return segment_mask(segments)
+        return block_mask(segments, window)
+    return segment_mask(segments, window)
 
 
 def attention(
@@ -47,6 +58,7 @@ def attention(
     mask: torch.Tensor | BlockMask | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
 
@@ -61,21 +73,24 @@ def attention(
             made. It says all: `causal` and `segments` are not looked at.
         dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
+        softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
 
     Returns:
         `[batch, heads, seq, head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if mask is None and segments is not None:
-        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout)
+        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, softcap=softcap)
     if mask is not None and not isinstance(mask, torch.Tensor):
-        return _flex(q, k, v, mask, scale, grouped)
+        return _flex(q, k, v, mask, scale, grouped, softcap)
     if mask is not None and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return document_attention(q, k, v, mask, scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    if softcap is not None:
+        return _softcapped(q, k, v, mask, causal, dropout, scale, softcap)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
     is_causal = causal and mask is None and queries == keys
     return F.scaled_dot_product_attention(
@@ -83,14 +98,44 @@ def attention(
     )
 
 
+def _softcapped(q, k, v, mask, causal, dropout, scale, softcap):
+    """All scores at once: no fused kernel of PyTorch's caps them but flex attention."""
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = cap(scores, softcap)
+    if mask is None and causal:
+        queries, keys = scores.shape[2:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(v.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
 def _flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None, grouped: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    grouped: bool,
+    softcap: float | None,
 ) -> torch.Tensor:
     """FlexAttention (Dong et al., 2024). It is a kernel only when compiled; uncompiled it fills the whole matrix."""
     from torch.nn.attention.flex_attention import flex_attention
 
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    return call(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
+    score_mod = None if softcap is None else _capping(softcap)
+    return call(q, k, v, score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+@cache
+def _capping(softcap: float):
+    def capped(score, batch, head, query, key):
+        return cap(score, softcap)
+
+    return capped
 
 
 @cache

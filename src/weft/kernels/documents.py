@@ -18,29 +18,34 @@ if TYPE_CHECKING:
 BLOCK = 128  # the tile of flex attention's kernels
 
 
-def run_starts(segments: torch.Tensor) -> torch.Tensor:
-    """Where in its row each token's document begins, int64 `[batch, seq]`: it sees the keys from there to itself."""
+def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """The first key that each token sees, int64 `[batch, seq]`: it sees the keys from there to itself.
+
+    That is where its document begins or, with a sliding window, the first of the last `window` tokens if that is later.
+    """
     places = torch.arange(segments.shape[1], device=segments.device)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return torch.where(begins, places, 0).cummax(dim=1).values
+    starts = torch.where(begins, places, 0).cummax(dim=1).values
+    return starts if window is None else torch.maximum(starts, places - window + 1)
 
 
-def segment_mask(segments: torch.Tensor) -> torch.Tensor:
+def segment_mask(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
     """Which keys each query may see: its document's, up to itself. The plain reference of all forms here.
 
     Args:
         segments: `[batch, seq]`, a number for each token's document.
+        window: the most keys that a query sees, its own with them.
 
     Returns:
         bool `[batch, 1, seq, seq]`, true where a query (third axis) sees a key (fourth).
     """
     keys = torch.arange(segments.shape[1], device=segments.device)
     queries = keys.unsqueeze(1)  # [seq, 1]
-    return ((keys <= queries) & (keys >= run_starts(segments).unsqueeze(2))).unsqueeze(1)
+    return ((keys <= queries) & (keys >= run_starts(segments, window).unsqueeze(2))).unsqueeze(1)
 
 
-def block_mask(segments: torch.Tensor) -> BlockMask:
+def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
     """`segment_mask` as flex attention's table of blocks (Dong et al., 2024), which skips what no query sees.
 
     Made from the documents' starts: `create_block_mask` would first fill the whole `[batch, seq, seq]`.
@@ -48,7 +53,7 @@ def block_mask(segments: torch.Tensor) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     seq = segments.shape[1]
-    starts = run_starts(segments)
+    starts = run_starts(segments, window)
     blocks = torch.arange(-(-seq // BLOCK), device=segments.device)
     # Starts never fall along a row: a block's first query sees the furthest back, its last query the least far.
     furthest = (starts[:, ::BLOCK] // BLOCK).unsqueeze(2)  # [batch, blocks, 1]

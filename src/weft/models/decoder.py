@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,8 @@ from weft.models.layers.mlp import MLP
 from weft.models.layers.norm import NORMS
 from weft.models.layers.rope import rope_table
 
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, from `rope_table`
+
 
 class Cache(Protocol):
     """What a decoder asks of a store of earlier keys and values (`weft.generate.cache` has one)."""
@@ -26,8 +29,11 @@ class Cache(Protocol):
         """Append `[batch, kv_heads, seq, head_dim]`; returns all keys and values that the queries may look at."""
         ...
 
-    def mask(self, seq: int, device: torch.device) -> torch.Tensor | None:
-        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None where causality says all."""
+    def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
+        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None where causality says all.
+
+        With a sliding `window` a query sees so many keys at the most, its own with them.
+        """
         ...
 
     def advance(self, seq: int) -> None:
@@ -36,20 +42,23 @@ class Cache(Protocol):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with the norms after the parts, or around them."""
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
-        norm = NORMS[config.norm]
-        self.attention_norm = norm(config.hidden_size, config.rms_norm_eps)
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = norm(config) if before else None
         self.attention = Attention(config, layer)
-        self.mlp_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.attention_post_norm = norm(config) if after else None
+        self.mlp_norm = norm(config) if before else None
         self.mlp = MLP(config)
+        self.mlp_post_norm = norm(config) if after else None
+        self.parallel, self.multiplier = config.use_parallel_residual, config.residual_multiplier
 
     def forward(
         self,
         x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rope: Rope | None = None,
         mask: torch.Tensor | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
@@ -64,8 +73,24 @@ class Block(nn.Module):
         Returns:
             `[batch, seq, width]`
         """
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        # Without a norm to do it, the part's input is cast to its weights' dtype: the residual stream may be wider.
+        inner = x.to(self.mlp.up_proj.weight.dtype) if self.attention_norm is None else self.attention_norm(x)
+        attended = self.added(self.attention(inner, rope, mask, cache), self.attention_post_norm)
+        seen = x if self.parallel else x + attended
+        inner = seen.to(self.mlp.up_proj.weight.dtype) if self.mlp_norm is None else self.mlp_norm(seen)
+        out = seen + self.added(self.mlp(inner), self.mlp_post_norm)
+        return out + attended if self.parallel else out
+
+    def added(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
+        """What a part's output adds to the residual stream."""
+        if post_norm is not None:
+            out = post_norm(out)
+        return out if self.multiplier == 1.0 else out * self.multiplier
+
+
+def norm(config: ModelSection) -> nn.Module:
+    """One norm of the residual stream."""
+    return NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
 
 
 class Decoder(nn.Module):
@@ -87,7 +112,9 @@ class Decoder(nn.Module):
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = NORMS[config.norm](width, config.rms_norm_eps)
+        self.norm = norm(config)
+        slides = any(config.slides(layer) for layer in range(config.num_hidden_layers))
+        self.window = config.sliding_window if slides else None
         self.token_logprobs = token_logprobs  # a seam: compiled, or over a split vocabulary
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
@@ -113,33 +140,59 @@ class Decoder(nn.Module):
             Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, for which the
             logits of all positions are never held at once. At least float32.
         """
-        seq = tokens.shape[1]
+        config, seq = self.config, tokens.shape[1]
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + seq, device=tokens.device).unsqueeze(0)
         x = self.embed_tokens(tokens)  # [batch, seq, width]
-        rope = None
+        if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as Gemma does
+            x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
-        else:
-            config = self.config
-            rotary_dim = int(self.head_dim * config.partial_rotary_factor)
-            rope = rope_table(positions, rotary_dim, config.rope_theta, x.dtype, config.rope_scaling)
-        x = F.dropout(x, self.config.embedding_dropout, self.training)
-        if cache is not None:
-            mask = cache.mask(seq, tokens.device)
-        elif segments is not None:
-            dropout = self.config.attention_dropout if self.training else 0.0
-            mask = document_mask(segments, dtype=x.dtype, head_dim=self.head_dim, dropout=dropout)
-        else:
-            mask = None
-        for layer in self.layers:
-            x = layer(x, rope, mask, cache)
+        ropes = self.ropes(positions, x.dtype)
+        x = F.dropout(x, config.embedding_dropout, self.training)
+        masks = self.masks(tokens, segments, cache, x.dtype)
+        for number, layer in enumerate(self.layers):
+            slides = config.slides(number)
+            x = layer(x, ropes[slides] if config.rotates(number) else None, masks[slides], cache)
         if cache is not None:
             cache.advance(seq)
         x = self.norm(x)
+        if config.logits_scaling != 1.0:
+            x = x / config.logits_scaling
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if labels is not None:
-            return self.token_logprobs(x, head, labels, self.config.logit_softcap)
+            return self.token_logprobs(x, head, labels, config.logit_softcap)
         logits = F.linear(x, head)
-        return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), self.config.logit_softcap)
+        return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
+
+    def ropes(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[Rope | None, Rope | None]:
+        """The rotations of layers that see all, and of those with a sliding window."""
+        config = self.config
+        if config.position != "rope":
+            return None, None
+        rotary_dim = int(self.head_dim * config.partial_rotary_factor)
+        rope = rope_table(positions, rotary_dim, config.rope_theta, dtype, config.rope_scaling)
+        if self.window is None or config.rope_local_base_freq is None:
+            return rope, rope
+        return rope, rope_table(positions, rotary_dim, config.rope_local_base_freq, dtype)
+
+    def masks(
+        self, tokens: torch.Tensor, segments: torch.Tensor | None, cache: Cache | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the queries of layers that see all may look at, and those of layers with a sliding window."""
+        seq, window = tokens.shape[1], self.window
+        if cache is not None:
+            full = cache.mask(seq, tokens.device)
+            return full, full if window is None else cache.mask(seq, tokens.device, window)
+        make = partial(
+            document_mask,
+            dtype=dtype,
+            head_dim=self.head_dim,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            softcap=self.config.attn_logit_softcapping,
+        )
+        full = None if segments is None else make(segments)
+        if window is None or window >= seq:
+            return full, full
+        return full, make(torch.zeros_like(tokens) if segments is None else segments, window=window)

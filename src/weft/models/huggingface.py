@@ -18,6 +18,7 @@ from weft.config.model import ModelSection
 from weft.config.size import inner_width
 from weft.config.suggest import did_you_mean
 from weft.models.decoder import Decoder
+from weft.models.mapping import attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
@@ -82,12 +83,13 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     written = families()[section.family].to_hf(section)
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
     for key, value in there.items():
-        if value != back[key]:
+        if value != back.get(key):
             raise UserError(
                 f"model.{key} is {value!r}, and Hugging Face's {written['architectures'][0]} cannot have that "
-                f"(there it is {back[key]!r}); name a family that can"
+                f"(there it is {back.get(key)!r}); name a family that can"
             )
-    return written
+    # Which ids are special is the tokenizer's to say: transformers' defaults are those of one published model.
+    return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **written}
 
 
 def _whole(section: ModelSection) -> dict[str, Any]:
@@ -97,8 +99,20 @@ def _whole(section: ModelSection) -> dict[str, Any]:
     keys["num_key_value_heads"] = section.num_key_value_heads or heads
     keys["head_dim"] = section.head_dim or section.hidden_size // heads
     keys["intermediate_size"] = inner_width(section)
-    if section.position != "rope":
+    keys["attention_multiplier"] = round(attention_multiplier(section), 9)
+    keys["attention_output_bias"] = section.output_bias
+    layers = range(section.num_hidden_layers)
+    keys["layer_types"] = [section.slides(layer) for layer in layers]
+    keys["no_rope_layers"] = [section.rotates(layer) for layer in layers]
+    del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
+    if not any(keys["layer_types"]):
+        keys["sliding_window"] = keys["rope_local_base_freq"] = None
+    elif section.rope_local_base_freq == section.rope_theta and section.rope_scaling is None:
+        keys["rope_local_base_freq"] = None
+    if not any(keys["no_rope_layers"]):
         keys["rope_theta"] = None
+    if not section.qk_norm:
+        del keys["qk_norm_over"]
     return keys
 
 

@@ -9,7 +9,8 @@ parameter and keeps its part. The schemes (`model.initialization`):
 | scaled | N(0, r) | N(0, r) | N(0, r / sqrt(2 x layers)) | N(0, r) |
 | muon_zero | N(0, r) | uniform, variance 1 / fan_in | 0 | 0 |
 
-with standard deviation r = `initializer_range`. Norm weights are one, biases zero; a tied head is the embedding.
+with standard deviation r = `initializer_range`. Norm weights are one (rmsnorm1p's zero), biases zero; a tied
+head is the embedding.
 `scaled` is GPT-2's (Radford et al., 2019): the residual stream's variance does not grow with depth.
 """
 
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from weft.models.decoder import Decoder
+from weft.models.layers.norm import RMSNorm1p
 from weft.models.roles import parameter_roles
 
 OUTPUTS = ("o_proj.weight", "down_proj.weight")
@@ -42,7 +44,8 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     role = parameter_roles(model)[name]
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     if role == "norm" and name.endswith("weight"):
-        return value.fill_(1.0).to(dtype)
+        about_one = isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm1p)
+        return value.fill_(0.0 if about_one else 1.0).to(dtype)
     if role in ("norm", "bias"):
         return value.to(dtype)
 

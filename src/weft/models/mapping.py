@@ -17,7 +17,7 @@ SAME = (
 )  # fmt: skip
 # What config.json calls a nonlinearity; of two names with one meaning the first is written.
 _ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
 # The keys of each kind of scaling, beside rope_type.
@@ -29,6 +29,9 @@ _SCALING = {
         "mscale_all_dim", "truncate",
     ),
 }  # fmt: skip
+
+
+_WHOLE = {*SAME[:7], "head_dim", "sliding_window"}
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,13 @@ def read(config: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[s
     """
     found = {}
     for ours, theirs in keys.items():
-        value = config.get(theirs)
-        value = defaults.get(theirs) if value is None else value
+        value = config.get(theirs, defaults.get(theirs))  # null is a value: no sliding window, for one
         if value is None and theirs not in defaults:
             raise UserError(f"{theirs}: missing; a config.json of {config.get('model_type', 'this kind')} states it")
+        if ours in _WHOLE and value is not None and type(value) is not int:
+            raise UserError(f"{theirs}: {value!r} is no whole number")
         found[ours] = value
-    if "hidden_act" in found:
+    if found.get("hidden_act") is not None:
         found["hidden_act"] = activation(found["hidden_act"], keys["hidden_act"])
     return {key: value for key, value in found.items() if value is not None}
 
@@ -85,6 +89,7 @@ def write(section: ModelSection, keys: Mapping[str, str]) -> dict[str, Any]:
             "num_key_value_heads": section.num_key_value_heads or heads,
             "head_dim": section.head_dim or section.hidden_size // heads,
             "intermediate_size": inner_width(section),
+            "attention_multiplier": attention_multiplier(section),
         }
     )
     written = {theirs: getattr(whole, ours) for ours, theirs in keys.items()}
@@ -92,6 +97,45 @@ def write(section: ModelSection, keys: Mapping[str, str]) -> dict[str, Any]:
         names = [theirs for theirs, ours in _ACTIVATIONS.items() if ours == section.hidden_act]
         written[keys["hidden_act"]] = names[0]
     return written
+
+
+def attention_multiplier(section: ModelSection) -> float:
+    """What attention's scores are multiplied by."""
+    head = section.head_dim or section.hidden_size // section.num_attention_heads
+    return section.attention_multiplier or head**-0.5
+
+
+def read_layer_types(config: Mapping[str, Any], window: int | None, default: list[bool]) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`; `default` says of each layer whether it slides, unless config.json does."""
+    types = config.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if slides else "full_attention" for slides in default]
+    if window is None or "sliding_attention" not in types:
+        return {}
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown or len(types) != len(default):
+        raise UserError(
+            f"layer_types: {len(types)} layers of {', '.join(sorted(set(types)))}; it must have one of full_attention "
+            f"and sliding_attention for each of the {len(default)} layers"
+        )
+    return {"sliding_window": window, "layer_types": types}
+
+
+def write_layer_types(section: ModelSection) -> dict[str, Any]:
+    """The same back."""
+    slides = [section.slides(layer) for layer in range(section.num_hidden_layers)]
+    return {
+        "sliding_window": section.sliding_window if any(slides) else None,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+    }
+
+
+def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A key's number, or the default for none and null. Raises UserError for what is no number above 0."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise UserError(f"{key}: {value!r} is no number above 0")
+    return value
 
 
 def activation(name: Any, key: str) -> str:
@@ -116,11 +160,13 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0, layer_type: str
         layer_type: read the part of `rope_parameters` for layers of this type, where it has such parts.
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"rope_scaling: must be a mapping, not {given!r}")
     if isinstance(given.get(layer_type), dict):
         given = given[layer_type]
-    found: dict[str, Any] = {"rope_theta": float(given.get("rope_theta") or config.get("rope_theta") or theta)}
+    found: dict[str, Any] = {"rope_theta": float(number(given, "rope_theta", number(config, "rope_theta", theta)))}
     kind = given.get("rope_type") or given.get("type") or "default"
-    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
     if partial != 1.0:
         found["partial_rotary_factor"] = partial
     if kind == "default":

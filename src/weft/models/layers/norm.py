@@ -25,6 +25,16 @@ class RMSNorm(nn.Module):
         return out.to(self.weight.dtype)
 
 
+class RMSNorm1p(RMSNorm):
+    """`RMSNorm` times 1 + weight: weight decay then draws towards 1, and initial weights are 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., width]` -> `[..., width]`"""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        out = F.rms_norm(x.to(dtype), self.weight.shape, 1 + self.weight.to(dtype), self.eps)
+        return out.to(self.weight.dtype)
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), in dtypes as `RMSNorm`."""
 
@@ -41,4 +51,4 @@ class LayerNorm(nn.Module):
         return out.to(self.weight.dtype)
 
 
-NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS = {"rmsnorm": RMSNorm, "rmsnorm1p": RMSNorm1p, "layernorm": LayerNorm}

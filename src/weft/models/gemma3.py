@@ -1,0 +1,78 @@
+"""Gemma 3's text model (Gemma team, 2025): five layers with a window for each without, normalized queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import gemma2
+from weft.models.mapping import Weight, number, read, read_layer_types, read_rope, write, write_layer_types, write_rope
+
+ARCHITECTURES = ("Gemma3ForCausalLM",)
+MODEL_TYPE = "gemma3_text"
+# transformers' Gemma 3 keeps `attn_logit_softcapping`, and does not use it.
+KEYS = {ours: theirs for ours, theirs in gemma2.KEYS.items() if ours != "attn_logit_softcapping"}
+DEFAULTS = gemma2.DEFAULTS | {
+    "vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None,
+}  # fmt: skip
+WEIGHTS = (
+    *gemma2.WEIGHTS,
+    Weight("layers.{n}.attention.q_norm", "model.layers.{n}.self_attn.q_norm"),
+    Weight("layers.{n}.attention.k_norm", "model.layers.{n}.self_attn.k_norm"),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    keys = {"qk_norm": True, **read(config, KEYS, DEFAULTS)}
+    pattern = number(config, "sliding_window_pattern", 6)
+    slides = [(layer + 1) % pattern != 0 for layer in range(keys["num_hidden_layers"])]
+    windows = read_layer_types(config, config.get("sliding_window", 4096), slides)
+    keys |= read_rope(config, theta=1000000.0, layer_type="full_attention")
+    if windows:
+        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+        keys["rope_local_base_freq"] = float(
+            number(local, "rope_theta", number(config, "rope_local_base_freq", 10000.0))
+        )
+    return {"family": "gemma3", **gemma2.always(config, keys["hidden_size"]), **keys, **windows}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    rope = write_rope(section)
+    local = section.rope_local_base_freq or section.rope_theta
+    rope["rope_local_base_freq"] = local
+    rope["rope_parameters"] = {
+        "full_attention": rope["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    return written | rope | write_layer_types(section) | {"query_pre_attn_scalar": gemma2.scalar(section)}
+
+
+PRESETS = {
+    # 1.0B parameters.
+    "gemma3-1b": {
+        "family": "gemma3",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "norm": "rmsnorm1p",
+        "norm_placement": "both",
+        "rms_norm_eps": 1e-6,
+        "qk_norm": True,
+        "hidden_act": "gelu_tanh",
+        "embedding_multiplier": 33.94112549695428,
+        "attention_multiplier": 0.0625,
+        "tie_word_embeddings": True,
+    },
+}

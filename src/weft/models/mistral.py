@@ -1,0 +1,46 @@
+"""Mistral (Jiang et al., 2023): Llama with a sliding window in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import llama
+from weft.models.mapping import read, read_rope, refuse, same, write, write_rope
+
+ARCHITECTURES = ("MistralForCausalLM",)
+MODEL_TYPE = "mistral"
+KEYS = same("head_dim", "hidden_act", "sliding_window")
+DEFAULTS = llama.DEFAULTS | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+WEIGHTS = llama.WEIGHTS
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    keys = read(config, KEYS, DEFAULTS)
+    if config.get("layer_types") is not None:  # transformers' Mistral does not look at them
+        kind = "sliding_attention" if "sliding_window" in keys else "full_attention"
+        refuse(config, layer_types=[kind] * keys["num_hidden_layers"])
+    return {"family": "mistral", **keys, **read_rope(config)}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    return written | write_rope(section)
+
+
+PRESETS = {
+    # Mistral 7B, its first version: 7.24B parameters.
+    "mistral-7b": {
+        "family": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+}

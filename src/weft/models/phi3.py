@@ -1,0 +1,61 @@
+"""Phi-3 (Abdin et al., 2024): Llama with a sliding window, and matrices that are stored fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.models import llama
+from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+MODEL_TYPE = "phi3"
+KEYS = same("head_dim", "hidden_act", "sliding_window", hidden_dropout="resid_pdrop", embedding_dropout="embd_pdrop")
+DEFAULTS = llama.DEFAULTS | {
+    "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+_QKV, _FUSED = "model.layers.{n}.self_attn.qkv_proj", ("q", "kv", "kv")
+_GATE_UP = "model.layers.{n}.mlp.gate_up_proj"
+WEIGHTS = (
+    *(
+        weight
+        for weight in llama.WEIGHTS
+        if not weight.ours.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    ),
+    Weight("layers.{n}.attention.q_proj", _QKV, part=(0, _FUSED)),
+    Weight("layers.{n}.attention.k_proj", _QKV, part=(1, _FUSED)),
+    Weight("layers.{n}.attention.v_proj", _QKV, part=(2, _FUSED)),
+    Weight("layers.{n}.mlp.gate_proj", _GATE_UP, part=(0, ("inner", "inner"))),
+    Weight("layers.{n}.mlp.up_proj", _GATE_UP, part=(1, ("inner", "inner"))),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    rope = read_rope(config)
+    if "rope_scaling" in rope:  # transformers takes Phi-3's for longrope, whatever they say
+        raise UserError("rope_scaling: Phi-3's stretched rotations (longrope) are not supported")
+    return {"family": "phi3", **read(config, KEYS, DEFAULTS), **rope}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    return written | write_rope(section) | {"original_max_position_embeddings": section.max_position_embeddings}
+
+
+PRESETS = {
+    # Phi-3 mini with 4k positions: 3.82B parameters.
+    "phi3-mini": {
+        "family": "phi3",
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "sliding_window": 2047,
+    },
+}

@@ -1,0 +1,82 @@
+"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import llama
+from weft.models.mapping import read, read_layer_types, read_rope, same, write, write_layer_types, write_rope
+
+ARCHITECTURES = ("Qwen2ForCausalLM",)
+MODEL_TYPE = "qwen2"
+KEYS = same("head_dim", "hidden_act")
+DEFAULTS = llama.DEFAULTS | {
+    "vocab_size": 151936, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
+    "max_window_layers": 28,
+}  # fmt: skip
+WEIGHTS = llama.WEIGHTS
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    bias = {"attention_bias": True, "attention_output_bias": False}
+    return {"family": "qwen2", **bias, **read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    return written | write_rope(section) | write_windows(section)
+
+
+def read_windows(config: dict[str, Any]) -> dict[str, Any]:
+    """The window's keys: it is off unless `use_sliding_window`, and then all layers from a certain one on have it."""
+    config = DEFAULTS | config
+    window = config["sliding_window"] if config.get("use_sliding_window") else None
+    first = config["max_window_layers"] or 0
+    return read_layer_types(config, window, [layer >= first for layer in range(config["num_hidden_layers"])])
+
+
+def write_windows(section: ModelSection) -> dict[str, Any]:
+    """The same back, in the older keys too."""
+    written = write_layer_types(section)
+    types = [*written["layer_types"], "sliding_attention"]
+    return written | {
+        "use_sliding_window": written["sliding_window"] is not None,
+        "max_window_layers": types.index("sliding_attention"),
+    }
+
+
+PRESETS = {
+    # Qwen2.5 0.5B and 7B: 494M and 7.6B parameters.
+    "qwen2.5-0.5b": {
+        "family": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_output_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "family": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "attention_output_bias": False,
+    },
+}

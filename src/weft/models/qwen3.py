@@ -1,0 +1,68 @@
+"""Qwen 3 (Yang et al., 2025), dense: Llama with queries and keys normalized, and a head size of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import llama
+from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.qwen2 import read_windows, write_windows
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+MODEL_TYPE = "qwen3"
+KEYS = same("head_dim", "hidden_act", "attention_bias")
+DEFAULTS = llama.DEFAULTS | {
+    "vocab_size": 151936, "num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128,
+}  # fmt: skip
+WEIGHTS = (
+    *llama.WEIGHTS,
+    Weight("layers.{n}.attention.q_norm", "model.layers.{n}.self_attn.q_norm"),
+    Weight("layers.{n}.attention.k_norm", "model.layers.{n}.self_attn.k_norm"),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    read_keys = {**read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
+    return {"family": "qwen3", "qk_norm": True, **read_keys}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The config.json that transformers loads."""
+    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    return written | write_rope(section) | write_windows(section)
+
+
+PRESETS = {
+    # Qwen3 0.6B and 8B: 596M and 8.19B parameters.
+    "qwen3-0.6b": {
+        "family": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "family": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "qk_norm": True,
+    },
+}
