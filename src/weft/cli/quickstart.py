@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
     # Two empty lines before it: at the very beginning of a file, `def` is as rare as it is frequent elsewhere.
-    weft("generate", str(run_directory), "\n\ndef ", *"--max-new-tokens 120 --temperature 0.7 --top-p 0.95".split())
+    how = ["--max-new-tokens", "120", "--temperature", "0.7", "--top-p", "0.95"]
+    weft("generate", str(run_directory), "\n\ndef ", *how)
     weft("report", str(run_directory))
     summary(home, yaml, run_directory, held_out_files, time.perf_counter() - began)
     return 0
