@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from weft.checkpoint import files, ranks
+from weft.checkpoint.huggingface.folder import open_folder
+from weft.checkpoint.huggingface.load import fill
 from weft.checkpoint.save import first_failure, planning
 from weft.checkpoint.storage import SafetensorsReader
 from weft.checkpoint.tensors import MODEL_PREFIX, OPTIMIZER_PREFIX, blank_state, model_tensors, optimizer_parameters
 from weft.config.errors import UserError
+from weft.config.huggingface import is_huggingface
 
 # A mismatch names so many tensors; the rest is counted.
 _NAMED = 4
@@ -29,6 +32,8 @@ def checkpoints(run_directory: str | Path) -> list[Path]:
 def resolve(path: str | Path) -> Path:
     """The checkpoint that a path means: a checkpoint itself, or the newest one of a run directory.
 
+    A Hugging Face folder stands for itself.
+
     One process checks its contents against their checksums here; several look only at the files' sizes, because `load`
     shares the hashing among them.
 
@@ -40,6 +45,8 @@ def resolve(path: str | Path) -> Path:
         raise UserError("there is no such run or checkpoint; give a run directory or a checkpoint in it", path)
     if not path.is_dir():
         raise UserError("a file is no run; give a run directory or a checkpoint directory", path)
+    if is_huggingface(path):
+        return path
     if files.is_leftover(path):
         raise UserError(
             f"this is a checkpoint that was never finished; give the run directory {path.parent.parent}", path
@@ -110,6 +117,17 @@ def read_json(checkpoint: Path, name: str) -> Any:
         raise UserError(f"it is not JSON ({error}); this checkpoint is damaged", path) from error
 
 
+def tokenizer_folder(checkpoint: Path) -> Path | None:
+    """The tokenizer that belongs to what `resolve` gave: its run's, its own, or that of a Hugging Face folder."""
+    if is_huggingface(checkpoint):
+        folder = checkpoint
+    elif checkpoint.absolute().parent.name == files.FOLDER:
+        folder = checkpoint.absolute().parent.parent / "tokenizer"
+    else:
+        folder = checkpoint / "tokenizer"
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
 def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """Fill a model, and an optimizer, in place from a checkpoint of any mesh. Every rank calls it.
 
@@ -117,7 +135,7 @@ def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Opt
     state is made anew as it was saved, whether or not the optimizer has stepped before.
 
     Args:
-        checkpoint: a checkpoint directory, as from `resolve`.
+        checkpoint: a checkpoint directory, as from `resolve`; or a Hugging Face folder, which has no optimizer.
 
     Returns:
         What `save` was given as `state`, and `step`.
@@ -126,6 +144,10 @@ def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Opt
         UserError: a damaged file; or names or shapes that do not match the model's, or another optimizer's state.
     """
     checkpoint = Path(checkpoint)
+    if is_huggingface(checkpoint):
+        if optimizer is not None:
+            raise UserError("a Hugging Face folder has no optimizer's state; load the model alone", checkpoint)
+        return fill(open_folder(checkpoint), model)
     _verify_together(checkpoint)
     index = read_json(checkpoint, files.INDEX)
     targets: dict[str, Tensor] = {}

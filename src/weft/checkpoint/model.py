@@ -9,9 +9,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from weft.checkpoint import files
+from weft.checkpoint.huggingface.folder import open_folder, section_of
 from weft.checkpoint.load import load, read_json, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
 from weft.config.errors import UserError
+from weft.config.huggingface import is_huggingface
 from weft.config.model import CustomModelSection, ModelSection
 
 
@@ -19,7 +21,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     """The model of a run's newest checkpoint, or of one checkpoint, ready to be used.
 
     Args:
-        path: a run directory or a checkpoint.
+        path: a run directory, a checkpoint, or a Hugging Face folder.
         device: where to put it.
         dtype: of its floating-point parameters and buffers; default: as they were saved.
 
@@ -33,11 +35,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
     checkpoint = resolve(path)
     section = architecture(checkpoint)
-    saved = {
-        name.removeprefix(MODEL_PREFIX): getattr(torch, entry["dtype"])
-        for name, entry in read_json(checkpoint, files.INDEX)["tensors"].items()
-        if name.startswith(MODEL_PREFIX)
-    }
+    saved = _dtypes(checkpoint)
     if isinstance(section, CustomModelSection):
         # The user's class may compute values while it is built: it is built where there are any.
         with torch.device(device):
@@ -65,8 +63,22 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     return model.eval()
 
 
+def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
+    """What each of the model's tensors was saved as."""
+    if is_huggingface(checkpoint):
+        folder = open_folder(checkpoint)
+        return {name: folder.dtype(name) for name in folder.sources}
+    return {
+        name.removeprefix(MODEL_PREFIX): getattr(torch, entry["dtype"])
+        for name, entry in read_json(checkpoint, files.INDEX)["tensors"].items()
+        if name.startswith(MODEL_PREFIX)
+    }
+
+
 def architecture(checkpoint: Path) -> ModelSection | CustomModelSection:
     """The model section that a checkpoint was trained with. Raises UserError if it is not one."""
+    if is_huggingface(checkpoint):
+        return section_of(checkpoint)
     content = read_json(checkpoint, files.MODEL)
     try:
         # `from` has done its work: the weights are here.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +36,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from weft.checkpoint.files import INDEX, Digest, threads, write_json
+from weft.checkpoint.tensor_file import Entry, dtype_name, write_safetensors
 
 # Several files a rank, so that several threads write and hash them.
 FILE_BYTES = 256 * 2**20
-_BLOCK = 16 * 2**20
-
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -125,45 +102,18 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        # The widest first: then every tensor starts at a multiple of its element size.
-        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)
-        header: dict[str, Any] = {}
-        offsets: dict[str, Any] = {}
-        end = 0
-        for item in items:
-            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-            start, end = end, end + _size(item)
-            header[item.index.fqn] = {
-                "dtype": _DTYPES[dtype_name(dtype)],
-                "shape": list(chunk.sizes),
-                "data_offsets": [start, end],
-            }
-            offsets[item.index.fqn] = {"saved_offsets": list(chunk.offsets)}
+        entries = [
+            Entry(
+                item.index.fqn,
+                item.tensor_data.properties.dtype,
+                tuple(item.tensor_data.chunk.sizes),
+                partial(planner.resolve_data, item),
+            )
+            for item in items
+        ]
+        offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
         extra = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        text = json.dumps({"__metadata__": extra} | header).encode()
-        text += b" " * (-len(text) % 8)
-
-        digest, size = hashlib.sha256(), 0
-        with open(self.directory / name, "wb") as file:
-
-            def write(data: Any) -> None:
-                nonlocal size
-                file.write(data)
-                digest.update(data)
-                size += len(data)
-
-            write(len(text).to_bytes(8, "little"))
-            write(text)
-            for item in items:
-                tensor = planner.resolve_data(item).detach().to("cpu").contiguous()
-                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-                if len(data) != _size(item):
-                    raise RuntimeError(f"{item.index.fqn}: {len(data)} bytes where {_size(item)} were planned")
-                for start in range(0, len(data), _BLOCK):
-                    write(data[start : start + _BLOCK])
-            file.flush()
-            os.fsync(file.fileno())
-        what = Digest(digest.hexdigest(), size)
+        what = write_safetensors(self.directory / name, entries, extra)
         return [
             WriteResult(
                 index=item.index,

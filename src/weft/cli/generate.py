@@ -11,10 +11,13 @@ HELP = "let a trained model write"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Continues PROMPTs with the model of a run's newest checkpoint, or of one checkpoint. A single prompt's text "
-        "streams to the terminal as it is written; several are continued at once and shown when done."
+        "Continues PROMPTs with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face folder. "
+        "A single prompt's text streams to the terminal as it is written; several are continued at once and shown when "
+        "done."
     )
-    parser.add_argument("source", metavar="RUN_OR_CHECKPOINT", help="a run directory, or one checkpoint of it")
+    parser.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, one checkpoint of it, or a Hugging Face folder"
+    )
     parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue; - reads it from standard input")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument(
@@ -33,17 +36,20 @@ def run(args: argparse.Namespace) -> int:
     wait_briefly()
     import torch
 
-    from weft.checkpoint.load import resolve
+    from weft.checkpoint.load import resolve, tokenizer_folder
     from weft.checkpoint.model import load_model
     from weft.config.errors import UserError
+    from weft.config.huggingface import is_huggingface
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.generate.sample import generate
 
     checkpoint = resolve(args.source)
-    run_directory = checkpoint.parent.parent
-    if not (run_directory / "tokenizer").exists():
-        raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", run_directory)
-    tokenizer = Tokenizer.load(run_directory / "tokenizer")
+    folder = tokenizer_folder(checkpoint)
+    if folder is None and (is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints"):
+        raise UserError("there is no tokenizer.json with this model; put its tokenizer's files there", checkpoint)
+    if folder is None:
+        raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", checkpoint.parent.parent)
+    tokenizer = Tokenizer.load(folder)
     texts = [prompt_of(argument) for argument in args.prompts]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.draft import node_of
-from weft.config.errors import Problem
+from weft.config.errors import Problem, UserError
+from weft.config.huggingface import is_huggingface, section_keys
 from weft.config.model import ModelSection
 from weft.config.paths import beside
 from weft.config.presets import presets
@@ -82,11 +83,8 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
     if isinstance(found, str):
         problems.append(source.problem("model.from", f"{source.value}: {beside(source, source.value) or found}"))
         return None
-    try:
-        content = json.loads((found / "model.json").read_bytes())
-        assert isinstance(content, dict)
-    except (OSError, ValueError, AssertionError):
-        problems.append(source.problem("model.from", f"{found / 'model.json'} cannot be read; name another checkpoint"))
+    content = _content(found, model, source, problems)
+    if content is None:
         return None
     shape: dict[str, Any] = {k: v for k, v in content.items() if k not in ("from", "from_", "load_optimizer")}
     fixed: set[str] = set(SHAPE) if ":" not in str(shape.get("type", "")) else {"type"}
@@ -106,14 +104,41 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
     return merge(node_of(shape, source, f"checkpoint {found}"), model)
 
 
+def _content(found: Path, model: Node, source: Node, problems: list[Problem]) -> dict[str, Any] | None:
+    """The model section that a checkpoint, or a Hugging Face folder, was made with."""
+    if not is_huggingface(found):
+        try:
+            content = json.loads((found / "model.json").read_bytes())
+            assert isinstance(content, dict)
+        except (OSError, ValueError, AssertionError):
+            what = f"{found / 'model.json'} cannot be read; name another checkpoint"
+            problems.append(source.problem("model.from", what))
+            return None
+        return content
+    optional = model.get("load_optimizer")
+    if optional is not None and optional.value is True:
+        what = "a Hugging Face folder has no optimizer's state; remove the key"
+        problems.append(optional.problem("model.load_optimizer", what))
+        return None
+    try:
+        return section_keys(found)
+    except UserError as error:
+        problems.append(source.problem("model.from", str(error)))
+        return None
+
+
 def newest_checkpoint(path: Path) -> Path | str:
-    """The checkpoint that a path means: itself, or the newest of a run directory; else what is wrong, in words."""
+    """The checkpoint that a path means: itself (or a Hugging Face folder), or the newest of a run directory.
+
+    Returns:
+        The checkpoint; or what is wrong, in words.
+    """
     if not path.exists():
         near = ""
         if path.parent.is_dir():
             near = did_you_mean(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
         return f"there is no such run or checkpoint{near or '; check the path'}"
-    if (path / "model.json").is_file():
+    if (path / "model.json").is_file() or is_huggingface(path):
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not folder.is_dir():

@@ -1,0 +1,169 @@
+"""A checkpoint -> a folder that AutoModelForCausalLM and AutoTokenizer load, streamed tensor by tensor."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from weft.checkpoint import files
+from weft.checkpoint.huggingface.folder import groups
+from weft.checkpoint.huggingface.import_ import ORIGIN, Made
+from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
+from weft.checkpoint.load import read_json, resolve, tokenizer_folder
+from weft.checkpoint.model import architecture
+from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
+from weft.checkpoint.tensors import MODEL_PREFIX
+from weft.config.errors import UserError
+from weft.config.headers import copy_tokenizer, read_tokenizer
+from weft.config.huggingface import CONFIG, INDEX, SINGLE, is_huggingface
+from weft.config.model import ModelSection
+from weft.models.huggingface import Transform, config_of, invert
+from weft.observe.console import Console
+
+SHARD_BYTES = 5_000_000_000
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    console: Console | None = None,
+) -> Made:
+    """Write the model of a run's newest checkpoint, of one checkpoint or of an imported folder, for transformers.
+
+    Sharded checkpoints are put together one tensor at a time. `out` appears whole, by one rename, or not at all.
+
+    Args:
+        dtype: of the weights; default: each as it was saved.
+        shard_bytes: the most that one file holds (a tensor is never divided).
+
+    Raises:
+        UserError: no checkpoint, a damaged one, or a model that no family of Hugging Face's can be.
+    """
+    out, console = Path(out), console or Console(speaks=False)
+    checkpoint = resolve(source)
+    if is_huggingface(checkpoint):
+        raise UserError("this is a Hugging Face folder already; name a run, a checkpoint or an imported folder", source)
+    section = architecture(checkpoint)
+    if not isinstance(section, ModelSection):
+        raise UserError(
+            f"a model of your own ({section.type}) is none that transformers knows; only the built-in decoder can be "
+            "exported",
+            checkpoint / files.MODEL,
+        )
+    entries = _entries(checkpoint, section, dtype)
+    tokenizer = tokenizer_folder(checkpoint)
+    documents = _documents(checkpoint, section, tokenizer, entries)
+    doubts = tokenizer_doubts(tokenizer, section, documents[CONFIG])
+    needed = sum(entry.bytes for entry in entries)
+    with new_folder(out, needed) as made, console.progress(needed, "exporting", unit="B") as progress:
+        for doubt in doubts:
+            console.warning(f"{checkpoint}: {doubt}")
+        shards, done = cut(entries, shard_bytes), 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.update(min(done, needed))
+
+        weight_map = {}
+        for number, shard in enumerate(shards, start=1):
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {entry.name: name for entry in shard}
+            write_safetensors(made / name, shard, {"format": "pt"}, on_bytes)
+        if len(shards) > 1:
+            documents[INDEX] = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
+        for name, content in documents.items():
+            files.write_json(made / name, content)
+        if tokenizer is not None:
+            _copy_tokenizer(tokenizer, made)
+    return Made(section, len(entries), len(shards), needed)
+
+
+def _entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | None) -> list[Entry]:
+    """Hugging Face's tensors, each to be put together from the checkpoint's files."""
+    index = read_json(checkpoint, files.INDEX)
+    saved = {name: entry for name, entry in index["tensors"].items() if name.startswith(MODEL_PREFIX)}
+    entries = []
+    for theirs, ours in groups(section).items():
+        found = []
+        for name, _ in ours:
+            if MODEL_PREFIX + name not in saved:
+                raise UserError(f"it lacks {name}, which its model.json means; it is damaged", checkpoint)
+            found.append(saved[MODEL_PREFIX + name])
+        transform = ours[0][1]
+        shape = invert(transform, [torch.empty(entry["shape"], device="meta") for entry in found]).shape
+        kind = getattr(torch, found[0]["dtype"])
+        read = partial(_read, checkpoint, index, [MODEL_PREFIX + name for name, _ in ours], transform)
+        entries.append(Entry(theirs, dtype or kind, tuple(shape), read))
+    return entries
+
+
+def _read(checkpoint: Path, index: dict, names: list[str], transform: Transform | None) -> torch.Tensor:
+    return invert(transform, [_whole(checkpoint, index, name) for name in names])
+
+
+def _whole(checkpoint: Path, index: dict, name: str) -> torch.Tensor:
+    """A tensor out of its pieces in the ranks' files."""
+    entry = index["tensors"][name]
+    if len(entry["pieces"]) == 1:
+        with safe_open(checkpoint / index["files"][entry["pieces"][0][0]], framework="pt") as file:
+            return file.get_tensor(name)
+    tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    for number, offset, shape in entry["pieces"]:
+        place = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        with safe_open(checkpoint / index["files"][number], framework="pt") as file:
+            tensor[place] = file.get_tensor(name)
+    return tensor
+
+
+def _documents(
+    checkpoint: Path, section: ModelSection, tokenizer: Path | None, entries: list[Entry]
+) -> dict[str, dict[str, Any]]:
+    """config.json and generation_config.json."""
+    try:
+        config = config_of(section)
+    except UserError as error:
+        raise UserError(error.what, checkpoint / files.MODEL) from None
+    origin = read_json(checkpoint, ORIGIN) if (checkpoint / ORIGIN).is_file() else {}
+    if origin:
+        special = {key: origin["config"][key] for key in _SPECIAL if key in origin["config"]}
+    else:
+        special = _special_ids(tokenizer, section)
+    kind = dtype_name(max((entry.dtype for entry in entries), key=lambda one: sum(e.dtype == one for e in entries)))
+    generation = origin.get("generation_config") or {key: id for key, id in special.items() if id is not None}
+    return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, "generation_config.json": generation}
+
+
+def _special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
+    """The ids of the special tokens that the tokenizer names; without one null, not the family's defaults."""
+    found: dict[str, int | None] = dict.fromkeys(_SPECIAL)
+    if tokenizer is None:
+        return found
+    header, content = read_tokenizer(tokenizer)
+    found["eos_token_id"] = header.eod_id
+    ids = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    settings = read_json(tokenizer, "tokenizer_config.json") if (tokenizer / "tokenizer_config.json").exists() else {}
+    for key in ("bos", "pad"):
+        token = settings.get(f"{key}_token")
+        found[f"{key}_token_id"] = ids.get(token.get("content") if isinstance(token, dict) else token)
+    return {key: id if id is not None and id < (section.vocab_size or 0) else None for key, id in found.items()}
+
+
+def _copy_tokenizer(tokenizer: Path, made: Path) -> None:
+    """The tokenizer's files, beside the weights as AutoTokenizer expects them."""
+    copy_tokenizer(tokenizer, made / "tokenizer")
+    for path in (made / "tokenizer").iterdir():
+        path.rename(made / path.name)
+    (made / "tokenizer").rmdir()
+    stated = made / "tokenizer_config.json"
+    settings = read_json(made, stated.name) if stated.exists() else {}
+    if "tokenizer_class" not in settings:  # else one is taken that the model's family is known to have
+        files.write_json(stated, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})

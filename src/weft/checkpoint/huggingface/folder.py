@@ -1,0 +1,241 @@
+"""A Hugging Face folder, opened and checked by its headers alone: nothing pickled and no remote code is looked at."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from weft.checkpoint.huggingface.parts import Source, read_part
+from weft.checkpoint.tensor_file import DTYPES
+from weft.config.errors import UserError
+from weft.config.headers import read_json
+from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, read_config, section_keys
+from weft.config.model import ModelSection
+from weft.models.decoder import Decoder
+from weft.models.huggingface import Transform, invert, names
+
+# So many wrong tensors are named; the rest is counted.
+_NAMED = 10
+_HEADER_LIMIT = 100 * 2**20  # what the safetensors library takes
+# Masks and rotations that older versions of transformers saved beside the weights.
+_BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
+_DTYPES = {theirs: getattr(torch, ours) for ours, theirs in DTYPES.items()}
+_CONVERT = (
+    'weights as .bin are pickled, and no pickle is loaded; convert them where you trust them: python -c "from '
+    "transformers import AutoModelForCausalLM as A; A.from_pretrained('{path}').save_pretrained('{path}-safetensors')\""
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file of theirs."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A folder whose tensors are those of the model that its config.json names.
+
+    Attributes:
+        config: config.json.
+        section: the model that it means.
+        stored: their name -> where it is.
+        sources: our name -> where that is found.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    section: ModelSection
+    stored: dict[str, Stored]
+    sources: dict[str, Source]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What one of our parameters is saved as."""
+        return self.stored[self.sources[name].theirs].dtype
+
+    def read(self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None):
+        """One of our parameters, or the rectangle of it that begins at `start` and measures `size`."""
+        source = self.sources[name]
+        file = self.path / self.stored[source.theirs].file
+        return read_part(file, source, start or (0,) * len(source.shape), size or source.shape)
+
+
+def open_folder(path: str | Path) -> HuggingFaceFolder:
+    """Open a folder and check that its files are whole, and that their tensors are the model's.
+
+    Raises:
+        UserError: no config.json, an unknown architecture, pickled weights only, half a file, tensors that do not fit.
+    """
+    path = Path(path)
+    config, section = read_config(path), section_of(path)
+    stored = dict(_headers(path))
+    sources = _match(path, section, stored)
+    folder = HuggingFaceFolder(path, config, section, stored, sources)
+    _check_tied(folder)
+    return folder
+
+
+def section_of(path: Path) -> ModelSection:
+    """The model that a folder's config.json means. Raises UserError, with that file."""
+    keys = section_keys(path)
+    try:
+        section = ModelSection(**keys)
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        key = ".".join(map(str, mistake["loc"]))
+        raise UserError(f"{key}: {mistake['msg']} (it is {mistake['input']!r})", path / CONFIG) from None
+    heads, groups = section.num_attention_heads, section.num_key_value_heads or section.num_attention_heads
+    if heads % groups or (section.head_dim is None and section.hidden_size % heads):
+        raise UserError(
+            f"a width of {section.hidden_size}, {heads} attention heads and {groups} key-value heads do not divide one "
+            "another; the file is damaged: download it again",
+            path / CONFIG,
+        )
+    return section
+
+
+# ---- the files
+
+
+def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors of all files that hold the model's."""
+    for file, expected in _files(path).items():
+        if not (path / file).is_file():
+            raise UserError(f"{INDEX} names this file and it is not here; download the rest of the model", path / file)
+        header = _header(path / file)
+        lacking = sorted(expected - header.keys())
+        if lacking:
+            raise UserError(
+                f"{INDEX} says that {lacking[0]} is in here and it is not; download both again", path / file
+            )
+        yield from header.items()
+
+
+def _files(path: Path) -> dict[str, set[str]]:
+    """The safetensors files of a folder, and which tensors the index says are in each."""
+    if (path / INDEX).is_file():
+        content = read_json(path / INDEX)
+        weights = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weights, dict) or not weights:
+            raise UserError("not an index of tensors: it has no weight_map; download it again", path / INDEX)
+        files: dict[str, set[str]] = {}
+        for name, file in weights.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise UserError(f"{name} is said to be in {file!r}, which is no file of this folder", path / INDEX)
+            files.setdefault(file, set()).add(name)
+        return dict(sorted(files.items()))
+    if (path / SINGLE).is_file():
+        return {SINGLE: set()}
+    others = sorted(found.name for found in path.iterdir())
+    shards = [name for name in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
+    if shards:
+        raise UserError(f"{shards[0]} is one of several files, and {INDEX} is missing; download it as well", path)
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
+        raise UserError(_CONVERT.format(path=path), path)
+    what = "the adapter of a model, not a model; merge it first" if "adapter_config.json" in others else "no weights"
+    raise UserError(f"there is no {SINGLE} here: {what}", path)
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """What a safetensors file says that it holds, and whether it is as long as that. Raises UserError."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(8)
+        if head == b"version ":
+            raise UserError("a pointer of Git LFS, not the weights; fetch them: git lfs pull", path)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or (length <= _HEADER_LIMIT and 8 + length > size):
+            raise UserError(f"half a file: it ends within its header, after {size:,} bytes; download it again", path)
+        text = file.read(length) if length <= _HEADER_LIMIT else b""
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        found = {
+            name: Stored(path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()
+        }
+    except KeyError as error:
+        raise UserError(f"its header has {error}, which is not known; download the file again", path) from None
+    except (ValueError, TypeError, AttributeError, IndexError):
+        raise UserError("not a safetensors file; download it again", path) from None
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        raise UserError(f"half a file: {size:,} bytes of {expected:,}; download it again", path)
+    return found
+
+
+# ---- the tensors
+
+
+def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict[str, Source]:
+    """Where each of our parameters is. Raises UserError that names what is missing, misshaped or too much."""
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(section).named_parameters()}
+    problems: list[str] = []
+    used: set[str] = set()
+    sources: dict[str, Source] = {}
+    for theirs, ours in groups(section).items():
+        found = next((name for name in (theirs, theirs.partition(".")[2]) if name in stored), None)
+        if found is None:
+            problems.append(f"{theirs} is missing")
+            continue
+        used.add(found)
+        expected = tuple(invert(ours[0][1], [torch.empty(shapes[name], device="meta") for name, _ in ours]).shape)
+        entry = stored[found]
+        if entry.shape != expected:
+            problems.append(f"{found} is {list(entry.shape)} where config.json means {list(expected)}")
+        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            problems.append(f"{found} is stored as {entry.dtype}: quantized weights cannot be taken")
+        sources |= {name: Source(found, transform, shapes[name]) for name, transform in ours}
+    left = [name for name in stored if name not in used and not _BUFFERS.search(name)]
+    problems += [f"{name} is not of this model" for name in sorted(left) if name != _tied_head(section)]
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise UserError(
+            f"its tensors are not those of the {section.family} model that config.json says: "
+            f"{'; '.join(problems[:_NAMED])}{more}",
+            path,
+        )
+    return sources
+
+
+def groups(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
+    """Their names -> ours that each is put together from, in order."""
+    found: dict[str, list[tuple[str, Transform | None]]] = {}
+    for ours, theirs, transform in names(section):
+        found.setdefault(theirs, []).append((ours, transform))
+    return found
+
+
+def _tied_head(section: ModelSection) -> str | None:
+    """The name that a tied head may have in older files, beside the embedding."""
+    if not section.tie_word_embeddings:
+        return None
+    return next((f"{w.theirs}.weight" for w in families()[section.family].WEIGHTS if w.ours == "lm_head"), None)
+
+
+def _check_tied(folder: HuggingFaceFolder) -> None:
+    """A tied head that was saved all the same is the embedding's matrix, or the model would not be the same one."""
+    head = _tied_head(folder.section)
+    if head not in folder.stored:
+        return
+    embedding, entry = folder.sources["embed_tokens.weight"], folder.stored[head]
+    if entry.shape == embedding.shape:
+        start = (0,) * len(entry.shape)
+        theirs = read_part(folder.path / entry.file, Source(head, None, entry.shape), start, entry.shape)
+        if torch.equal(theirs, folder.read("embed_tokens.weight")):
+            return
+    raise UserError(
+        f"tie_word_embeddings: true, but {head} differs from {embedding.theirs}; set it to false to keep both",
+        folder.path / CONFIG,
+    )

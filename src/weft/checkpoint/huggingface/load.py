@@ -1,0 +1,50 @@
+"""A model filled from a Hugging Face folder, on any mesh: each rank reads the part that it holds."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from weft.checkpoint.files import threads
+from weft.checkpoint.huggingface.folder import HuggingFaceFolder
+from weft.checkpoint.tensors import model_tensors
+from weft.config.errors import UserError
+
+_NAMED = 4
+
+
+def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
+    """Fill a decoder in place. Parameters keep their own dtype and placement.
+
+    Returns:
+        `{"step": 0}`, as a checkpoint's state.
+
+    Raises:
+        UserError: the model is another one than the folder's.
+    """
+    tensors = {name: tensor.detach() for name, (tensor, _) in model_tensors(model).items()}
+    problems = [f"{name} is in this model, not in the folder" for name in tensors if name not in folder.sources]
+    problems += [f"{name} is in the folder, not in this model" for name in folder.sources if name not in tensors]
+    for name, tensor in tensors.items():
+        if name in folder.sources and folder.sources[name].shape != tuple(tensor.shape):
+            there = list(folder.sources[name].shape)
+            problems.append(f"{name} is {list(tensor.shape)} in this model, {there} in the folder")
+    if problems:
+        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise UserError(f"the model does not fit: {'; '.join(problems[:_NAMED])}{more}", folder.path)
+    with ThreadPoolExecutor(threads()) as pool:
+        list(pool.map(lambda name: _fill_one(folder, name, tensors[name]), tensors))
+    return {"step": 0}
+
+
+def _fill_one(folder: HuggingFaceFolder, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(folder.read(name))
+        return
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 not in size:
+        tensor.to_local().copy_(folder.read(name, tuple(start), tuple(size)))

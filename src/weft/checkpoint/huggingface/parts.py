@@ -1,0 +1,57 @@
+"""Reading a rectangle of one of our tensors out of theirs, and no more than that of the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from weft.models.huggingface import Transform
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one of our tensors is found: the name of theirs, how ours is made from it, and the shape of ours."""
+
+    theirs: str
+    transform: Transform | None
+    shape: tuple[int, ...]
+
+
+def read_part(file: Path, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    """The rectangle of ours that begins at `start` and measures `size`, on the CPU, as it is stored.
+
+    The file is opened for each call: pages of it that were read do not stay in this process's memory.
+    """
+    if 0 in size:
+        with safe_open(file, framework="pt") as opened:
+            dtype = opened.get_slice(source.theirs)[:0].dtype if source.shape else None
+        return torch.empty(size, dtype=dtype)
+    with safe_open(file, framework="pt") as opened:
+        if not source.shape:
+            return opened.get_tensor(source.theirs)
+        if source.transform is None and size == source.shape:
+            return opened.get_tensor(source.theirs)
+        stored = opened.get_slice(source.theirs)
+        transform = source.transform or Transform()
+        rows = (start[0], start[0] + size[0])
+        rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
+        if not transform.sizes:
+            return _rows(stored, transform, rows, rest)
+        height, whole = transform.sizes[transform.part], sum(transform.sizes)
+        before = sum(transform.sizes[: transform.part])
+        if transform.groups == 1:
+            return _rows(stored, transform, (before + rows[0], before + rows[1]), rest)
+        first, last = rows[0] // height, -(-rows[1] // height)  # the groups that our rows are in
+        found = _rows(stored, transform, (first * whole, last * whole), rest)
+        found = found.reshape(last - first, whole, *found.shape[1:])[:, before : before + height].flatten(0, 1)
+        return found[rows[0] - first * height : rows[1] - first * height]
+
+
+def _rows(stored, transform: Transform, rows: tuple[int, int], rest: tuple[slice, ...]) -> torch.Tensor:
+    """Rows of their tensor, turned to lie as ours does."""
+    if not transform.transposed:
+        return stored[(slice(*rows), *rest)]
+    return stored[(*rest, slice(*rows))].T

@@ -1,0 +1,121 @@
+"""One safetensors file, written tensor by tensor and hashed on its way to the disk: it is never in memory whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from weft.checkpoint.files import Digest
+
+_BLOCK = 16 * 2**20
+
+# torch's names -> those in a safetensors header.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: what the header says of it, and how to get it when its turn has come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(
+    path: Path,
+    entries: Sequence[Entry],
+    metadata: Mapping[str, str],
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Digest:
+    """Write and fsync a safetensors file.
+
+    Args:
+        entries: their names differ.
+        metadata: strings for the header.
+        on_bytes: is told how many bytes were written since it was last called.
+    """
+    # The widest first: then every tensor starts at a multiple of its element size.
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for entry in entries:
+        start, end = end, end + entry.bytes
+        dtype = DTYPES[dtype_name(entry.dtype)]
+        header[entry.name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    digest, size = hashlib.sha256(), 0
+    with open(path, "wb") as file:
+
+        def write(data) -> None:
+            nonlocal size
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+            on_bytes(len(data))
+
+        write(len(text).to_bytes(8, "little"))
+        write(text)
+        for entry in entries:
+            tensor = entry.read().detach().to("cpu", entry.dtype).contiguous()
+            if tuple(tensor.shape) != entry.shape:
+                raise RuntimeError(f"{entry.name}: {tuple(tensor.shape)} where {entry.shape} was planned")
+            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), _BLOCK):
+                write(data[start : start + _BLOCK])
+            del data, tensor
+        file.flush()
+        os.fsync(file.fileno())
+    return Digest(digest.hexdigest(), size)
+
+
+_Sized = TypeVar("_Sized", bound=Entry)
+
+
+def cut(entries: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
+    """Entries in their order, in groups of at most `limit` bytes (one entry may be larger)."""
+    groups: list[list[_Sized]] = []
+    room = 0
+    for entry in entries:
+        if not groups or entry.bytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(entry)
+        room -= entry.bytes
+    return groups

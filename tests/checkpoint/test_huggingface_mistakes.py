@@ -1,0 +1,190 @@
+"""Hugging Face folders that are not whole, not known or not safe: one line each, and nothing is left behind."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_huggingface import SMALL, folder, theirs, weft_command
+
+import weft
+from weft.config.errors import ConfigError
+from weft.config.run import RunConfig
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return folder(tmp_path_factory.mktemp("hf") / "whole", theirs())
+
+
+def change(path, **keys):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | keys))
+
+
+def tensors(path, edit):
+    state = load_file(path / "model.safetensors")
+    edit(state)
+    save_file(state, path / "model.safetensors")
+
+
+def eleven(state):
+    for name in [name for name in state if "layers.0" in name or "layers.1" in name][:11]:
+        del state[name]
+
+
+def cut(path, end):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:end])
+
+
+def pickled(path):
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def replace(path, name, data):
+    (path / name).write_bytes(data)
+
+
+MISTAKES = {
+    "missing": (lambda p: tensors(p, lambda s: s.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "extra": (lambda p: tensors(p, lambda s: s.update(odd=torch.ones(2))), "odd is not of this model"),
+    "misshaped": (
+        lambda p: tensors(p, lambda s: s.update({"model.norm.weight": torch.ones(31)})),
+        r"model.norm.weight is \[31\] where config.json means \[32\]",
+    ),
+    "more than ten": (lambda p: tensors(p, eleven), "is missing; and 1 more"),
+    "unknown": (
+        lambda p: change(p, architectures=["LamaForCausalLM"]),
+        "config.json: architectures: unknown architecture 'LamaForCausalLM'; did you mean 'LlamaForCausalLM'",
+    ),
+    "quantized": (lambda p: change(p, quantization_config={"quant_method": "gptq"}), "quantized .gptq."),
+    "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
+    "empty config": (lambda p: replace(p, "config.json", b""), "config.json: the file is empty"),
+    "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: broken JSON"),
+    "list as config": (lambda p: replace(p, "config.json", b"[]"), "config.json: not a model's config.json"),
+    "heads": (lambda p: change(p, num_attention_heads=5, head_dim=None), "do not divide one another"),
+    "negative": (lambda p: change(p, num_hidden_layers=-1), "config.json: num_hidden_layers: .* -1"),
+    "pickled": (pickled, "no pickle is loaded; convert them .*save_pretrained"),
+    "half": (lambda p: cut(p, -1), r"model.safetensors: half a file: [\d,]+ bytes of [\d,]+; download it again"),
+    "half a header": (lambda p: cut(p, 100), "half a file: it ends within its header"),
+    "empty": (lambda p: cut(p, 0), "half a file"),
+    "pointer": (
+        lambda p: replace(p, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        "a pointer of Git LFS",
+    ),
+    "web page": (lambda p: replace(p, "model.safetensors", b"<html>" * 99), "not a safetensors file"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
+    "foreign tokenizer": (
+        lambda p: replace(p, "tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 900}}}).encode()),
+        "tokenizer.json: this tokenizer does not fit: it has 901 tokens and the model's embedding 512 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(tmp_path, whole, capsys, case):
+    damage, message = MISTAKES[case]
+    path = shutil.copytree(whole, tmp_path / "hf")
+    damage(path)
+    assert weft_command("import", path, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert re.search(message, said), said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+
+
+def test_shards_that_lack(tmp_path, capsys):
+    path = folder(tmp_path / "hf", theirs(), shards=SMALL)
+    second = sorted(path.glob("model-00002-*"))[0]
+    second.rename(tmp_path / "gone")
+    assert weft_command("import", path, tmp_path / "out") == 2
+    assert f"{second}: model.safetensors.index.json names this file" in capsys.readouterr().err
+    (tmp_path / "gone").rename(second)
+    (path / "model.safetensors.index.json").unlink()
+    assert weft_command("import", path, tmp_path / "out") == 2
+    assert "is one of several files, and model.safetensors.index.json is missing" in capsys.readouterr().err
+
+
+def test_warnings(tmp_path, whole, tiny_tokenizer, capsys):
+    path = shutil.copytree(whole, tmp_path / "hf")
+    change(path, pad_token_id=512)
+    assert weft_command("import", path, tmp_path / "one") == 0
+    said = capsys.readouterr().err
+    assert "pad_token_id is 512, beyond the model's 512 tokens" in said
+    assert "there is no tokenizer.json" in said
+    for file in tiny_tokenizer.iterdir():
+        shutil.copy(file, path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 515, "content": "<far>"})
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    assert weft_command("import", path, tmp_path / "two") == 0
+    assert "special tokens beyond the model's 512 rows (<far>)" in capsys.readouterr().err
+    assert (tmp_path / "two" / "tokenizer" / "tokenizer.json").exists()
+    assert weft_command("generate", tmp_path / "one", "hello") == 2
+    assert "no tokenizer.json with this model" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    assert weft_command("import", whole, tmp_path / "out") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["mine"]
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    assert weft_command("import", whole, tmp_path / "good") == 0
+    monkeypatch.setattr("weft.checkpoint.huggingface.import_.write_safetensors", full)
+    monkeypatch.setattr("weft.checkpoint.huggingface.export.write_safetensors", full)
+    for verb, source in (("import", whole), ("export", tmp_path / "good")):
+        capsys.readouterr()
+        assert weft_command(verb, source, tmp_path / "new") == 2
+        assert "No space left on device; nothing was made" in capsys.readouterr().err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["good", "out"]
+
+
+def test_export_of_what_cannot_be(tmp_path, whole, capsys):
+    assert weft_command("export", whole, tmp_path / "out") == 2
+    assert "a Hugging Face folder already" in capsys.readouterr().err
+    assert weft_command("export", whole, tmp_path / "out", "--max-shard-size", "5 pages") == 2
+    assert "--max-shard-size 5 pages: no size" in capsys.readouterr().err
+
+
+def test_in_a_run_file(tmp_path, whole, run_yaml):
+    """The checks of a run file see the folder's shape, and its mistakes at the key that names it."""
+
+    def load(**model):
+        yaml = run_yaml(model=None)
+        yaml.write_text(yaml.read_text() + f"model: {json.dumps(model)}\n")
+        return RunConfig.load(yaml)
+
+    config = load(**{"from": str(whole)})
+    assert (config.model.hidden_size, config.model.vocab_size, config.model.family) == (32, 512, "llama")
+    for more, message in (
+        ({"load_optimizer": True}, "model.load_optimizer: a Hugging Face folder has no optimizer's state"),
+        ({"hidden_size": 64}, "model.hidden_size: .* has 32, and model.from takes its shape from there"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(**{"from": str(whole)}, **more)
+    path = shutil.copytree(whole, tmp_path / "hf")
+    change(path, architectures=["LamaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"model.from: .*config.json: architectures: unknown architecture"):
+        load(**{"from": str(path)})
+
+
+def test_a_model_that_no_family_can_be(tmp_path, capsys):
+    from checkpoint_cases import write
+
+    from weft.config.model import ModelSection
+    from weft.models.build import build_model
+
+    section = ModelSection(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, logit_softcap=5.0)
+    write(tmp_path, build_model(section), None, architecture=section.model_dump(mode="json", by_alias=True))
+    assert weft_command("export", tmp_path, tmp_path / "out") == 2
+    assert "model.logit_softcap is 5.0" in capsys.readouterr().err
+    with pytest.raises(weft.UserError, match="no such run"):
+        weft.load_model(tmp_path / "nothing")
