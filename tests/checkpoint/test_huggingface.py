@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -111,6 +112,39 @@ def test_in_and_out_again(tmp_path, tiny_tokenizer, capsys, case):
     assert torch.equal(logits(back, tokens), logits(AutoModelForCausalLM.from_pretrained(source), tokens))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"):
         assert getattr(back.config, key) == getattr(model.config, key)
+
+
+FAMILIES = {
+    "Mistral": {"sliding_window": 7},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 10},
+    "Olmo2": {"num_key_value_heads": 4},
+    "Phi3": {"pad_token_id": None},
+    "SmolLM3": {"pad_token_id": None},
+    "Granite": {"residual_multiplier": 0.3},
+    "Starcoder2": {},
+    "Gemma2": {"head_dim": 12, "sliding_window": 7},
+    "Gemma3Text": {"head_dim": 12, "sliding_window": 7},
+    "GPTNeoX": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_and_out_again(tmp_path, family):
+    more = LLAMA | {"num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": 3} | FAMILIES[family]
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15)
+    source = folder(tmp_path / "hf", model.eval())
+    assert weft_command("import", source, tmp_path / "ours") == 0
+    assert weft_command("export", tmp_path / "ours", tmp_path / "back") == 0
+    assert tensors(tmp_path / "back") == tensors(source)
+    tokens = torch.randint(0, 512, (2, 20))
+    expected = logits(model, tokens)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back"), tokens), expected)
+    assert (logits(weft.load_model(source), tokens) - expected).abs().max() < 1e-5
 
 
 def test_a_run_to_transformers(tmp_path, run_yaml, tiny_tokenizer):
