@@ -38,13 +38,13 @@ class ModelSection(Section):
     """A decoder-only transformer built from exchangeable parts.
 
     `preset` (llama-tiny ... llama-8b, gpt2 ...) fills all keys; keys beside it override. `from` takes shape and weights
-    from another run, or one checkpoint of it.
+    from another run, one checkpoint of it, or a Hugging Face folder.
     """
 
     type: Literal["decoder"] = Field("decoder", description="the built-in decoder; or module:Class of your own")
     preset: str | None = Field(None, description="a family with sizes; the other keys override it")
     from_: str | None = Field(
-        None, alias="from", description="a run or checkpoint whose shape and weights to start from"
+        None, alias="from", description="a run, checkpoint or Hugging Face folder whose shape and weights to start from"
     )
     load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
     family: str = Field("llama", description="whose weight names it has in Hugging Face's files")

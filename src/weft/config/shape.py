@@ -142,6 +142,6 @@ def newest_checkpoint(path: Path) -> Path | str:
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not folder.is_dir():
-        return "this is neither a run directory nor a checkpoint; name one"
+        return "this is neither a run directory nor a checkpoint, nor a Hugging Face folder; name one"
     steps = [(int(match[1]), p) for p in folder.iterdir() if (match := _STEP.fullmatch(p.name))]
     return max(steps)[1] if steps else "this run has no checkpoint yet; train it until it has saved one"

@@ -183,7 +183,7 @@ NOTES = {
     "schedule.final": "a share of lr",
     "schedule.warmup_fraction": "a share of the run",
     "log.trackers": "a list, as [tensorboard]",
-    "model.from": "a run or checkpoint of Weft",
+    "model.from": "a run or checkpoint of Weft, or a Hugging Face folder",
     "extends": "a file, or a list of them",
 }
 

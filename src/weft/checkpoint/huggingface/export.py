@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,15 @@ def export(
             done += count
             progress.update(min(done, needed))
 
-        weight_map = {}
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            weight_map |= {entry.name: name for entry in shard}
+        def write(name: str, shard: list[Entry]) -> None:
             write_safetensors(made / name, shard, {"format": "pt"}, on_bytes)
+
+        several = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+        names = several if len(shards) > 1 else [SINGLE]
+        with ThreadPoolExecutor(min(4, files.threads())) as pool:
+            list(pool.map(write, names, shards))
         if len(shards) > 1:
+            weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
             documents[INDEX] = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
         for name, content in documents.items():
             files.write_json(made / name, content)

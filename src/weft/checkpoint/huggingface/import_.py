@@ -14,6 +14,7 @@ import torch
 from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
 from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
+from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.headers import copy_tokenizer, read_json
@@ -22,7 +23,6 @@ from weft.observe.console import Console
 
 # What Hugging Face's files say and a model section does not: beside the weights, for the way back.
 ORIGIN = "huggingface.json"
-FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
