@@ -163,10 +163,11 @@ def measure(args: argparse.Namespace) -> dict:
         given = np.load(lengths, mmap_mode="r")[:documents]
         inputs = int(given.sum(dtype=np.int64)) - documents  # lengths are at least 1
         for way in WAYS if documents == args.peer_documents else ("weft",):
-            asked = {"way": way, "lengths": str(lengths), "documents": documents, "length": args.length}
+            asked = {"way": way, "documents": documents, "length": args.length}
+            where = {"lengths": str(lengths), "folder": str(folder / "out")}
             for _ in range(args.rounds):
                 done = subprocess.run(
-                    [sys.executable, __file__, "--work", json.dumps(asked | {"folder": str(folder / "out")})],
+                    [sys.executable, __file__, "--work", json.dumps(asked | where)],
                     capture_output=True,
                     text=True,
                 )
