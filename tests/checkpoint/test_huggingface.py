@@ -179,6 +179,14 @@ def test_export_in_another_dtype(tmp_path):
     assert all(torch.equal(value, original[name].bfloat16()) for name, value in exported.state_dict().items())
 
 
+def test_import_in_another_dtype(tmp_path):
+    source = folder(tmp_path / "hf", theirs())
+    assert weft_command("import", source, tmp_path / "ours", "--dtype", "bfloat16") == 0
+    converted, original = weft.load_model(tmp_path / "ours"), weft.load_model(source)
+    for name, value in original.state_dict().items():
+        assert torch.equal(converted.state_dict()[name], value.bfloat16())
+
+
 def losses(tmp_path, name):
     lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]

@@ -40,6 +40,17 @@ def cut(path, end):
     (path / "model.safetensors").write_bytes(data[:end])
 
 
+def offsets(path):
+    """Two tensors said to be in one place."""
+    data = (path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    one, other = (f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1))
+    header[one]["data_offsets"] = header[other]["data_offsets"]
+    text = json.dumps(header).encode()
+    replace(path, "model.safetensors", len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
 def pickled(path):
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
 
@@ -76,6 +87,12 @@ MISTAKES = {
         "a pointer of Git LFS",
     ),
     "web page": (lambda p: replace(p, "model.safetensors", b"<html>" * 99), "not a safetensors file"),
+    "longer": (lambda p: replace(p, "model.safetensors", (p / "model.safetensors").read_bytes() + b"x"), "bytes where"),
+    "offsets": (lambda p: offsets(p), r"model.safetensors: its header puts model.layers.\d.\S+ where it cannot be"),
+    "layers": (lambda p: change(p, num_hidden_layers=10**9), "num_hidden_layers: 1,000,000,000, and the files have 21"),
+    "architecture": (lambda p: change(p, architectures="Nonsense"), "unknown architecture 'Nonsense'"),
+    "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "checkpoint of Weft already"),
+    "nothing": (lambda p: shutil.move(p, p.parent / "elsewhere"), "there is no such folder"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
     "foreign tokenizer": (
         lambda p: replace(p, "tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 900}}}).encode()),
@@ -93,7 +110,7 @@ def test_mistakes(tmp_path, whole, capsys, case):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert re.search(message, said), said
-    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
+    assert not {"out", ".out.partial"} & {entry.name for entry in tmp_path.iterdir()}
 
 
 def test_shards_that_lack(tmp_path, capsys):
@@ -145,6 +162,15 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys,
         assert weft_command(verb, source, tmp_path / "new") == 2
         assert "No space left on device; nothing was made" in capsys.readouterr().err
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["good", "out"]
+
+
+def test_a_damaged_import(tmp_path, whole, capsys):
+    assert weft_command("import", whole, tmp_path / "ours") == 0
+    shard = next((tmp_path / "ours").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert weft_command("export", tmp_path / "ours", tmp_path / "out") == 2
+    assert f"{shard}: damaged checkpoint: its contents" in (said := capsys.readouterr().err)
+    assert "`weft import` makes it again" in said
 
 
 def test_export_of_what_cannot_be(tmp_path, whole, capsys):

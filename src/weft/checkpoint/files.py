@@ -25,6 +25,8 @@ INDEX = "index.json"
 OPTIMIZER = "optimizer.json"
 MODEL = "model.json"
 STATE = "state.json"
+# In a folder that was imported: what Hugging Face's files say and a model section does not, for the way back.
+ORIGIN = "huggingface.json"
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")

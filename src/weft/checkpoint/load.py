@@ -78,7 +78,9 @@ def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
     if damage is None:
         return
     previous = files.last_whole(checkpoint.parent, before=files.step_of(checkpoint))
-    if previous is None or previous == checkpoint:
+    if (checkpoint / files.ORIGIN).exists():
+        remedy = "`weft import` makes it again"
+    elif previous is None or previous == checkpoint:
         remedy = "there is no older whole checkpoint; bring the file back from a copy, or start over with --fresh"
     else:
         remedy = (

@@ -37,7 +37,13 @@ def is_huggingface(path: str | Path) -> bool:
 def read_config(path: str | Path) -> dict[str, Any]:
     """A folder's config.json. Raises UserError if there is none, it is no JSON, or the weights are quantized."""
     path = Path(path)
+    if not path.is_dir():
+        raise UserError("there is no such folder; download the model first, whole", path)
     if not (path / CONFIG).is_file():
+        if any((path / name).exists() for name in _OURS):
+            raise UserError(
+                "this is a run or checkpoint of Weft already; a folder of Hugging Face's belongs here", path
+            )
         if (path / "snapshots").is_dir():
             inner = next((str(found) for found in sorted((path / "snapshots").iterdir())), "one of snapshots/")
             raise UserError(f"this is a folder of the hub's cache; name the snapshot in it: {inner}", path)
@@ -69,6 +75,7 @@ def family_of(config: dict[str, Any]) -> ModuleType:
     """The family file for a config.json, by its `architectures`. Raises UserError if there is none."""
     known = {name: module for module in families().values() for name in module.ARCHITECTURES}
     named = config.get("architectures") or []
+    named = named if isinstance(named, list) else [named]
     for name in named:
         if name in known:
             return known[name]

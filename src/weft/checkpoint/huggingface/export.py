@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import groups
-from weft.checkpoint.huggingface.import_ import ORIGIN, Made
+from weft.checkpoint.huggingface.import_ import Made
 from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
 from weft.checkpoint.load import read_json, resolve, tokenizer_folder
 from weft.checkpoint.model import architecture
@@ -136,7 +136,7 @@ def _documents(
         config = config_of(section)
     except UserError as error:
         raise UserError(error.what, checkpoint / files.MODEL) from None
-    origin = read_json(checkpoint, ORIGIN) if (checkpoint / ORIGIN).is_file() else {}
+    origin = read_json(checkpoint, files.ORIGIN) if (checkpoint / files.ORIGIN).is_file() else {}
     if origin:
         special = {key: origin["config"][key] for key in _SPECIAL if key in origin["config"]}
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface.parts import Source, read_part
 from weft.checkpoint.tensor_file import DTYPES
@@ -67,7 +69,10 @@ class HuggingFaceFolder:
         """One of our parameters, or the rectangle of it that begins at `start` and measures `size`."""
         source = self.sources[name]
         file = self.path / self.stored[source.theirs].file
-        return read_part(file, source, start or (0,) * len(source.shape), size or source.shape)
+        try:
+            return read_part(file, source, start or (0,) * len(source.shape), size or source.shape)
+        except SafetensorError as error:
+            raise UserError(f"cannot be read ({error}); download it again", file) from None
 
 
 def open_folder(path: str | Path) -> HuggingFaceFolder:
@@ -160,7 +165,8 @@ def _header(path: Path) -> dict[str, Stored]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in header.values()]
+        offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+        places = sorted((int(start), int(stop), name) for name, (start, stop) in offsets.items())
         found = {
             name: Stored(path.name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()
         }
@@ -168,9 +174,16 @@ def _header(path: Path) -> dict[str, Stored]:
         raise UserError(f"its header has {error}, which is not known; download the file again", path) from None
     except (ValueError, TypeError, AttributeError, IndexError):
         raise UserError("not a safetensors file; download it again", path) from None
-    expected = 8 + length + max(ends, default=0)
+    end = 0
+    for start, stop, name in places:
+        if start != end or stop - start != math.prod(found[name].shape) * found[name].dtype.itemsize:
+            raise UserError(f"its header puts {name} where it cannot be; the file is damaged: download it again", path)
+        end = stop
+    expected = 8 + length + end
     if size < expected:
         raise UserError(f"half a file: {size:,} bytes of {expected:,}; download it again", path)
+    if size > expected:
+        raise UserError(f"{size:,} bytes where its header means {expected:,}; download it again", path)
     return found
 
 
@@ -179,6 +192,9 @@ def _header(path: Path) -> dict[str, Stored]:
 
 def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict[str, Source]:
     """Where each of our parameters is. Raises UserError that names what is missing, misshaped or too much."""
+    if section.num_hidden_layers > len(stored):
+        what = f"num_hidden_layers: {section.num_hidden_layers:,}, and the files have {len(stored):,} tensors in all"
+        raise UserError(f"{what}; download the model again", path / CONFIG)
     with torch.device("meta"):
         shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(section).named_parameters()}
     problems: list[str] = []

@@ -21,9 +21,6 @@ from weft.config.headers import copy_tokenizer, read_json
 from weft.config.model import ModelSection
 from weft.observe.console import Console
 
-# What Hugging Face's files say and a model section does not: beside the weights, for the way back.
-ORIGIN = "huggingface.json"
-
 
 @dataclass(frozen=True)
 class Made:
@@ -109,7 +106,7 @@ def _documents(
         files.MODEL: folder.section.model_dump(mode="json", by_alias=True),
         files.OPTIMIZER: None,
         files.STATE: {"step": 0},
-        ORIGIN: {
+        files.ORIGIN: {
             "config": folder.config,
             "generation_config": read_json(generation) if generation.is_file() else None,
         },
