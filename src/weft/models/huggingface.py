@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from weft import models
 from weft.config.errors import UserError
+from weft.config.huggingface import families, family_of
 from weft.config.model import ModelSection
 from weft.config.size import inner_width
-from weft.config.suggest import did_you_mean
 from weft.models.decoder import Decoder
 from weft.models.mapping import attention_multiplier
 
@@ -42,29 +37,6 @@ class Transform:
     sizes: tuple[int, ...] = ()
     part: int = 0
     groups: int = 1
-
-
-@cache
-def families() -> dict[str, ModuleType]:
-    """The family files of `weft.models` by their names: those that have `ARCHITECTURES`."""
-    modules = [importlib.import_module(f"weft.models.{found.name}") for found in pkgutil.iter_modules(models.__path__)]
-    return {module.__name__.rpartition(".")[2]: module for module in modules if hasattr(module, "ARCHITECTURES")}
-
-
-def family_of(config: Mapping[str, Any]) -> ModuleType:
-    """The family file for a config.json, by its `architectures`. Raises UserError if there is none."""
-    known = {name: module for module in families().values() for name in module.ARCHITECTURES}
-    named = config.get("architectures") or []
-    for name in named:
-        if name in known:
-            return known[name]
-    if not named:  # a config.json made by hand
-        for module in families().values():
-            if config.get("model_type") == module.MODEL_TYPE:
-                return module
-        raise UserError(f"architectures: missing, and model_type is {config.get('model_type')!r}; name the model's")
-    hint = did_you_mean(str(named[0]), known) or "; it is none of the families here"
-    raise UserError(f"architectures: unknown architecture {named[0]!r}{hint} (there are {', '.join(sorted(known))})")
 
 
 def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
