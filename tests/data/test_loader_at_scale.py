@@ -19,14 +19,14 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-before, began = resident(), time.perf_counter()
+before, began = resident(), time.process_time()
 from weft.data.batches.loader import BatchSource
 from weft.data.stores.store import TokenStore
 from weft.data.sequences.windows import StoreDataset
 
 source = BatchSource(StoreDataset(TokenStore.open(sys.argv[1]), 2048), rows=64, rank=1, ranks=4, seed=3)
 batch = source.batch(1_000_000)
-seconds, grown = time.perf_counter() - began, resident() - before
+seconds, grown = time.process_time() - began, resident() - before
 assert batch.tokens.shape == (16, 2048)
 print(seconds, grown)
 """
