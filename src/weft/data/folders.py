@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,6 +140,24 @@ def what_else(out: Path, kind: Kind) -> str:
 def partial_folder(out: Path) -> Path:
     """Where `out` is made: hidden, and on the same disk."""
     return out.with_name(f".{out.name}.partial")
+
+
+@contextmanager
+def hidden_folder(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, to be published as it; afterwards it is gone, whatever happened.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written to.
+    """
+    partial = partial_folder(out)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}; nothing was left there", out) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.data.folders import STORE, check_out, exists_already, partial_folder, publish
+from weft.data.folders import STORE, check_out, exists_already, hidden_folder, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
@@ -46,18 +46,9 @@ def merge(
         raise exists_already(out, STORE)
     for line in shard_warnings(stores):
         console.warning(line)
-    folder = partial_folder(out)
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
+    with hidden_folder(out) as folder:
         info = _write(stores, folder, console)
         publish(folder, out)
-    except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(f"cannot be written: {error.strerror}; nothing was left there", out) from None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return info
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from weft.config.errors import UserError
-from weft.data.folders import partial_folder, publish
+from weft.data.folders import hidden_folder, publish
 from weft.data.tokenizers.exactness import PATTERNS
 
 THREAD = "weft-train-tokenizer"
@@ -142,20 +142,13 @@ def write_folder(
     config = {**config, "eos_token": eod}
     if special:
         config["additional_special_tokens"] = list(special)
-    partial = partial_folder(out)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
-        partial.mkdir(parents=True)
+    with hidden_folder(out) as partial:
         (partial / "tokenizer.json").write_text(content, encoding="utf-8")
         stated = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (partial / "tokenizer_config.json").write_text(stated, encoding="utf-8")
         for file in beside:
             shutil.copy(file, partial / file.name)
         publish(partial, out)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}; nothing was left there", out) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:

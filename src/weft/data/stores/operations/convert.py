@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.errors import UserError
-from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, publish, sync
+from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, hidden_folder, publish, sync
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.foreign.formats import detect, open_foreign
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, token_dtype
-from weft.data.stores.operations.making import hidden_folder, up_to_date, write_info
+from weft.data.stores.operations.making import up_to_date, write_info
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.observe.console import Console

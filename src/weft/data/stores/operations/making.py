@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.data.folders import STORE, check_apart, check_out, exists_already, partial_folder, publish, sync
+from weft.data.folders import STORE, check_apart, check_out, exists_already, hidden_folder, publish, sync
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.operations.reading import Block
 from weft.data.stores.operations.text_bytes import TextBytes
@@ -155,21 +154,3 @@ def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusabl
         if isinstance(stored, dict) and stored.get("made_from") == made_from:
             return StoreInfo.model_validate(stored)
     raise exists_already(out, STORE, " and is not this store")
-
-
-@contextmanager
-def hidden_folder(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, to be published as it; afterwards it is gone, whatever happened.
-
-    Raises:
-        UserError: the disk is full, or the place cannot be written to.
-    """
-    partial = partial_folder(out)
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}; nothing was left there", out) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
