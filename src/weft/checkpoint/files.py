@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.data.folders import sync_entry
+
 FOLDER = "checkpoints"
 CHECKSUMS = "checksums.json"
 INDEX = "index.json"
@@ -90,25 +92,16 @@ def _digest_of(files: dict) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def sync_directory(path: Path) -> None:
-    """Make a directory's entries outlive a power cut. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def appear(partial: Path, target: Path) -> None:
     """Give a written directory its whole name, in one rename; a checkpoint already there is exchanged for it."""
-    sync_directory(partial)
+    sync_entry(partial)
     if target.exists():
         _exchange(partial, target)  # now `partial` is the replaced one
-        sync_directory(target.parent)
+        sync_entry(target.parent)
         remove(partial)
     else:
         os.rename(partial, target)
-        sync_directory(target.parent)
+        sync_entry(target.parent)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -163,11 +163,16 @@ def hidden_folder(out: Path) -> Iterator[Path]:
 def sync(folder: Path) -> None:
     """All files of a folder, and their names, to the disk."""
     for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_entry(path)
+
+
+def sync_entry(path: Path) -> None:
+    """A file's bytes, or the names in a folder, to the disk: they outlive a power cut. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def publish(made: Path, out: Path) -> None:
@@ -186,11 +191,7 @@ def publish(made: Path, out: Path) -> None:
         _remove(old)
         out.rename(old)
     made.rename(out)
-    handle = os.open(out.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_entry(out.absolute().parent)
     _remove(old)  # also what a kill between two renames left
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.files import sync_directory
 from weft.config.errors import UserError
 from weft.config.headers import read_tokenizer
 from weft.config.model import ModelSection
+from weft.data.folders import sync_entry
 
 _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -41,26 +41,18 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
             raise OSError(errno.ENOSPC, f"no room on the disk: {needed:,} bytes needed, {free:,} free")
         yield partial
         for path in partial.rglob("*"):
-            _sync(path)
-        sync_directory(partial)
+            sync_entry(path)
+        sync_entry(partial)
         if out.exists():
             out.rmdir()
         os.rename(partial, out)
-        sync_directory(out.absolute().parent)
+        sync_entry(out.absolute().parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot be written: {error.strerror or error}; nothing was made", out) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def tokenizer_doubts(folder: Path | None, section: ModelSection, config: Mapping[str, Any]) -> list[str]:

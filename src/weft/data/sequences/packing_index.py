@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.config.errors import UserError
-from weft.data.folders import sync
+from weft.data.folders import sync, sync_entry
 from weft.data.sequences.best_fit import Patterns, best_fit_decreasing
 from weft.data.stores.indexed import map_file, release
 from weft.data.stores.store import TokenStore
@@ -154,9 +154,7 @@ def _make(place: Path, store: TokenStore, length: int, alone: bool, console: Con
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # those: somebody else's, and alike
                 raise
-        handle = os.open(place.parent, os.O_RDONLY)
-        os.fsync(handle)  # the name, too
-        os.close(handle)
+        sync_entry(place.parent)  # the name, too
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     made = _open(place, store, length)
