@@ -13,8 +13,9 @@ from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
+from weft.evaluate.bits import bytes_per_token
 from weft.objectives.pretrain import Pretrain
-from weft.train.validate import bytes_per_token, validate
+from weft.train.validate import validate
 
 EOD, BYTES_EACH = 0, 2  # each token of text stands for two bytes
 LENGTHS = np.array([5, 2, 9, 1, 30, 17, 2, 8])  # the end-of-document token among them

@@ -31,9 +31,9 @@ from weft.data.sequences.length_warmup import LengthWarmup
 from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import StoreInfo, TokenStore
+from weft.evaluate.bits import BytesPerToken, bytes_per_token
 from weft.observe.console import Console
 from weft.parallel.world import World
-from weft.train.validate import BytesPerToken, bytes_per_token
 
 
 @dataclass(frozen=True)

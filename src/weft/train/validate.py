@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.data.batches.batch import Batch
+from weft.evaluate.bits import BytesPerToken, bits_per_byte
 from weft.objectives.objective import Objective
 from weft.parallel.world import World
-
-
-class BytesPerToken(NamedTuple):
-    """How many bytes of text a store's tokens stand for.
-
-    Attributes:
-        mean: of all tokens but the end-of-document tokens, which stand for none.
-    """
-
-    mean: float
-    eod_id: int
-
-
-def bytes_per_token(tokens: int, documents: int, size: int | None, eod_id: int) -> BytesPerToken | None:
-    """Of a store of so many bytes, of whose tokens one ends each document; None if the bytes are not known."""
-    return BytesPerToken(size / (tokens - documents), eod_id) if size and tokens > documents else None
 
 
 @torch.no_grad()
@@ -63,5 +47,5 @@ def validate(
     mean = loss / weight if weight else 0.0
     result = {"validation_loss": mean}
     if bytes_per_token is not None and text:
-        result["validation_bits_per_byte"] = mean * learned / math.log(2) / (text * bytes_per_token.mean)
+        result["validation_bits_per_byte"] = bits_per_byte(mean * learned, text * bytes_per_token.mean)
     return result

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from weft.config.errors import UserError
-from weft.train.forward import forward_of
+from weft.models.forward import forward_of
 
 TOKENS = torch.randint(0, 11, (2, 5))
 INPUTS = {"tokens": TOKENS, "positions": None, "segments": None, "labels": TOKENS.roll(-1, 1)}
