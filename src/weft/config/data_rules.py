@@ -365,10 +365,10 @@ def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> 
     elif size is None and not draft.problems:
         draft.problem("model.vocab_size", "required: no tokenizer says how many tokens there are; add it")
     elif size is not None and needed is not None and size < needed:
-        draft.problem(
-            "model.vocab_size",
-            f"{size} is smaller than the {whose}, which has {needed:,} tokens; set {needed} or remove the key",
-        )
+        remedy = f"set {needed} or remove the key"
+        if draft.get("model.from") is not None:
+            remedy = "`weft resize` makes a model that has rows for them"
+        draft.problem("model.vocab_size", f"{size} is smaller than the {whose}, which has {needed:,} tokens; {remedy}")
 
 
 def _ids_fit(draft: Draft, stores: list[tuple[str, Any, Any]]) -> None:

@@ -23,6 +23,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     check_data_section(draft)
     samples = check_headers(draft) if check_data else None
     _warm_up(draft, samples)
+    _only_rows(draft)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.problem(
             "samples.prompts", "there is no tokenizer to read them with; set tokenizer, or remove the prompts"
@@ -169,6 +170,27 @@ def _mesh(draft: Draft) -> None:
     except UserError as error:
         key, _, what = error.what.partition(": ")
         draft.problem(key, what, *(f"parallel.{name}" for name in keys))
+
+
+def _only_rows(draft: Draft) -> None:
+    """Only rows of the built-in decoder can be trained alone, and only rows that it has."""
+    first, size = draft.get("training.only_rows_from"), draft.get("model.vocab_size")
+    if first is None:
+        return
+    if "model.hidden_size" not in draft.values:
+        if isinstance(draft.get("model"), dict):
+            what = "this is the built-in decoder's: of another model it is not known what rows are; remove the key"
+            draft.problem("training.only_rows_from", what)
+    elif size is not None and first >= size:
+        draft.problem(
+            "training.only_rows_from",
+            f"{first}, and the model has rows 0 to {size - 1} (model.vocab_size {size}); name the first new one "
+            "(`weft resize` adds some)",
+            "model.vocab_size",
+        )
+    elif draft.get("model.load_optimizer"):
+        what = "that optimizer's state is of all parameters, and training.only_rows_from trains rows of two; remove one"
+        draft.problem("model.load_optimizer", what)
 
 
 def _warm_up(draft: Draft, samples: int | None) -> None:

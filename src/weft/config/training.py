@@ -28,6 +28,11 @@ class TrainingSection(Section):
     activation_checkpointing: Literal["none", "full"] = Field(
         "none", description="full: recompute each block in backward"
     )
+    only_rows_from: int | None = Field(
+        None,
+        ge=1,
+        description="train only rows from this one on of embedding and head (new tokens); default: train everything",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: what was found fastest")
 
 

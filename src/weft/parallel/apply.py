@@ -14,6 +14,7 @@ from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
 from weft.models.initialize import initial_value
+from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.world import World
 
 
@@ -26,12 +27,14 @@ def parallelize(
     seed: int,
     compile: bool = False,
     activation_checkpointing: str = "none",
+    only_rows_from: int | None = None,
 ) -> nn.Module:
-    """Build the model on the meta device, checkpoint, compile and shard it, and fill in its initial weights.
+    """Build the model on the meta device, freeze, checkpoint, compile and shard it, and fill in its initial weights.
 
     Args:
         dtype: of computing: bfloat16, float32 or float64. State is float32 (float64 for float64).
         seed: the weights are a function of it and of the parameters' names, not of the mesh.
+        only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
 
     Returns:
         The model on `world.device`; its parameters are DTensors, their names those of the single-device model.
@@ -46,6 +49,8 @@ def parallelize(
         model = build_model(model_section)
     model.to(state_dtype)
 
+    if only_rows_from is not None:
+        freeze_all_but_rows(model, only_rows_from)
     blocks = repeated_blocks(model)
     if activation_checkpointing == "full":
         for block in blocks:

@@ -23,6 +23,7 @@ from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
 from weft.parallel.apply import on_last_micro_batch
 from weft.parallel.gradients import clip_gradients
+from weft.parallel.old_rows import OldRows
 from weft.parallel.world import World
 from weft.train.forward import forward_of
 from weft.train.recorder import Recorder
@@ -72,6 +73,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.forward = forward_of(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
@@ -92,6 +94,7 @@ class Loop:
                     return Outcome("stopped", step, loss, measured, received)
 
                 loss = self.accumulate_gradients(batch, weight, step)
+                self.old_rows.clear_gradients()
                 norm = clip_gradients(self.parameters, self.config.training.grad_clip)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
                     self.optimizer.zero_grad()
@@ -100,7 +103,8 @@ class Loop:
                     self.recorder.not_finite(step, loss, norm, batch)
                     return Outcome("non-finite", step, loss, measured)
                 lr = self.set_learning_rate(step)
-                self.optimizer.step()
+                with self.old_rows.unchanged():
+                    self.optimizer.step()
                 self.optimizer.zero_grad()
                 step += 1
                 row = self.length.sequence_length // self.pieces(batch)

@@ -93,6 +93,7 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
         seed=config.run.seed,
         compile=config.training.compile,
         activation_checkpointing=config.training.activation_checkpointing,
+        only_rows_from=config.training.only_rows_from,
     )
     groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
     optimizer = load_class(config.optimizer, "optimizer")(groups, **config.optimizer.arguments)
