@@ -1,8 +1,8 @@
 """Training only the new rows of the embedding and the head: every other number stays as it is, to the bit.
 
-For tokens that were added to a trained model (`weft resize`, `training.only_rows_from`). Rows are a part of a parameter,
-so freezing parameters is not enough: the old rows' gradients are cleared, that the norm may be of what is trained, and
-an update that moved them (by weight decay, by momentum, or in an optimizer that mixes rows) is taken back.
+For tokens that were added to a trained model (`weft resize`, `training.only_rows_from`). Rows are a part of a
+parameter, so freezing parameters is not enough: the old rows' gradients are cleared, that the norm may be of what is
+trained, and an update that moved them (by weight decay, by momentum, or in an optimizer that mixes rows) is taken back.
 """
 
 from __future__ import annotations
