@@ -22,6 +22,8 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
+from common import processor, write_results  # noqa: E402
+
 MEDIAN, SIGMA = 420, 1.1  # about what web text has
 
 
@@ -152,7 +154,6 @@ def make_lengths(path: Path, documents: int) -> None:
 def measure(args: argparse.Namespace) -> dict:
     """All cells, each in a process of its own."""
     import numpy as np
-    from common import processor
 
     folder = HERE / "work" / "best_fit"
     folder.mkdir(parents=True, exist_ok=True)
@@ -231,12 +232,8 @@ def main() -> int:
     if args.quick:
         args.documents, args.peer_documents, args.rounds = [1_000_000], 50_000, 1
     found = measure(args)
-    page = table(found)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = "data_best_fit" + ("-quick" if args.quick else "")
-    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(page)
-    print(f"\n{page}\nwritten to {args.out / name}.md and .json")
+    write_results(args.out, name, table(found), found)
     return 0
 
 

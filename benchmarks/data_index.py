@@ -22,6 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
+from common import processor, write_results  # noqa: E402
+
 READS = 20_000
 NAMES = {"weft": "Weft", "modalities": "Modalities"}
 
@@ -130,7 +132,6 @@ def main() -> int:
         return 0
     if args.quick:
         args.megabytes, args.rounds = 20, 1
-    from common import processor
     from corpus import make_jsonl
 
     work = HERE / "work"
@@ -155,12 +156,8 @@ def main() -> int:
                 print(f"round {number + 1}: {NAMES[name]}: {speed:,.0f} MB/s", flush=True)
     for file in work.glob("index*"):
         os.unlink(file)
-    page = table(found)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = "data_index-quick" if args.quick else "data_index"
-    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(page)
-    print(f"\n{page}\nwritten to {args.out / name}.md and .json")
+    write_results(args.out, name, table(found), found)
     return 0 if found["runs"]["weft"] else 1
 
 

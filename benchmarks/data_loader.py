@@ -21,7 +21,6 @@ import os
 import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from itertools import islice
@@ -30,6 +29,8 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
+from common import measured_apart, processor, write_results  # noqa: E402
+
 LENGTH, ROWS = 2048, 32
 DOCUMENT = 1 << 20  # tokens per document
 H100_TOKENS = 1e15 * 0.4 / (6 * 1e9)  # a second, of a model of 1B parameters at 40% of an H100's peak
@@ -164,12 +165,7 @@ def measured(job: dict) -> dict:
 
 def run(**job) -> dict:
     """One measurement, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], capture_output=True, text=True)
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return {"failed": "out of memory" if "emory" in done.stderr or done.returncode < 0 else words[0]}
+    return measured_apart(__file__, job)
 
 
 def main() -> int:
@@ -212,17 +208,11 @@ def main() -> int:
                 print(f"{peer}: {speed}", file=sys.stderr)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    page = table(found, sizes, args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "data_loader.md").write_text(page)
-    (args.out / "data_loader.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(page)
+    write_results(args.out, "data_loader", table(found, sizes, args), found)
     return 0
 
 
 def table(found: list[dict], sizes: list[int], args) -> str:
-    from common import processor
-
     def median(rows: list[dict], part: str, key: str, scale: float, text: str) -> str:
         failed = [row[part]["failed"] for row in rows if "failed" in row[part]]
         return failed[0] if failed else text.format(statistics.median(row[part][key] for row in rows) * scale)

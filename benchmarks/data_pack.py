@@ -19,7 +19,6 @@ Writes a table (.md) and all numbers (.json) into benchmarks/results.
 import argparse
 import datetime
 import filecmp
-import json
 import os
 import shutil
 import signal
@@ -31,6 +30,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
+from common import processor, write_results  # noqa: E402
+
 NAMES = {
     "weft": "Weft, `weft data pack`",
     "weft-exact": "Weft, `weft data pack --exact`",
@@ -232,7 +233,6 @@ def main() -> int:
         return 0
     if args.quick:
         args.megabytes, args.rounds = 12, 1
-    from common import processor
     from corpus import make_jsonl
 
     work = HERE / "work"
@@ -256,12 +256,8 @@ def main() -> int:
         print("interrupted: a table of what there is")
     for file in work.glob("pack*"):
         shutil.rmtree(file) if file.is_dir() else file.unlink()
-    page = table(found)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = "data_pack-quick" if args.quick else "data_pack"
-    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(page)
-    print(f"\n{page}\nwritten to {args.out / name}.md and .json")
+    write_results(args.out, name, table(found), found)
     return 0 if found["runs"].get("weft") else 1
 
 

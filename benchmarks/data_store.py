@@ -30,6 +30,8 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
+from common import measured_apart, processor, write_results  # noqa: E402
+
 READ, LENGTH, ROWS = 10_000, 2048, 32
 MEAN = 500  # tokens a document
 OPERATIONS = {
@@ -194,12 +196,7 @@ def measured(job: dict) -> dict:
 
 def run(**job) -> dict:
     """One measurement, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--job", json.dumps(job)], capture_output=True, text=True)
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return {"failed": "out of memory" if "emory" in done.stderr or done.returncode < 0 else words[0]}
+    return measured_apart(__file__, job)
 
 
 def operate(work: Path, store: Path, name: str) -> dict:
@@ -265,18 +262,12 @@ def main() -> int:
                 print(f"{name}: {got}", file=sys.stderr)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    page = table(found, sizes, args)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = "data_store-quick" if args.quick else "data_store"
-    (args.out / f"{name}.md").write_text(page)
-    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(page)
+    write_results(args.out, name, table(found, sizes, args), found)
     return 0
 
 
 def table(found: list[dict], sizes: list[int], args) -> str:
-    from common import processor
-
     def median(rows: list[dict], key: str, scale: float, text: str) -> str:
         if not rows:
             return "-"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, VOCABULARY, available_cores, processor  # noqa: E402
+from common import SHAPES, VOCABULARY, available_cores, processor, write_results  # noqa: E402
 
 SHAPES["tiny"] = SHAPES["14m"] | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPES["tiny"] |= {"num_key_value_heads": 2, "intermediate_size": 172, "vocab_size": 512}
@@ -170,11 +170,7 @@ def main() -> int:
         name = f"{row['size']}, {SEQUENCES[row['size']] * SEQUENCE:,} tokens a step, {row['dtype']}"
         times = " | ".join(f"{row[key]:.2f} ms" for key in ("bare_ms", "looped_ms", "added_ms"))
         lines.append(f"| {name} | {times} | {row['added_share']:.2%} |")
-    page = "\n".join(lines) + "\n"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "loop_overhead.md").write_text(page)
-    (args.out / "loop_overhead.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n{page}")
+    write_results(args.out, "loop_overhead", "\n".join(lines) + "\n", found)
     return 0
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor  # noqa: E402
+from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor, write_results  # noqa: E402
 
 SEQUENCE = 256
 # (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
@@ -244,12 +244,8 @@ def slug(device: str) -> str:
 def main() -> int:
     args = arguments()
     found = measure(args)
-    page = table(args, found)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = f"train_throughput-{slug(found['device'])}" + ("-quick" if args.quick else "")
-    (args.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / f"{name}.md").write_text(page)
-    print(f"\n{page}\nwritten to {args.out / name}.md and .json")
+    write_results(args.out, name, table(args, found), found)
     return 0 if found["cells"] else 1
 
 

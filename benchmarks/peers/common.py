@@ -1,4 +1,5 @@
-"""What every measured process shares: the shapes, the data, the optimizer's settings, and how a step is timed.
+"""What every measured process shares: the shapes, the data, the optimizer's settings, and how a step is timed; and what
+benchmarks share: a measurement in a process of its own, and the files of results.
 
 A peer is a program that takes one JSON object as its argument and prints another as its last line. It needs only torch
 and numpy from here, so that it can live in an environment of its own.
@@ -6,6 +7,7 @@ and numpy from here, so that it can live in an environment of its own.
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -165,3 +167,26 @@ def processor() -> str:
     except (OSError, IndexError):
         name = platform.processor() or platform.machine()
     return f"{name}, {available_cores()} cores"
+
+
+def measured_apart(script: str, job: dict) -> dict:
+    """What `script --job JOB` prints as its last line, in a process of its own; or `{"failed": why}`."""
+    done = subprocess.run([sys.executable, script, "--job", json.dumps(job)], capture_output=True, text=True)
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return {"failed": "out of memory" if "emory" in done.stderr or done.returncode < 0 else words[0]}
+
+
+def write_results(out: Path, name: str, page: str, found: dict | list) -> None:
+    """Write a table and all its numbers, and show the table.
+
+    Args:
+        out: the folder.
+        name: of the files, without `.md` and `.json`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page)
+    print(f"\n{page}\nwritten to {out / name}.md and .json")
