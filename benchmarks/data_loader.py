@@ -208,7 +208,8 @@ def main() -> int:
                 print(f"{peer}: {speed}", file=sys.stderr)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    write_results(args.out, "data_loader", table(found, sizes, args), found)
+    name = "data_loader-quick" if args.quick else "data_loader"
+    write_results(args.out, name, table(found, sizes, args), found)
     return 0
 
 
