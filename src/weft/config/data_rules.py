@@ -194,7 +194,7 @@ def _length_warmup(draft: Draft) -> None:
                 f"{start} is not sequence_length ({length}) divided by 2, 4, 8 ...{choices}",
                 "data.sequence_length",
             )
-    steps, total = draft.get("data.length_warmup.steps"), _run_steps(draft)
+    steps, total = draft.get("data.length_warmup.steps"), run_steps(draft)
     if steps and total is not None and steps > total:
         draft.problem(
             "data.length_warmup.steps",
@@ -211,7 +211,12 @@ def sequences_of(draft: Draft) -> int | None:
     return DEFAULT_SEQUENCES if tokens is None else tokens // length
 
 
-def _run_steps(draft: Draft, samples: int | None = None) -> int | None:
+def run_steps(draft: Draft, samples: int | None = None) -> int | None:
+    """Steps of the run, if known.
+
+    Args:
+        samples: training sequences there are, if known; a run of epochs needs them.
+    """
     sequences = sequences_of(draft)
     if sequences is None:
         return None
@@ -226,7 +231,7 @@ def _run_steps(draft: Draft, samples: int | None = None) -> int | None:
 
 
 def _run_tokens(draft: Draft) -> int | None:
-    steps = _run_steps(draft)
+    steps = run_steps(draft)
     return None if steps is None else steps * (sequences_of(draft) or 0) * draft.get("data.sequence_length")
 
 
@@ -267,7 +272,7 @@ def check_headers(draft: Draft) -> int | None:
 
 def _limits(draft: Draft, sizes: list[int], length: int) -> None:
     """Whether the sources can feed the run. How much best-fit packing gives is known when the run starts."""
-    section, steps = _section(draft), _run_steps(draft)
+    section, steps = _section(draft), run_steps(draft)
     if draft.problems or not weighted(section) or not all(sizes):
         return
     _shares(draft, sizes, length)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from weft.config.data_rules import check_data_section, check_headers, sequences_of
-from weft.config.derive import count_steps
+from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
 from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.mesh import ParallelSection, mesh_shape
@@ -198,17 +197,9 @@ def _warm_up(draft: Draft, samples: int | None) -> None:
     if steps is not None and fraction is not None:
         draft.problem("schedule.warmup_steps", "warmup_fraction is set as well; keep one of them")
         return
-    sequences = sequences_of(draft)
-    if not isinstance(steps, int) or sequences is None:
+    if not isinstance(steps, int):
         return
-    total = count_steps(
-        steps=draft.get("training.steps"),
-        tokens=draft.get("training.tokens"),
-        epochs=draft.get("training.epochs"),
-        sequences=sequences,
-        length=draft.get("data.sequence_length"),
-        samples=samples,
-    )
+    total = run_steps(draft, samples)
     if total is not None and steps > total:
         draft.problem(
             "schedule.warmup_steps",
