@@ -78,7 +78,7 @@ MISTAKES = {
     "list as config": (lambda p: replace(p, "config.json", b"[]"), "config.json: not a model's config.json"),
     "heads": (lambda p: change(p, num_attention_heads=5, head_dim=None), "do not divide one another"),
     "negative": (lambda p: change(p, num_hidden_layers=-1), "config.json: num_hidden_layers: .* -1"),
-    "pickled": (pickled, "no pickle is loaded; convert them .*save_pretrained"),
+    "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
     "half": (lambda p: cut(p, -1), r"model.safetensors: half a file: [\d,]+ bytes of [\d,]+; download it again"),
     "half a header": (lambda p: cut(p, 100), "half a file: it ends within its header"),
     "empty": (lambda p: cut(p, 0), "half a file"),

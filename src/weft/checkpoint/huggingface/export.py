@@ -51,7 +51,11 @@ def export(
     out, console = Path(out), console or Console(speaks=False)
     checkpoint = resolve(source)
     if is_huggingface(checkpoint):
-        raise UserError("this is a Hugging Face folder already; name a run, a checkpoint or an imported folder", source)
+        raise UserError(
+            "this is a Hugging Face folder already, which transformers takes as it is; to change its dtype or the kind "
+            "of its files, `weft import` it first",
+            source,
+        )
     section = architecture(checkpoint)
     if not isinstance(section, ModelSection):
         raise UserError(

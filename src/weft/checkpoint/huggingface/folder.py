@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
+from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.parts import Source, read_part
 from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
@@ -30,8 +30,8 @@ _HEADER_LIMIT = 100 * 2**20  # what the safetensors library takes
 _BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _DTYPES = {theirs: getattr(torch, ours) for ours, theirs in DTYPES.items()}
 _CONVERT = (
-    'weights as .bin are pickled, and no pickle is loaded; convert them where you trust them: python -c "from '
-    "transformers import AutoModelForCausalLM as A; A.from_pretrained('{path}').save_pretrained('{path}-safetensors')\""
+    "weights as .bin are pickled, and a pickle can run any program while it is read, so none is loaded; look for a "
+    "copy with safetensors, or, where you trust this one: weft import {path} OUT --allow-pickle"
 )
 
 
@@ -75,15 +75,18 @@ class HuggingFaceFolder:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
 
 
-def open_folder(path: str | Path) -> HuggingFaceFolder:
+def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceFolder:
     """Open a folder and check that its files are whole, and that their tensors are the model's.
+
+    Args:
+        allow_pickle: where there is no safetensors file, take `.bin` files, by torch's restricted unpickler.
 
     Raises:
         UserError: no config.json, an unknown architecture, pickled weights only, half a file, tensors that do not fit.
     """
     path = Path(path)
     config, section = read_config(path), section_of(path)
-    stored = dict(_headers(path))
+    stored = headers(path, allow_pickle=allow_pickle)
     sources = _match(path, section, stored)
     folder = HuggingFaceFolder(path, config, section, stored, sources)
     _check_tied(folder)
@@ -112,35 +115,32 @@ def section_of(path: Path) -> ModelSection:
 # ---- the files
 
 
-def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
-    """The tensors of all files that hold the model's."""
-    for file, expected in _files(path).items():
+def headers(path: Path, *, allow_pickle: bool = False) -> dict[str, Stored]:
+    """All tensors of a folder's files by their names. Raises UserError if a file is missing, cut short or pickled."""
+    found: dict[str, Stored] = {}
+    for file, expected in _files(path, allow_pickle).items():
+        binary = file.endswith(pickled.SUFFIX)
+        index = pickled.INDEX if binary else INDEX
         if not (path / file).is_file():
-            raise UserError(f"{INDEX} names this file and it is not here; download the rest of the model", path / file)
-        header = _header(path / file)
+            raise UserError(f"{index} names this file and it is not here; download the rest of the model", path / file)
+        header = _pickled_header(path / file) if binary else _header(path / file)
         lacking = sorted(expected - header.keys())
         if lacking:
             raise UserError(
-                f"{INDEX} says that {lacking[0]} is in here and it is not; download both again", path / file
+                f"{index} says that {lacking[0]} is in here and it is not; download both again", path / file
             )
-        yield from header.items()
+        found |= header
+    return found
 
 
-def _files(path: Path) -> dict[str, set[str]]:
-    """The safetensors files of a folder, and which tensors the index says are in each."""
-    if (path / INDEX).is_file():
-        content = read_json(path / INDEX)
-        weights = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weights, dict) or not weights:
-            raise UserError("not an index of tensors: it has no weight_map; download it again", path / INDEX)
-        files: dict[str, set[str]] = {}
-        for name, file in weights.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise UserError(f"{name} is said to be in {file!r}, which is no file of this folder", path / INDEX)
-            files.setdefault(file, set()).add(name)
-        return dict(sorted(files.items()))
-    if (path / SINGLE).is_file():
-        return {SINGLE: set()}
+def _files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
+    """The files of a folder that hold tensors, and which tensors the index says are in each."""
+    kinds = [(INDEX, SINGLE, ".safetensors"), (pickled.INDEX, pickled.SINGLE, pickled.SUFFIX)]
+    for index, single, suffix in kinds[: 2 if allow_pickle else 1]:
+        if (path / index).is_file():
+            return _indexed(path / index, suffix)
+        if (path / single).is_file():
+            return {single: set()}
     others = sorted(found.name for found in path.iterdir())
     shards = [name for name in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
     if shards:
@@ -149,6 +149,28 @@ def _files(path: Path) -> dict[str, set[str]]:
         raise UserError(_CONVERT.format(path=path), path)
     what = "the adapter of a model, not a model; merge it first" if "adapter_config.json" in others else "no weights"
     raise UserError(f"there is no {SINGLE} here: {what}", path)
+
+
+def _indexed(index: Path, suffix: str) -> dict[str, set[str]]:
+    """The files that an index names, and which tensors it says are in each."""
+    content = read_json(index)
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise UserError("not an index of tensors: it has no weight_map; download it again", index)
+    files: dict[str, set[str]] = {}
+    for name, file in weights.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
+            raise UserError(f"{name} is said to be in {file!r}, which is no {suffix} file of this folder", index)
+        files.setdefault(file, set()).add(name)
+    return dict(sorted(files.items()))
+
+
+def _pickled_header(path: Path) -> dict[str, Stored]:
+    """As `_header`, of a `.bin` file."""
+    with open(path, "rb") as file:
+        if file.read(8) == b"version ":
+            raise UserError("a pointer of Git LFS, not the weights; fetch them: git lfs pull", path)
+    return {name: Stored(path.name, one.dtype, tuple(one.shape)) for name, one in pickled.tensors(path).items()}
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint import files
+from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
 from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
 from weft.checkpoint.storage import FILE_BYTES
@@ -33,7 +34,12 @@ class Made:
 
 
 def import_folder(
-    source: str | Path, out: str | Path, *, dtype: torch.dtype | None = None, console: Console | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    allow_pickle: bool = False,
+    console: Console | None = None,
 ) -> Made:
     """Make of a Hugging Face folder what `load_model`, `weft generate` and `model.from` take like a run's checkpoint.
 
@@ -41,13 +47,14 @@ def import_folder(
 
     Args:
         dtype: of the weights; default: each as it was saved.
+        allow_pickle: take `.bin` files too where there is no safetensors file; tensors are read and nothing else.
         console: where to warn and show progress; default: nowhere.
 
     Raises:
         UserError: the folder is not whole, of an unknown architecture, or pickled; or `out` cannot be made.
     """
     source, out, console = Path(source), Path(out), console or Console(speaks=False)
-    folder = open_folder(source)
+    folder = open_folder(source, allow_pickle=allow_pickle)
     doubts = tokenizer_doubts(source, folder.section, folder.config)
     entries = [_entry(folder, name, dtype) for name in folder.sources]
     needed = sum(entry.bytes for entry in entries)
@@ -70,6 +77,7 @@ def import_folder(
         files.write_checksums(made, digests)
         if (source / "tokenizer.json").is_file():
             copy_tokenizer(source, made / "tokenizer")
+    pickled.forget()
     return Made(folder.section, len(entries), len(groups), needed)
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
+from weft.checkpoint.huggingface.pickled import opened as open_tensors
 from weft.models.huggingface import Transform
 
 
@@ -26,10 +26,10 @@ def read_part(file: Path, source: Source, start: tuple[int, ...], size: tuple[in
     The file is opened for each call: pages of it that were read do not stay in this process's memory.
     """
     if 0 in size:
-        with safe_open(file, framework="pt") as opened:
+        with open_tensors(file) as opened:
             dtype = opened.get_slice(source.theirs)[:0].dtype if source.shape else None
         return torch.empty(size, dtype=dtype)
-    with safe_open(file, framework="pt") as opened:
+    with open_tensors(file) as opened:
         if not source.shape:
             return opened.get_tensor(source.theirs)
         if source.transform is None and size == source.shape:
