@@ -42,7 +42,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
             model = build_model(section)
         model.to(device)
     else:
-        from weft.models.initialize import rematerialize_buffers
+        from weft.models.initialize import initialize_buffers
 
         with torch.device("meta"):
             model = build_model(section)
@@ -52,7 +52,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
             for name in others:
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
-        rematerialize_buffers(model)
+        initialize_buffers(model)
     floating = {kind for kind in saved.values() if kind.is_floating_point}
     if dtype is not None or len(floating) == 1:
         model.to(dtype or floating.pop())  # also what no checkpoint holds

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from weft.config.experts import ExpertsSection, LatentAttentionSection
 from weft.config.section import Component, Section
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -60,8 +61,9 @@ class ModelSection(Section):
     )
     max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
 
-    position: Literal["rope", "learned"] = Field(
-        "rope", description="rotations of queries and keys, or a learned table"
+    position: Literal["rope", "learned", "alibi", "none"] = Field(
+        "rope",
+        description="rotations of queries and keys, a learned table, a penalty on distance (Press et al., 2022) or none",
     )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
     rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")
@@ -78,6 +80,9 @@ class ModelSection(Section):
     no_rope_layer_interval: int | None = Field(
         None, ge=1, description="every so-manieth layer has no positions; default: none"
     )
+    alibi_bias_max: float = Field(
+        8.0, gt=0, description="alibi: heads are penalized by 2 ** -(alibi_bias_max x 1/heads, 2/heads ... 1) a token"
+    )
     sliding_window: int | None = Field(
         None, ge=1, description="a token sees so many tokens, itself with them; default: all before it"
     )
@@ -90,6 +95,7 @@ class ModelSection(Section):
     norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = Field(
         "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight"
     )
+    norm_bias: bool = Field(True, description="layernorm has a bias")
     norm_placement: Literal["pre", "post", "both"] = Field(
         "pre", description="before each part of a block, after it (inside the residual), or both; and one at the end"
     )
@@ -97,9 +103,17 @@ class ModelSection(Section):
     rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
     qk_norm: bool = Field(False, description="RMS-normalize queries and keys, before RoPE")
     qk_norm_over: Literal["head", "width"] = Field("head", description="each head by itself, or all of them together")
+    clip_qkv: float | None = Field(
+        None, gt=0, description="queries, keys and values are clamped to it; none by default"
+    )
+    attention_sinks: bool = Field(
+        False, description="each head may look at nothing: a learned score that takes part in the softmax"
+    )
+    mla: LatentAttentionSection | None = Field(None, description="multi-head latent attention; default: none")
     mlp: Literal["gated", "plain"] = Field(
         "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
     )
+    moe: ExpertsSection | None = Field(None, description="a mixture of experts in place of the MLP; default: none")
     hidden_act: Activation = Field("silu", description="the MLP's nonlinearity")
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
     attention_output_bias: bool | None = Field(None, description="the output projection's; default: attention_bias")
@@ -142,6 +156,37 @@ class ModelSection(Section):
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return self.no_rope_layer_interval is None or (layer + 1) % self.no_rope_layer_interval != 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in place of an MLP."""
+        return self.moe is not None and self.moe.has_experts(layer)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query."""
+        if self.mla is not None:
+            return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def v_head_dim(self) -> int:
+        """Numbers of a head's value."""
+        return self.qk_head_dim if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers that attention's scores and sums are made of, all heads together: for counting operations."""
+        return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) // 2
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.mla.qk_rope_head_dim if self.mla else int(self.qk_head_dim * self.partial_rotary_factor)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def output_bias(self) -> bool:

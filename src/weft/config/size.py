@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.config.experts import ExpertsSection
 from weft.config.model import ModelSection
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters; `matmul`: of those in matrix products (a look-up is none, a tied head is one)."""
+    """Numbers of parameters.
+
+    Attributes:
+        matmul: those that a token is multiplied with: a look-up is none, a tied head is one, and of a mixture of
+            experts only those count that a token goes through.
+    """
 
     parameters: int
     matmul: int
@@ -28,27 +34,63 @@ def model_size(section: ModelSection, vocab_size: int | None = None) -> ModelSiz
     vocabulary = section.vocab_size or vocab_size
     if vocabulary is None:
         raise ValueError("vocab_size is not known")
-    width, layers, heads = section.hidden_size, section.num_hidden_layers, section.num_attention_heads
-    groups, head = section.num_key_value_heads or heads, section.head_dim or width // heads
-    inner = inner_width(section)
-    norm = width * (2 if section.norm == "layernorm" else 1)
-    matrices = width * head * (2 * heads + 2 * groups) + width * inner * (3 if section.mlp == "gated" else 2)
-    vectors = norm * (4 if section.norm_placement == "both" else 2)
-    if section.attention_bias:
-        vectors += head * (heads + 2 * groups)
-    if section.output_bias:
-        vectors += width
-    if section.mlp_bias:
-        vectors += inner * (2 if section.mlp == "gated" else 1) + width
-    if section.qk_norm:
-        vectors += 2 * head if section.qk_norm_over == "head" else head * (heads + groups)
+    width, layers = section.hidden_size, section.num_hidden_layers
+    norm = width * (2 if section.norm == "layernorm" and section.norm_bias else 1)
+    norms = norm * (4 if section.norm_placement == "both" else 2)
+    attention, vectors = _attention(section)
+    parameters = matmul = layers * attention
+    parameters += layers * (vectors + norms)
+    for layer in range(layers):
+        moe = section.moe if section.has_experts(layer) else None
+        held, used, vectors = _mlp(section) if moe is None else _experts(section, moe)
+        parameters += held + vectors
+        matmul += used
     embedding = vocabulary * width
     positions = section.max_position_embeddings * width if section.position == "learned" else 0
-    head_matrix = 0 if section.tie_word_embeddings else embedding
-    return ModelSize(
-        parameters=embedding + positions + layers * (matrices + vectors) + norm + head_matrix,
-        matmul=layers * matrices + embedding,
-    )
+    head = 0 if section.tie_word_embeddings else embedding
+    return ModelSize(parameters=parameters + embedding + positions + norm + head, matmul=matmul + embedding)
+
+
+def _attention(section: ModelSection) -> tuple[int, int]:
+    """Parameters of one layer's attention: in matrices, and others."""
+    width, heads, groups, mla = section.hidden_size, section.num_attention_heads, section.kv_heads, section.mla
+    head = section.qk_head_dim
+    vectors = heads if section.attention_sinks else 0
+    if section.output_bias:
+        vectors += width
+    if mla is not None:
+        made = mla.kv_lora_rank + mla.qk_rope_head_dim
+        matrices = width * made + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        matrices += heads * mla.v_head_dim * width
+        matrices += (width + heads * head) * mla.q_lora_rank if mla.q_lora_rank else width * heads * head
+        vectors += mla.kv_lora_rank + (mla.q_lora_rank or 0)
+        if section.attention_bias:
+            vectors += made + (mla.q_lora_rank or 0)
+        return matrices, vectors
+    if section.attention_bias:
+        vectors += head * (heads + 2 * groups)
+    if section.qk_norm:
+        vectors += 2 * head if section.qk_norm_over == "head" else head * (heads + groups)
+    return width * head * (2 * heads + 2 * groups), vectors
+
+
+def _mlp(section: ModelSection) -> tuple[int, int, int]:
+    """Parameters of one layer's MLP: in matrices, the same once more, and others."""
+    width, inner, into = section.hidden_size, inner_width(section), 2 if section.mlp == "gated" else 1
+    matrices = width * inner * (into + 1)
+    return matrices, matrices, inner * into + width if section.mlp_bias else 0
+
+
+def _experts(section: ModelSection, moe: ExpertsSection) -> tuple[int, int, int]:
+    """Parameters of one layer's experts: in matrices, those of these that a token goes through, and others."""
+    width, inner = section.hidden_size, moe.moe_intermediate_size or inner_width(section)
+    always = width * moe.num_experts + 3 * width * inner * moe.n_shared_experts
+    expert = 3 * width * inner
+    vectors = moe.num_experts * (2 * inner + width) if moe.expert_bias else 0
+    vectors += moe.num_experts if moe.router_bias else 0
+    if section.mlp_bias and moe.n_shared_experts:
+        vectors += 2 * inner * moe.n_shared_experts + width
+    return always + expert * moe.num_experts, always + expert * moe.num_experts_per_tok, vectors
 
 
 def inner_width(section: ModelSection) -> int:

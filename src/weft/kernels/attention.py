@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def document_mask(
     head_dim: int,
     dropout: float = 0.0,
     window: int | None = None,
-    softcap: float | None = None,
+    plain: bool = True,
 ) -> torch.Tensor | BlockMask:
     """What keeps attention inside documents, and inside a sliding window (Beltagy et al., 2020).
 
@@ -36,12 +37,13 @@ def document_mask(
     Args:
         segments: int64 `[batch, seq]`, a number for each token's document; a document is a run of one number.
         dtype, head_dim: of the queries.
-        dropout, softcap: as `attention`'s.
+        dropout: as `attention`'s.
         window: the most keys that a query sees, its own with them.
+        plain: `attention` is called without `softcap`, `slopes` and `sinks`.
     """
     kind = segments.device.type
     window = None if window is None or window >= segments.shape[1] else window
-    if dropout == 0 and kind == "cpu" and window is None and softcap is None:
+    if dropout == 0 and kind == "cpu" and window is None and plain:
         return segments
     if dropout == 0 and kind == "cuda" and dtype in FLEX_DTYPES and head_dim >= 16:
         return block_mask(segments, window)
@@ -59,13 +61,15 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
 
     Args:
         q: `[batch, heads, seq, head_dim]`.
         k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
-        v: as `k`.
+        v: as `k`, `[..., v_head_dim]`; not wider.
         causal: a query sees only the keys before it and its own. With fewer queries than keys, the queries are the
             last ones. Ignored beside a `mask`.
         segments: `[batch, seq]`; attention stays inside runs of one number (and is causal).
@@ -74,23 +78,29 @@ def attention(
         dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
         softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
+        slopes: `[heads]`, what a key so many places before the query loses of its score for each (`alibi_slopes`).
+        sinks: `[heads]`, a score of a key that has no value (Xiao et al., 2023): it takes part in the softmax.
 
     Returns:
-        `[batch, heads, seq, head_dim]`
+        `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    plain = softcap is None and slopes is None and sinks is None
     if mask is None and segments is not None:
-        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, softcap=softcap)
+        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, plain=plain)
     if mask is not None and not isinstance(mask, torch.Tensor):
-        return _flex(q, k, v, mask, scale, grouped, softcap)
+        return _flex(q, k, v, mask, scale, grouped, softcap, slopes, sinks)
+    if not plain:
+        return _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks)
+    if v.shape[3] < q.shape[3]:  # the fused kernels want one size
+        wide = F.pad(v, (0, q.shape[3] - v.shape[3]))
+        return attention(q, k, wide, causal=causal, mask=mask, dropout=dropout, scale=scale)[..., : v.shape[3]]
     if mask is not None and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return document_attention(q, k, v, mask, scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-    if softcap is not None:
-        return _softcapped(q, k, v, mask, causal, dropout, scale, softcap)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
     is_causal = causal and mask is None and queries == keys
     return F.scaled_dot_product_attention(
@@ -98,18 +108,38 @@ def attention(
     )
 
 
-def _softcapped(q, k, v, mask, causal, dropout, scale, softcap):
-    """All scores at once: no fused kernel of PyTorch's caps them but flex attention."""
+def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
+    """How steeply each head's scores fall with distance (Press et al., 2022), float32 `[heads]`.
+
+    2^-(bias_max x i / n) for i of 1 to n, the power of two from `heads` on; of more than there are heads, every second
+    one first.
+    """
+    powers = 2 ** math.ceil(math.log2(heads))
+    slopes = torch.exp2(torch.arange(1, powers + 1, device=device, dtype=torch.float32) * (-bias_max / powers))
+    return slopes if powers == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
+
+
+def _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks):
+    """All scores at once: no fused kernel of PyTorch's changes them but flex attention."""
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-    scores = cap(scores, softcap)
+    queries, keys = scores.shape[2:]
+    if softcap is not None:
+        scores = cap(scores, softcap)
+    if slopes is not None:
+        places = torch.arange(keys, device=q.device)
+        distances = places[keys - queries :].unsqueeze(1) - places  # [queries, keys]
+        scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * distances
     if mask is None and causal:
-        queries, keys = scores.shape[2:]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(v.dtype)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., :keys].to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
 
@@ -121,21 +151,26 @@ def _flex(
     scale: float | None,
     grouped: bool,
     softcap: float | None,
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """FlexAttention (Dong et al., 2024). It is a kernel only when compiled; uncompiled it fills the whole matrix."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def changed(score, batch, head, query, key):
+        if softcap is not None:
+            score = cap(score, softcap)
+        return score if slopes is None else score - slopes[head] * (query - key)
 
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    score_mod = None if softcap is None else _capping(softcap)
-    return call(q, k, v, score_mod, block_mask=mask, scale=scale, enable_gqa=grouped)
-
-
-@cache
-def _capping(softcap: float):
-    def capped(score, batch, head, query, key):
-        return cap(score, softcap)
-
-    return capped
+    score_mod = None if softcap is None and slopes is None else changed
+    settings = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    if sinks is None:
+        return call(q, k, v, score_mod, **settings)
+    out, aux = call(q, k, v, score_mod, **settings, return_aux=AuxRequest(lse=True))
+    # A key more with score s and no value: the others' weights are sum / (sum + e^s) of what they were.
+    kept = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
+    return out * kept.unsqueeze(-1).to(out.dtype)
 
 
 @cache

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.config.foreign import ForeignModelSection
 from weft.config.model import CustomModelSection, ModelSection
+from weft.config.size import model_size
 from weft.models.decoder import Decoder
 
 
-def build_model(section: ModelSection | CustomModelSection) -> nn.Module:
-    """The built-in decoder, or the user's own class called with its arguments, on the current device.
+def build_model(section: ModelSection | ForeignModelSection | CustomModelSection) -> nn.Module:
+    """The built-in decoder, a model of transformers, or the user's own class called with its arguments.
 
-    The decoder's weights are not meaningful until `weft.models.initialize.initialize` or a checkpoint fills them.
+    On the current device; parameters of a transformers model on the meta device. Weights of these two are not
+    meaningful until `weft.models.initialize.initialize` or a checkpoint fills them.
     """
     if isinstance(section, ModelSection):
         return Decoder(section)
+    if isinstance(section, ForeignModelSection):
+        from weft.models.foreign import build_foreign
+
+        return build_foreign(section)
     from weft.config.components import load_class
 
     return load_class(section, "model")(**section.arguments)
@@ -23,10 +30,12 @@ def build_model(section: ModelSection | CustomModelSection) -> nn.Module:
 def matmul_parameters(model: nn.Module) -> int:
     """The number of parameters that stand in matrix products: all matrices but embedding look-ups.
 
-    A matrix that is both (a tied head) counts once. Sharded parameters count whole. Six times this number is the
-    floating-point operations of a token's forward and backward pass, attention's scores aside.
+    A matrix that is both (a tied head) counts once; of experts, those count that a token goes through. Sharded
+    parameters count whole. Six times this number is the floating-point operations of a token's forward and backward
+    pass, attention's scores aside.
     """
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    if isinstance(model, Decoder):
+        return model_size(model.config).matmul
     multiplied = {
         id(p): p.numel()
         for m in model.modules()
@@ -34,8 +43,4 @@ def matmul_parameters(model: nn.Module) -> int:
         for p in m.parameters(recurse=False)
         if p.dim() >= 2
     }
-    if isinstance(model, Decoder) and model.lm_head is None:
-        multiplied[id(model.embed_tokens.weight)] = model.embed_tokens.weight.numel()
-    elif isinstance(model, Decoder):
-        multiplied = {key: count for key, count in multiplied.items() if key not in looked_up}
     return sum(multiplied.values())

@@ -13,6 +13,8 @@ from weft.config.model import ModelSection
 from weft.kernels.attention import document_mask
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.models.layers.attention import Attention
+from weft.models.layers.experts import MixtureOfExperts
+from weft.models.layers.latent import LatentAttention
 from weft.models.layers.mlp import MLP
 from weft.models.layers.norm import NORMS
 from weft.models.layers.rope import rope_table
@@ -42,16 +44,20 @@ class Cache(Protocol):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or with the norms after the parts, or around them."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with the norms after the parts, or around them.
+
+    The MLP may be a mixture of experts, and attention latent.
+    """
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = norm(config) if before else None
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, layer) if config.mla is None else LatentAttention(config, layer)
         self.attention_post_norm = norm(config) if after else None
         self.mlp_norm = norm(config) if before else None
-        self.mlp = MLP(config)
+        self.has_experts = config.has_experts(layer)
+        self.mlp = MixtureOfExperts(config) if self.has_experts else MLP(config)
         self.mlp_post_norm = norm(config) if after else None
         self.parallel, self.multiplier = config.use_parallel_residual, config.residual_multiplier
 
@@ -61,6 +67,7 @@ class Block(nn.Module):
         rope: Rope | None = None,
         mask: torch.Tensor | None = None,
         cache: Cache | None = None,
+        shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer.
 
@@ -69,17 +76,23 @@ class Block(nn.Module):
             rope: `rope_table`'s rotations; None for other position schemes.
             mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `document_mask`'s; None: causal.
             cache: earlier keys and values, extended by these.
+            shares: as in `Decoder.forward`.
 
         Returns:
             `[batch, seq, width]`
         """
         # Without a norm to do it, the part's input is cast to its weights' dtype: the residual stream may be wider.
-        inner = x.to(self.mlp.up_proj.weight.dtype) if self.attention_norm is None else self.attention_norm(x)
+        inner = self.cast(x) if self.attention_norm is None else self.attention_norm(x)
         attended = self.added(self.attention(inner, rope, mask, cache), self.attention_post_norm)
         seen = x if self.parallel else x + attended
-        inner = seen.to(self.mlp.up_proj.weight.dtype) if self.mlp_norm is None else self.mlp_norm(seen)
-        out = seen + self.added(self.mlp(inner), self.mlp_post_norm)
+        inner = self.cast(seen) if self.mlp_norm is None else self.mlp_norm(seen)
+        through = self.mlp(inner, shares) if self.has_experts else self.mlp(inner)
+        out = seen + self.added(through, self.mlp_post_norm)
         return out + attended if self.parallel else out
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """To the dtype of the weights that multiply it."""
+        return x.to(self.attention.o_proj.weight.dtype)
 
     def added(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
         """What a part's output adds to the residual stream."""
@@ -90,7 +103,8 @@ class Block(nn.Module):
 
 def norm(config: ModelSection) -> nn.Module:
     """One norm of the residual stream."""
-    return NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
+    options = {"bias": config.norm_bias} if config.norm == "layernorm" else {}
+    return NORMS[config.norm](config.hidden_size, config.rms_norm_eps, **options)
 
 
 class Decoder(nn.Module):
@@ -107,7 +121,6 @@ class Decoder(nn.Module):
             raise ValueError("vocab_size is not set: give it, or take the tokenizer's")
         self.config = config
         width = config.hidden_size
-        self.head_dim = config.head_dim or width // config.num_attention_heads
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
@@ -125,6 +138,7 @@ class Decoder(nn.Module):
         segments: torch.Tensor | None = None,
         cache: Cache | None = None,
         labels: torch.Tensor | None = None,
+        shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the model.
 
@@ -135,6 +149,8 @@ class Decoder(nn.Module):
             segments: `[batch, seq]`, each token's document: attention stays inside it. Not beside a cache.
             cache: keys and values of earlier tokens; these are appended.
             labels: `[batch, seq]`.
+            shares: `[batch]`, what part of the step's loss each row is: so much its balance of experts counts for. In
+                training; None: experts are not balanced.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, for which the
@@ -154,7 +170,7 @@ class Decoder(nn.Module):
         masks = self.masks(tokens, segments, cache, x.dtype)
         for number, layer in enumerate(self.layers):
             slides = config.slides(number)
-            x = layer(x, ropes[slides] if config.rotates(number) else None, masks[slides], cache)
+            x = layer(x, ropes[slides] if config.rotates(number) else None, masks[slides], cache, shares)
         if cache is not None:
             cache.advance(seq)
         x = self.norm(x)
@@ -171,7 +187,7 @@ class Decoder(nn.Module):
         config = self.config
         if config.position != "rope":
             return None, None
-        rotary_dim = int(self.head_dim * config.partial_rotary_factor)
+        rotary_dim = config.rotary_dim
         rope = rope_table(positions, rotary_dim, config.rope_theta, dtype, config.rope_scaling)
         if self.window is None or config.rope_local_base_freq is None:
             return rope, rope
@@ -181,16 +197,16 @@ class Decoder(nn.Module):
         self, tokens: torch.Tensor, segments: torch.Tensor | None, cache: Cache | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What the queries of layers that see all may look at, and those of layers with a sliding window."""
-        seq, window = tokens.shape[1], self.window
+        config, seq, window = self.config, tokens.shape[1], self.window
         if cache is not None:
             full = cache.mask(seq, tokens.device)
             return full, full if window is None else cache.mask(seq, tokens.device, window)
         make = partial(
             document_mask,
             dtype=dtype,
-            head_dim=self.head_dim,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            softcap=self.config.attn_logit_softcapping,
+            head_dim=config.qk_head_dim,
+            dropout=config.attention_dropout if self.training else 0.0,
+            plain=config.attn_logit_softcapping is None and config.position != "alibi" and not config.attention_sinks,
         )
         full = None if segments is None else make(segments)
         if window is None or window >= seq:

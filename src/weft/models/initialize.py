@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from weft.models.decoder import Decoder
-from weft.models.layers.norm import RMSNorm1p
 from weft.models.roles import parameter_roles
 
-OUTPUTS = ("o_proj.weight", "down_proj.weight")
+OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,8 +43,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     role = parameter_roles(model)[name]
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     if role == "norm" and name.endswith("weight"):
-        about_one = isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm1p)
-        return value.fill_(0.0 if about_one else 1.0).to(dtype)
+        return value.fill_(model.get_submodule(name.rpartition(".")[0]).initial_weight).to(dtype)
     if role in ("norm", "bias"):
         return value.to(dtype)
 
@@ -55,7 +53,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     output = name.endswith(OUTPUTS)
     if config.initialization == "muon_zero" and role != "embedding":
         if not output and role != "head":
-            bound = math.sqrt(3.0 / shape[1])  # a uniform variable on (-a, a) has variance a^2 / 3
+            bound = math.sqrt(3.0 / shape[-1])  # a uniform variable on (-a, a) has variance a^2 / 3
             value.uniform_(-bound, bound, generator=generator)
     else:
         if config.initialization == "scaled" and output:
@@ -69,11 +67,11 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Fill all parameters of a decoder that lies whole on one device."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(model, name, seed, dtype=parameter.dtype))
+    initialize_buffers(model)
 
 
-def rematerialize_buffers(model: nn.Module) -> None:
-    """Compute anew what `to_empty` has left without values and no checkpoint holds. The decoder has nothing such:
-    rotations are computed from positions in every forward."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise RuntimeError(f"{name}: a buffer on the meta device, and nothing that fills it")
+@torch.no_grad()
+def initialize_buffers(model: nn.Module) -> None:
+    """Give a decoder's buffers their first values, which `to_empty` leaves out: counts and biases of routers, all 0."""
+    for buffer in model.buffers():
+        buffer.zero_()

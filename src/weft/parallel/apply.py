@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
-from weft.models.initialize import initial_value
+from weft.models.initialize import initial_value, initialize_buffers
 from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.world import World
 
@@ -118,6 +118,7 @@ def fill(model: nn.Module, seed: int) -> None:
                 value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         parameter.copy_(value)
+    initialize_buffers(model)
 
 
 def on_last_micro_batch(model: nn.Module, last: bool) -> None:

@@ -61,7 +61,7 @@ class Recorder:
         matmul = matmul_parameters(model)
         section = config.model
         layers, width = (
-            (section.num_hidden_layers, section.hidden_size) if isinstance(section, ModelSection) else (0, 0)
+            (section.num_hidden_layers, section.attention_width) if isinstance(section, ModelSection) else (0, 0)
         )
         self.flops_of_row = partial(flops_per_token, matmul, layers, width)
         self.flops_per_token = self.flops_of_row(config.data.sequence_length or 0)

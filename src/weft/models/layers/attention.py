@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.kernels.attention import attention
+from weft.kernels.attention import alibi_slopes, attention
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
 from weft.models.layers.rope import rotate
 
@@ -18,8 +18,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
         self.layer = layer
-        self.head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        self.head_dim = config.qk_head_dim
+        heads, kv_heads = config.num_attention_heads, config.kv_heads
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
@@ -32,18 +32,20 @@ class Attention(nn.Module):
         self.k_norm = (
             norm(self.head_dim * (kv_heads if together else 1), config.rms_norm_eps) if config.qk_norm else None
         )
-        self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
-        self.attention_dropout, self.hidden_dropout = config.attention_dropout, config.hidden_dropout
+        self.attend = Attend(config)
+        self.clip, self.hidden_dropout = config.clip_qkv, config.hidden_dropout
 
     def forward(self, x: torch.Tensor, rope=None, mask: torch.Tensor | None = None, cache=None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
-        q, k = self.q_proj(x), self.k_proj(x)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.norm_together:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         q = q.view(batch, seq, -1, self.head_dim)  # [batch, seq, heads, head_dim]
         k = k.view(batch, seq, -1, self.head_dim)
-        v = self.v_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, kv_heads, seq, head_dim]
+        v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, kv_heads, seq, head_dim]
         if self.q_norm is not None and not self.norm_together:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -51,7 +53,35 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # all keys and values so far
-        dropout = self.attention_dropout if self.training else 0.0
-        out = attention(q, k, v, causal=True, mask=mask, dropout=dropout, scale=self.scale, softcap=self.softcap)
-        out = self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+        out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1))
         return F.dropout(out, self.hidden_dropout, self.training)
+
+
+class Attend(nn.Module):
+    """The attention call with all that a config says of its scores: the seam that `parallel/` may fill."""
+
+    def __init__(self, config: ModelSection):
+        super().__init__()
+        heads = config.num_attention_heads
+        self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
+        self.dropout = config.attention_dropout
+        self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
+        self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`attention` of `[batch, heads, seq, head_dim]`; the mask is as in `Block.forward`."""
+        slopes = None if self.alibi_bias_max is None else alibi_slopes(q.shape[1], self.alibi_bias_max, q.device)
+        return attention(
+            q,
+            k,
+            v,
+            causal=True,
+            mask=mask,
+            dropout=self.dropout if self.training else 0.0,
+            scale=self.scale,
+            softcap=self.softcap,
+            slopes=slopes,
+            sinks=self.sinks,
+        )

@@ -13,41 +13,50 @@ class RMSNorm(nn.Module):
     Computed in at least float32 and returned in the weight's dtype: the residual stream may be wider than the matrices.
     """
 
+    initial_weight = 1.0
+
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), self.initial_weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., width]` -> `[..., width]`"""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        out = F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps)
+        out = F.rms_norm(x.to(dtype), self.weight.shape, self.scale(dtype), self.eps)
         return out.to(self.weight.dtype)
+
+    def scale(self, dtype: torch.dtype) -> torch.Tensor:
+        """What the normalized numbers are multiplied by."""
+        return self.weight.to(dtype)
 
 
 class RMSNorm1p(RMSNorm):
     """`RMSNorm` times 1 + weight: weight decay then draws towards 1, and initial weights are 0."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., width]` -> `[..., width]`"""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        out = F.rms_norm(x.to(dtype), self.weight.shape, 1 + self.weight.to(dtype), self.eps)
-        return out.to(self.weight.dtype)
+    initial_weight = 0.0
+
+    def scale(self, dtype: torch.dtype) -> torch.Tensor:
+        """What the normalized numbers are multiplied by."""
+        return 1 + self.weight.to(dtype)
 
 
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), in dtypes as `RMSNorm`."""
 
-    def __init__(self, width: int, eps: float):
+    initial_weight = 1.0
+
+    def __init__(self, width: int, eps: float, bias: bool = True):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., width]` -> `[..., width]`"""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        out = F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.bias.to(dtype), self.eps)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out = F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), bias, self.eps)
         return out.to(self.weight.dtype)
 
 

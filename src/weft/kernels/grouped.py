@@ -1,0 +1,80 @@
+"""One matrix product for each expert's rows, in a single call: what a mixture of experts spends its time on.
+
+An operator of its own, so that compiled code holds one call and knows nothing of counts that change with every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16  # bytes: what the fused kernel asks of every row
+_SIGNATURE = "(Tensor x, Tensor weight, Tensor ends) -> Tensor"
+_BACKWARD = "(Tensor grad, Tensor x, Tensor weight, Tensor ends) -> (Tensor, Tensor)"
+
+
+def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`grouped_linear` as a loop over the experts."""
+    return torch.cat([rows @ matrix.mT for rows, matrix in zip(_split(x, ends), weight, strict=True)])
+
+
+@torch.library.custom_op("weft::grouped_linear", mutates_args=(), schema=_SIGNATURE)
+def grouped_linear(x, weight, ends):
+    """Each row times the matrix of its expert.
+
+    Args:
+        x: `[rows, in]`, the rows of the first expert first.
+        weight: `[experts, out, in]`.
+        ends: int32 `[experts]`, where each expert's rows end; the last one is `rows`. An expert may have none.
+
+    Returns:
+        `[rows, out]`
+    """
+    if _fused(x, weight):
+        return F.grouped_mm(x.contiguous(), weight.mT, offs=ends)
+    return grouped_linear_reference(x, weight, ends)
+
+
+@torch.library.custom_op("weft::grouped_linear_backward", mutates_args=(), schema=_BACKWARD)
+def grouped_linear_backward(grad, x, weight, ends):
+    """The gradients of `x` and of `weight`."""
+    grad = grad.contiguous()
+    if _fused(x, weight):
+        of_weight = F.grouped_mm(grad.mT, x.contiguous(), offs=ends)
+        return F.grouped_mm(grad, weight, offs=ends), of_weight
+    parts = _split(grad, ends)
+    of_x = torch.cat([rows @ matrix for rows, matrix in zip(parts, weight, strict=True)])
+    of_weight = torch.stack([rows.mT @ inputs for rows, inputs in zip(parts, _split(x, ends), strict=True)])
+    return of_x, of_weight
+
+
+def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
+    return x.dtype in _FUSED_DTYPES and aligned and len(x) > 0
+
+
+def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    stops = ends.tolist()
+    return x.split([stop - start for start, stop in zip([0, *stops], stops, strict=False)])
+
+
+@grouped_linear.register_fake
+def _(x, weight, ends):
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@grouped_linear_backward.register_fake
+def _(grad, x, weight, ends):
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    return *grouped_linear_backward(grad, *ctx.saved_tensors), None
+
+
+grouped_linear.register_autograd(_backward, setup_context=_keep)

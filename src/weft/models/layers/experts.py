@@ -1,0 +1,198 @@
+"""A mixture of experts in place of the MLP (Shazeer et al., 2017): each token goes through a few of many."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.config.experts import ExpertsSection
+from weft.config.model import ModelSection
+from weft.kernels.grouped import grouped_linear
+from weft.models.layers.mlp import ACTIVATIONS, MLP, intermediate_size
+
+SWIGLU_ALPHA = 1.702  # gpt-oss's: x * sigmoid(1.702 x) is close to gelu
+
+
+class MixtureOfExperts(nn.Module):
+    """The sum of a few experts' outputs, weighted by the router, and of the shared ones'."""
+
+    def __init__(self, config: ModelSection):
+        super().__init__()
+        moe = config.moe
+        assert moe is not None
+        inner = moe.moe_intermediate_size or intermediate_size(config)
+        self.router = Router(config.hidden_size, moe)
+        self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
+        shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
+        self.shared = MLP(shared) if moe.n_shared_experts else None
+        self.dispatch = dispatch  # a seam: experts may be on other ranks
+        self.hidden_dropout = config.hidden_dropout
+
+    def forward(self, x: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
+        """`[batch, seq, width]` -> `[batch, seq, width]`; `shares` is as in `Decoder.forward`."""
+        weights, chosen, scores = self.router(x)
+        out = self.dispatch(self.experts, x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        out = F.dropout(out, self.hidden_dropout, self.training)
+        if self.training and shares is not None:
+            penalty = self.router.balance(scores, chosen, shares)
+            if penalty is not None:
+                out = _Joined.apply(out, penalty)
+        return out
+
+
+class Router(nn.Module):
+    """Chooses each token's experts, in at least float32.
+
+    Attributes:
+        correction_bias: added to the scores for the choice alone (Wang et al., 2024); None without.
+        load: how many tokens each expert has had since it was last looked at, in training.
+    """
+
+    def __init__(self, width: int, config: ExpertsSection):
+        super().__init__()
+        self.config = config
+        experts = config.num_experts
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.bias = nn.Parameter(torch.zeros(experts)) if config.router_bias else None
+        self.register_buffer("correction_bias", torch.zeros(experts) if config.correction_bias else None)
+        self.register_buffer("load", torch.zeros(experts), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose.
+
+        Args:
+            x: `[batch, seq, width]`.
+
+        Returns:
+            The chosen experts' weights, in `x`'s dtype, and numbers, each `[batch, seq, num_experts_per_tok]`; and all
+            experts' scores before they are made weights `[batch, seq, experts]`.
+        """
+        config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        scores = F.linear(x.to(dtype), self.weight.to(dtype), bias)
+        likely = scores
+        if config.scoring_func != "softmax_of_chosen":
+            likely = scores.softmax(-1) if config.scoring_func == "softmax" else scores.sigmoid()
+        chosen = self.choose(likely.detach())
+        weights = likely.gather(-1, chosen)
+        if config.scoring_func == "softmax_of_chosen":
+            weights = weights.softmax(-1)
+        elif config.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return (weights * config.routed_scaling_factor).to(x.dtype), chosen, scores
+
+    def choose(self, likely: torch.Tensor) -> torch.Tensor:
+        """The numbers of the experts that score best, of the groups that do."""
+        config = self.config
+        if self.correction_bias is not None:
+            likely = likely + self.correction_bias
+        if config.n_group > 1:
+            groups = likely.unflatten(-1, (config.n_group, -1))
+            # DeepSeek-V2 goes by a group's best expert, DeepSeek-V3 (sigmoid) by the best two together.
+            best = 2 if config.scoring_func == "sigmoid" else 1
+            of_group = groups.topk(min(best, groups.shape[-1]), dim=-1).values.sum(-1)
+            kept = torch.zeros_like(of_group, dtype=torch.bool)
+            kept = kept.scatter(-1, of_group.topk(config.topk_group, dim=-1).indices, True)
+            likely = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+        return likely.topk(config.num_experts_per_tok, dim=-1).indices
+
+    def balance(self, scores: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor | None:
+        """Count the tokens of rows that matter into `load`; returns their auxiliary losses, if the config has any.
+
+        The balancing loss (Fedus et al., 2021) is taken of each sequence by itself, as DeepSeek-V2 does: so it does not
+        depend on how a batch is cut.
+        """
+        config, seq = self.config, chosen.shape[1]
+        chosen = chosen.flatten(1)
+        had = scores.new_zeros(len(chosen), config.num_experts)
+        had = had.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=had.dtype))  # [batch, experts]
+        self.load += (had * (shares > 0).unsqueeze(1)).sum(0)
+        losses = []
+        if config.router_aux_loss_coef:
+            likely = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
+            likely = (likely / likely.sum(-1, keepdim=True)).mean(1)
+            unequal = (had * likely).sum(1) * (config.num_experts / (config.num_experts_per_tok * seq))
+            losses.append(config.router_aux_loss_coef * unequal)
+        if config.router_z_loss_coef:
+            losses.append(config.router_z_loss_coef * scores.logsumexp(-1).square().mean(1))
+        return (sum(losses) * shares).sum() if losses else None
+
+
+class Experts(nn.Module):
+    """Gated MLPs side by side, each weight stacked `[expert, out, in]`."""
+
+    def __init__(self, width: int, inner: int, config: ExpertsSection, hidden_act: str):
+        super().__init__()
+        experts = config.num_experts
+        self.gate_proj = nn.Parameter(torch.empty(experts, inner, width))
+        self.up_proj = nn.Parameter(torch.empty(experts, inner, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
+        for name, size in (("gate_bias", inner), ("up_bias", inner), ("down_bias", width)):
+            self.register_parameter(name, nn.Parameter(torch.zeros(experts, size)) if config.expert_bias else None)
+        self.activation, self.limit = ACTIVATIONS[hidden_act], config.swiglu_limit
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`[rows, width]`, the first expert's first, with `ends` as `grouped_linear`'s -> `[rows, width]`."""
+        gate, up = grouped_linear(x, self.gate_proj, ends), grouped_linear(x, self.up_proj, ends)
+        which = None
+        if self.gate_bias is not None:
+            which = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
+            gate, up = gate + self.gate_bias[which], up + self.up_bias[which]
+        if self.limit is None:
+            inner = self.activation(gate) * up
+        else:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+            inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
+        out = grouped_linear(inner, self.down_proj, ends)
+        return out if which is None else out + self.down_bias[which]
+
+
+def dispatch(experts: nn.Module, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Sort tokens by expert, run the experts, and sum what belongs to one token.
+
+    Args:
+        experts: `(rows, ends) -> rows`.
+        x: `[tokens, width]`.
+        weights, chosen: `[tokens, experts per token]`.
+
+    Returns:
+        `[tokens, width]`
+    """
+    tokens, each = chosen.shape
+    by_expert, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(experts.gate_proj.shape[0], device=x.device)
+    ends = torch.searchsorted(by_expert, numbers, right=True).to(torch.int32)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    rows = x.unsqueeze(1).expand(-1, each, -1).reshape(tokens * each, -1)
+    out = _Permuted.apply(experts(_Permuted.apply(rows, order, back), ends), back, order)
+    return (out.view(tokens, each, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class _Permuted(torch.autograd.Function):
+    """`x[order]`, with a gradient that is a permutation too: indexing's own adds up, in an order that may change."""
+
+    @staticmethod
+    def forward(ctx, x, order, back):
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (back,) = ctx.saved_tensors
+        return grad[back], None, None
+
+
+class _Joined(torch.autograd.Function):
+    """`x`; in backward, what is joined to it counts as a part of the loss."""
+
+    @staticmethod
+    def forward(ctx, x, joined):
+        ctx.save_for_backward(torch.ones_like(joined))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, ctx.saved_tensors[0]

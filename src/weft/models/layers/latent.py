@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-AI, 2024): keys and values are made of one short vector a token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.config.model import ModelSection
+from weft.models.layers.attention import Attend
+from weft.models.layers.norm import RMSNorm
+from weft.models.layers.rope import rotate
+
+EPS = 1e-6  # of the norms inside: the published models' own, whatever the residual stream's is
+
+
+class LatentAttention(nn.Module):
+    """Queries, and one latent vector and one rotated key a token, of which each head makes its keys and values.
+
+    The cache holds the latent and the rotated key alone, `kv_lora_rank + qk_rope_head_dim` numbers a token.
+    """
+
+    def __init__(self, config: ModelSection, layer: int):
+        super().__init__()
+        mla = config.mla
+        assert mla is not None
+        self.layer, self.heads = layer, config.num_attention_heads
+        self.nope, self.rope, self.v_head_dim = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+        self.rank, self.interleaved = mla.kv_lora_rank, mla.rope_interleave
+        width, bias, q_width = config.hidden_size, config.attention_bias, self.heads * config.qk_head_dim
+        self.low_rank = mla.q_lora_rank is not None
+        if mla.q_lora_rank is not None:
+            self.q_a_proj = nn.Linear(width, mla.q_lora_rank, bias=bias)
+            self.q_a_norm = RMSNorm(mla.q_lora_rank, EPS)
+            self.q_b_proj = nn.Linear(mla.q_lora_rank, q_width, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, q_width, bias=False)
+        self.kv_a_proj = nn.Linear(width, self.rank + self.rope, bias=bias)
+        self.kv_a_norm = RMSNorm(self.rank, EPS)
+        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.v_head_dim, width, bias=config.output_bias)
+        self.scale = config.attention_multiplier or config.qk_head_dim**-0.5
+        self.attend = Attend(config.model_copy(update={"attention_multiplier": self.scale}))
+        self.hidden_dropout = config.hidden_dropout
+
+    def forward(self, x: torch.Tensor, rope=None, mask: torch.Tensor | None = None, cache=None) -> torch.Tensor:
+        """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
+        batch, seq, _ = x.shape
+        q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
+        q_nope, q_rope = q.view(batch, seq, self.heads, -1).transpose(1, 2).split((self.nope, self.rope), dim=-1)
+        latent, k_rope = self.kv_a_proj(x).unsqueeze(1).split((self.rank, self.rope), dim=-1)  # [batch, 1, seq, ...]
+        latent = self.kv_a_norm(latent)
+        if rope is not None:
+            q_rope, k_rope = (rotate(self.halves(part), rope) for part in (q_rope, k_rope))
+        if cache is not None:
+            latent, k_rope = cache.update(self.layer, latent, k_rope)
+        if cache is not None and seq == 1:
+            out = self.absorbed(q_nope, q_rope, latent, k_rope, mask)
+        else:
+            kv = self.kv_b_proj(latent).view(batch, -1, self.heads, self.nope + self.v_head_dim).transpose(1, 2)
+            k_nope, v = kv.split((self.nope, self.v_head_dim), dim=-1)
+            k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), dim=-1)
+            out = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
+        out = self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+        return F.dropout(out, self.hidden_dropout, self.training)
+
+    def halves(self, x: torch.Tensor) -> torch.Tensor:
+        """What is rotated, with pairs that lie side by side put as far apart as `rotate` has them."""
+        return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
+
+    def absorbed(self, q_nope, q_rope, latent, k_rope, mask):
+        """One new token against the latents themselves, as one head of keys and values for all of queries.
+
+        q (W c) = (q W) c, and W (sum of c) = sum of (W c): no key or value of an earlier token is made again.
+        """
+        of_k, of_v = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split((self.nope, self.v_head_dim), dim=1)
+        q = torch.cat((torch.einsum("bhsn,hnr->bhsr", q_nope, of_k), q_rope), dim=-1)
+        seen = self.attend(q, torch.cat((latent, k_rope), dim=-1), latent, mask)  # [batch, heads, 1, rank]
+        return torch.einsum("bhsr,hvr->bhsv", seen, of_v)
