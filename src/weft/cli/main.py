@@ -26,6 +26,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "use": {
         "generate": ("weft.cli.generate", "let a trained model write"),
+        "evaluate": ("weft.cli.evaluate", "measure a model: perplexity, bits per byte, benchmark tasks"),
         "import": ("weft.cli.import_", "make a checkpoint of a Hugging Face folder"),
         "export": ("weft.cli.export", "write a trained model for Hugging Face's transformers"),
         "report": ("weft.cli.report", "write a page of a run's curves, samples and config"),
