@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from weft.cli.data.stores import add_store, report
+from weft.cli.data.stores import add_store, make
 
 HELP = "leave out documents that are there already, or nearly (duplicates.jsonl says which)"
 
@@ -26,17 +25,11 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and not args.near:
             raise UserError(f"--{name}: is of near duplicates; add --near, or leave it out")
     from weft.data.stores.operations.dedup import dedup
-    from weft.observe.console import Console
 
-    console = Console()
-    made = dedup(
-        args.store,
-        Path(args.out),
+    return make(
+        dedup,
+        args,
         near=args.near,
         threshold=0.8 if args.threshold is None else args.threshold,
         ngram=5 if args.ngram is None else args.ngram,
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
     )
-    return report(console, [made])

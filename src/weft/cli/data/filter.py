@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from weft.cli.data.stores import add_store, report
+from weft.cli.data.stores import add_store, make
 
 HELP = "leave out documents that are too short, too long, or that a function of yours refuses"
 
@@ -23,17 +22,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.stores.operations.filter import filter_store
-    from weft.observe.console import Console
 
-    console = Console()
-    made = filter_store(
-        args.store,
-        Path(args.out),
-        min_tokens=args.min_tokens,
-        max_tokens=args.max_tokens,
-        function=args.function,
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
-    )
-    return report(console, [made])
+    return make(filter_store, args, min_tokens=args.min_tokens, max_tokens=args.max_tokens, function=args.function)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from weft.cli.data.stores import add_store, report
+from weft.cli.data.stores import add_store, make
 
 HELP = "draw some of a store's documents at random"
 
@@ -19,17 +18,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.stores.operations.sample import sample
-    from weft.observe.console import Console
 
-    console = Console()
-    made = sample(
-        args.store,
-        Path(args.out),
-        documents=args.documents,
-        fraction=args.fraction,
-        seed=args.seed,
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
-    )
-    return report(console, [made])
+    return make(sample, args, documents=args.documents, fraction=args.fraction, seed=args.seed)

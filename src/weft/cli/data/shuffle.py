@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from weft.cli.data.stores import add_store, report
+from weft.cli.data.stores import add_store, make
 
 HELP = "a store's documents in a random order that a seed fixes"
 
@@ -16,10 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.stores.operations.shuffle import shuffle
-    from weft.observe.console import Console
 
-    console = Console()
-    made = shuffle(
-        args.store, Path(args.out), seed=args.seed, tokenizer=args.tokenizer, overwrite=args.overwrite, console=console
-    )
-    return report(console, [made])
+    return make(shuffle, args, seed=args.seed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.data.stores.operations.making import Made
@@ -27,6 +28,22 @@ def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: boo
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random choice (default: 0)")
     parser.add_argument("--tokenizer", metavar="DIR", help="count the bytes of the text, for bits per byte")
     parser.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+
+
+def make(operation: Callable[..., Made], args: argparse.Namespace, **options: Any) -> int:
+    """Make one store of another, by an operation of `weft.data.stores.operations` and what it takes besides."""
+    from weft.observe.console import Console
+
+    console = Console()
+    made = operation(
+        args.store,
+        Path(args.out),
+        tokenizer=args.tokenizer,
+        overwrite=args.overwrite,
+        console=console,
+        **options,
+    )
+    return report(console, [made])
 
 
 def report(console: Console, made: Sequence[Made]) -> int:
