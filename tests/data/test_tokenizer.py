@@ -236,6 +236,29 @@ def test_a_library_that_disagrees_is_found_out_by_the_first_batch(tmp_path, monk
     assert "other ids" in tokenizer.reason
 
 
+def test_a_library_that_refuses_is_passed_over_and_one_that_fails_is_not(tmp_path, monkeypatch):
+    import gigatoken
+
+    made = cases.trained("llama3", TEXTS)
+    folder = cases.save(made, tmp_path)
+
+    def refuse(data):
+        raise RuntimeError("Unsupported kind of merge\n\nLocation:\n    src/load.rs:1:1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gigatoken.Tokenizer, "from_json", refuse)
+        tokenizer = Tokenizer.load(folder)
+        assert_same(tokenizer, made, TEXTS, fast=False)
+    assert tokenizer.reason == "gigatoken does not take it: Unsupported kind of merge"
+
+    def fail(self, text):
+        raise ValueError("assignment destination is read-only")
+
+    monkeypatch.setattr(gigatoken.Tokenizer, "encode", fail)
+    with pytest.raises(ValueError, match="read-only"):
+        Tokenizer.load(folder).encode_batch(TEXTS)
+
+
 @pytest.mark.parametrize("unit", ["x", "ab", "=", " ", "\n", "é", "日", "1", "\u0c5c"])
 def test_long_words_take_linear_time_and_keep_their_ids(tmp_path, unit):
     made = cases.trained("llama3", TEXTS)

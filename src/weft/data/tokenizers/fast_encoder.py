@@ -39,6 +39,15 @@ class FastEncoder:
 
         return gigatoken.Tokenizer.from_json(self.recipe.json)
 
+    @functools.cached_property
+    def refusal(self) -> str | None:
+        """Why gigatoken does not take the recipe; None if it does."""
+        try:
+            _ = self._gigatoken
+        except RuntimeError as error:  # what it raises, with where in its source, for all that it cannot load
+            return str(error).partition("\n")[0]
+        return None
+
     def special_in(self, text: str) -> bool:
         """Whether the text of an added token is in a text."""
         return any(hint in text for hint in self._hints) and self._every.search(text) is not None
@@ -66,7 +75,7 @@ class FastEncoder:
         """Ids end to end and their numbers; `eod` closes each text, unless it is None.
 
         Raises:
-            ValueError, RuntimeError: gigatoken does not take the recipe.
+            RuntimeError: gigatoken does not take the recipe; `refusal` says so before.
         """
         if not self.recipe.by_words:
             return joined([[self._gigatoken.encode(text)] for text in texts], eod)

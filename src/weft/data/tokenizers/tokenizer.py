@@ -171,11 +171,10 @@ class Tokenizer:
             size = CHECKED_CHARACTERS // min(32, len(texts))
             sample = [PROBE, *(text[:size] for text in texts[::step])]
             exact, _ = joined([[part] for part in self._exactly(sample)])
-            try:
-                if not np.array_equal(exact, self._mixed(sample, self._dirty(sample, fast), fast)[0]):
-                    self.reason = "gigatoken gave other ids than tokenizers for some of the first texts"
-            except (ValueError, RuntimeError, NotImplementedError) as error:
-                self.reason = f"gigatoken does not take it: {str(error).splitlines()[0]}"
+            if fast.refusal is not None:
+                self.reason = f"gigatoken does not take it: {fast.refusal}"
+            elif not np.array_equal(exact, self._mixed(sample, self._dirty(sample, fast), fast)[0]):
+                self.reason = "gigatoken gave other ids than tokenizers for some of the first texts"
             self.exact = self.reason is not None
             self.checked = True
         return None if self.exact else fast
