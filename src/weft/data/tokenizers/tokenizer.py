@@ -79,13 +79,17 @@ class Tokenizer:
         """
         return cls(Path(path), exact=exact, checked=checked)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text; no token is added."""
-        return self._reference.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text; with `add_special_tokens` also those that the tokenizer puts around one, if it does."""
+        return self._reference.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens among it; broken UTF-8 becomes U+FFFD."""
-        return self._reference.decode(list(ids), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids, special tokens among it unless they are to be skipped; broken UTF-8 becomes U+FFFD."""
+        return self._reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name; None if there is none."""
+        return self._reference.token_to_id(token)
 
     def encode_batch(self, texts: Sequence[str], *, close: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The ids of many texts.
