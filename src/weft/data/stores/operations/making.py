@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.config.errors import UserError
 from weft.config.headers import read_json
 from weft.data.folders import STORE, check_apart, check_out, exists_already, hidden_folder, publish, sync
@@ -56,6 +58,13 @@ class Part:
         self.writer.add(block.tokens, block.lengths, block.mask)
         if self.counter is not None:
             self.bytes += self.counter.count(block.tokens, block.lengths)
+
+    def add_some(self, block: Block, keep: np.ndarray, reason: str) -> None:
+        """Append the documents where `keep`, bool [documents], is true; `reason`: why the others are left out."""
+        if keep.any():
+            self.add(block.choose(keep))
+        if left := int(np.count_nonzero(~keep)):
+            self.left_out[reason] += left
 
     def finish(self) -> StoreInfo:
         """Write the index; what `store.json` is to say."""

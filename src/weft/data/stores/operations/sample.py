@@ -54,11 +54,7 @@ def sample(
             for block in scan(store, bar.update):
                 first = block.first // step
                 drawn = order(np.arange(first, first + len(block.lengths) // step)) < wanted
-                keep = np.repeat(drawn, step)
-                if keep.any():
-                    parts[0].add(block.choose(keep))
-                if left := int(np.count_nonzero(~keep)):
-                    parts[0].left_out[NOT_DRAWN] += left
+                parts[0].add_some(block, np.repeat(drawn, step), NOT_DRAWN)
 
     made_from = arguments_of(store, "sample", documents=wanted * step, seed=seed)
     return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]

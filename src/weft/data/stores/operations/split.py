@@ -52,11 +52,7 @@ def split(
                 keys = np.frombuffer(b"".join(digests(block, step, seed)), "<u8")[::2]
                 belongs = np.searchsorted(limits, (keys >> np.uint64(11)) / 2.0**53, side="right")
                 for number, part in enumerate(parts):
-                    keep = np.repeat(belongs == number, step)
-                    if keep.any():
-                        part.add(block.choose(keep))
-                    if left := int(np.count_nonzero(~keep)):
-                        part.left_out[ELSEWHERE] += left
+                    part.add_some(block, np.repeat(belongs == number, step), ELSEWHERE)
 
     made = [
         (out, arguments_of(store, "split", fractions=list(fractions), part=number, seed=seed))
