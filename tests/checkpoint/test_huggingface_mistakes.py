@@ -155,7 +155,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys,
         raise OSError(28, "No space left on device")
 
     assert weft_command("import", whole, tmp_path / "good") == 0
-    monkeypatch.setattr("weft.checkpoint.huggingface.import_.write_safetensors", full)
+    monkeypatch.setattr("weft.checkpoint.writing.write_safetensors", full)
     monkeypatch.setattr("weft.checkpoint.huggingface.export.write_safetensors", full)
     for verb, source in (("import", whole), ("export", tmp_path / "good")):
         capsys.readouterr()

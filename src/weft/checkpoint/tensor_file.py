@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -38,18 +38,26 @@ DTYPES = {
 }
 
 
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, as a file holds them."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: what the header says of it, and how to get it when its turn has come."""
+    """A tensor to be written: what the header says of it, and how to get it when its turn has come.
+
+    `read` gives it whole, or in consecutive pieces, of which one is in memory at a time.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor | Iterator[torch.Tensor]]
 
     @property
     def bytes(self) -> int:
@@ -93,13 +101,15 @@ def write_safetensors(
         write(len(text).to_bytes(8, "little"))
         write(text)
         for entry in entries:
-            tensor = entry.read().detach().to("cpu", entry.dtype).contiguous()
-            if tuple(tensor.shape) != entry.shape:
-                raise RuntimeError(f"{entry.name}: {tuple(tensor.shape)} where {entry.shape} was planned")
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            for start in range(0, len(data), _BLOCK):
-                write(data[start : start + _BLOCK])
-            del data, tensor
+            found, before = entry.read(), size
+            for piece in [found] if isinstance(found, torch.Tensor) else found:
+                data = byte_view(piece.detach().to("cpu", entry.dtype))
+                for start in range(0, len(data), _BLOCK):
+                    write(data[start : start + _BLOCK])
+                del data, piece
+            if size - before != entry.bytes or (isinstance(found, torch.Tensor) and tuple(found.shape) != entry.shape):
+                raise RuntimeError(f"{entry.name}: {size - before:,} bytes where {list(entry.shape)} was planned")
+            del found
         file.flush()
         os.fsync(file.fileno())
     return Digest(digest.hexdigest(), size)

@@ -63,7 +63,7 @@ def export(
             "exported",
             checkpoint / files.MODEL,
         )
-    entries = _entries(checkpoint, section, dtype)
+    entries = their_entries(checkpoint, section, dtype)
     tokenizer = tokenizer_folder(checkpoint)
     documents = _documents(checkpoint, section, tokenizer, entries)
     doubts = tokenizer_doubts(tokenizer, section, documents[CONFIG])
@@ -95,7 +95,7 @@ def export(
     return Made(section, len(entries), len(shards), needed)
 
 
-def _entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | None) -> list[Entry]:
+def their_entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | None) -> list[Entry]:
     """Hugging Face's tensors, each to be put together from the checkpoint's files."""
     index = read_json(checkpoint, files.INDEX)
     saved = {name: entry for name, entry in index["tensors"].items() if name.startswith(MODEL_PREFIX)}
@@ -144,13 +144,13 @@ def _documents(
     if origin:
         special = {key: origin["config"][key] for key in _SPECIAL if key in origin["config"]}
     else:
-        special = _special_ids(tokenizer, section)
+        special = special_ids(tokenizer, section)
     kind = dtype_name(max((entry.dtype for entry in entries), key=lambda one: sum(e.dtype == one for e in entries)))
     generation = origin.get("generation_config") or {key: id for key, id in special.items() if id is not None}
     return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, "generation_config.json": generation}
 
 
-def _special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
+def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
     """The ids of the special tokens that the tokenizer names; without one null, not the family's defaults."""
     found: dict[str, int | None] = dict.fromkeys(_SPECIAL)
     if tokenizer is None:
