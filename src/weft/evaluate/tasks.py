@@ -1,0 +1,132 @@
+"""Benchmark tasks of EleutherAI's lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weft.config.errors import UserError
+from weft.config.suggest import did_you_mean
+from weft.observe.console import Console
+
+DRAWS = 1000  # samples of answers from which the harness estimates an error that has no formula
+
+
+def need_harness() -> None:
+    """Raise UserError if the harness is not installed."""
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; pip install 'weft-train[eval]'")
+
+
+def on_tasks(
+    model: nn.Module,
+    tokenizer: str | Path | None,
+    tasks: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    batch_size: int = 8,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Ask a model the questions of tasks.
+
+    Args:
+        model: as `weft.load_model` gives it.
+        tokenizer: the model's folder of it.
+        tasks: names, as the harness or the YAML files in `include_path` give them.
+        include_path: a folder with tasks of one's own.
+        num_fewshot: examples before each question; default: the task's.
+        limit: the first so many questions of each task.
+        chat: ask by the tokenizer's chat template.
+        batch_size: texts at once.
+
+    Returns:
+        For each task, and each group of them: `questions`, `shots`, `version` and `scores`, each with `metric`,
+        `filter` (what the harness does to an answer first), `value` and `stderr` (None if there is none).
+
+    Raises:
+        UserError: no harness, no tokenizer, an unknown task, or one that cannot be built.
+    """
+    need_harness()
+    if tokenizer is None:
+        raise UserError("tasks are text, and this model has no tokenizer with it; name it with --tokenizer")
+    for name, number in (("batch_size", batch_size), ("limit", limit), ("num_fewshot", num_fewshot)):
+        if number is not None and number < (name != "num_fewshot"):
+            raise UserError(f"{name} is {number}; give at least {int(name != 'num_fewshot')}")
+    import lm_eval
+
+    from weft.data.tokenizers.tokenizer import Tokenizer
+    from weft.evaluate.harness import WeftLM
+
+    manager = _manager(tasks, include_path)
+    lm = WeftLM(model, Tokenizer.load(tokenizer), batch_size=batch_size, console=console)
+    if chat:
+        lm.chat_template(True)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # ours is for the results
+            found = lm_eval.simple_evaluate(
+                lm,
+                tasks=list(tasks),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                apply_chat_template=chat,
+                task_manager=manager,
+                bootstrap_iters=DRAWS,
+                log_samples=False,
+            )
+    except UserError:
+        raise
+    except Exception as error:
+        if lm.asked:
+            raise
+        told = " ".join(str(error).split())
+        raise UserError(
+            f"the harness cannot build {', '.join(tasks)}: {type(error).__name__}: {told}; mend the task, or bring its "
+            "data"
+        ) from error
+    assert found is not None
+    return {task: _scores(task, found) for task in found["results"]}
+
+
+def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
+    """The harness's index of tasks. Its own thousands are read only if one is asked for: that takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError("no such folder of tasks; name one with YAML files in it", include_path)
+    manager = None
+    if include_path is not None:
+        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+    if manager is None or not set(tasks) <= set(manager.all_subtasks):  # a group may name tasks of the harness
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if not tasks:
+        raise UserError("--tasks names no task; give one or several, with commas between them")
+    for name in tasks:
+        if name not in manager.all_tasks:
+            where = "" if include_path is None else f" nor in {include_path}"
+            hint = did_you_mean(name, manager.all_tasks) or "; `lm-eval ls tasks` lists those of the harness"
+            raise UserError(f"no task {name!r} in the harness{where}{hint}")
+    return manager
+
+
+def _scores(task: str, found: Any) -> dict[str, Any]:
+    """One task's results without what the harness says for itself."""
+    results, scores = found["results"][task], []
+    for key, value in results.items():
+        metric, _, filtered = key.partition(",")
+        if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = results.get(f"{metric}_stderr,{filtered}")
+        stderr = float(stderr) if isinstance(stderr, int | float) else None
+        scores.append({"metric": metric, "filter": filtered, "value": float(value), "stderr": stderr})
+    asked = found.get("n-samples", {}).get(task, {}).get("effective")
+    shots, version = found.get("n-shot", {}).get(task), found.get("versions", {}).get(task)
+    return {"questions": asked, "shots": shots, "version": version, "scores": scores}
