@@ -13,6 +13,7 @@ from weft.checkpoint.huggingface.folder import open_folder, section_of
 from weft.checkpoint.load import load, read_json, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
 from weft.config.errors import UserError
+from weft.config.foreign import ForeignModelSection
 from weft.config.huggingface import is_huggingface
 from weft.config.model import CustomModelSection, ModelSection
 
@@ -36,7 +37,12 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     checkpoint = resolve(path)
     section = architecture(checkpoint)
     saved = _dtypes(checkpoint)
-    if isinstance(section, CustomModelSection):
+    if isinstance(section, ForeignModelSection):
+        from weft.models.foreign import materialize
+
+        model = build_model(section)
+        materialize(model, device)
+    elif isinstance(section, CustomModelSection):
         # The user's class may compute values while it is built: it is built where there are any.
         with torch.device(device):
             model = build_model(section)
@@ -54,7 +60,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
         initialize_buffers(model)
     floating = {kind for kind in saved.values() if kind.is_floating_point}
-    if dtype is not None or len(floating) == 1:
+    if (dtype is not None or len(floating) == 1) and not isinstance(section, ForeignModelSection):
         model.to(dtype or floating.pop())  # also what no checkpoint holds
     for name, (tensor, _) in model_tensors(model).items():
         wanted = dtype if dtype is not None and tensor.is_floating_point() else saved.get(name, tensor.dtype)
@@ -75,7 +81,7 @@ def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     }
 
 
-def architecture(checkpoint: Path) -> ModelSection | CustomModelSection:
+def architecture(checkpoint: Path) -> ModelSection | ForeignModelSection | CustomModelSection:
     """The model section that a checkpoint was trained with. Raises UserError if it is not one."""
     if is_huggingface(checkpoint):
         return section_of(checkpoint)
@@ -84,6 +90,7 @@ def architecture(checkpoint: Path) -> ModelSection | CustomModelSection:
         # `from` has done its work: the weights are here.
         content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
         kind = CustomModelSection if ":" in content.get("type", "") else ModelSection
+        kind = ForeignModelSection if content.get("type") == "hf" else kind
         return kind.model_validate(content)
     except (ValidationError, AttributeError, TypeError) as error:
         lines = str(error).splitlines()

@@ -362,6 +362,12 @@ def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> 
     elif known:
         needed, name = max(known, key=lambda pair: pair[0])
         whose = f"tokenizer of {name}"
+    if (theirs := draft.get("model.config")) is not None:
+        rows = theirs.get("vocab_size")
+        if isinstance(rows, int) and needed is not None and rows < needed:
+            what = f"its embedding has {rows:,} rows, and the {whose} has {needed:,} tokens; "
+            draft.problem("model.path", f"{what}take the tokenizer that the model was trained with", "model.from")
+        return
     if "model.vocab_size" not in draft.values or "model.hidden_size" not in draft.values:
         return
     size = draft.get("model.vocab_size")

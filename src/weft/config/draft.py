@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from weft.config.components import Part, find_part
 from weft.config.errors import Problem, UserError
 from weft.config.fields import field_names, known_keys, listed_sections, plain_types, required_key, section_class
+from weft.config.foreign import ForeignModelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.section import Component
 from weft.config.signature import MISSING
@@ -32,7 +33,15 @@ ROOM_OF = {
     "log.trackers": "tracker",
 }
 # Keys whose text is a path.
-PATHS = ("tokenizer", "data.train", "data.train[].store", "data.validation", "model.from", "run.directory")
+PATHS = (
+    "tokenizer",
+    "data.train",
+    "data.train[].store",
+    "data.validation",
+    "model.from",
+    "model.path",
+    "run.directory",
+)
 # What a key that must be there is for.
 _SIZE = "a size of the decoder, or name a preset, as preset: llama-60m"
 REQUIRED = {
@@ -178,10 +187,12 @@ class Draft:
         return None
 
     def check_model(self, node: Node) -> None:
-        """The decoder's section, or that of a class of the user's own (presets are merged in before)."""
+        """The decoder's section, a transformers model's or a class of one's own (presets are merged in before)."""
         chosen = node.get("type")
         if not node.is_mapping:
             self.problems.append(node.problem("model", f"must be a preset's name or a mapping, not {show(node)}"))
+        elif chosen is not None and chosen.value == "hf":
+            self.check_section(node, ForeignModelSection, "model")
         elif chosen is not None and isinstance(chosen.value, str) and chosen.value != "decoder":
             self.check_component(node, CustomModelSection, "model", "model")
         else:

@@ -6,6 +6,7 @@ files need no torch either.
 
 from __future__ import annotations
 
+import difflib
 import re
 from functools import cache
 from importlib import import_module
@@ -83,9 +84,16 @@ def family_of(config: dict[str, Any]) -> ModuleType:
         for module in families().values():
             if config.get("model_type") == module.MODEL_TYPE:
                 return module
-        raise UserError(f"architectures: missing, and model_type is {config.get('model_type')!r}; name the model's")
-    hint = did_you_mean(str(named[0]), known) or "; it is none of the families here"
-    raise UserError(f"architectures: unknown architecture {named[0]!r}{hint} (there are {', '.join(sorted(known))})")
+        raise UserError(
+            f"architectures: missing, and model_type is {config.get('model_type')!r}, no family here; name the "
+            "model's, or train it with `model: {type: hf, path: ...}`"
+        )
+    near = difflib.get_close_matches(str(named[0]), known, 1, cutoff=0.0)
+    closest = did_you_mean(str(named[0]), known) or f"; the closest known is {near[0]}"
+    raise UserError(
+        f"architectures: unknown architecture {named[0]!r}{closest} (there are {', '.join(sorted(known))}); any other "
+        "that transformers has can be trained, data parallel only, with `model: {type: hf, path: ...}`"
+    )
 
 
 def section_keys(path: str | Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from weft.config.draft import Draft
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.errors import ConfigError, Problem
 from weft.config.fields import section_class
+from weft.config.foreign import ForeignModelSection
 from weft.config.inherit import read_tree
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.rules import apply_rules
@@ -71,6 +72,7 @@ def _value(draft: Draft, key: str, annotation: Any) -> Any:
         return draft.values[key]
     if key == "model":
         section = CustomModelSection if isinstance(draft.get("model"), dict) else ModelSection
+        section = ForeignModelSection if draft.get("model.type") == "hf" else section
     if section is None or key == "log.trackers" or (issubclass(section, Component) and not _is_part(draft, key)):
         return draft.values[key]
     if issubclass(section, Component):

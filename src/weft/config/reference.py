@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from weft.config.components import Part, built_ins, find_part
 from weft.config.draft import ROOM_OF
 from weft.config.fields import field_names, listed_sections, section_class
+from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
@@ -63,7 +64,14 @@ def json_schema() -> dict[str, Any]:
             branch["items"]["anyOf"].insert(0, {"type": "string"})
     schema.pop("required", None)
     for name, definition in definitions.items():
-        if name not in ("Component", "DatasetSection", "DatasetSource", "CustomModelSection", *_ITEMS):
+        if name not in (
+            "Component",
+            "DatasetSection",
+            "DatasetSource",
+            "CustomModelSection",
+            "ForeignModelSection",
+            *_ITEMS,
+        ):
             definition.pop("required", None)
     return schema
 
@@ -123,7 +131,8 @@ training: {tokens: 1e9}
   from wherever the data is. Only `extends` is relative to the file that says it.
 - **Override**: `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; values are YAML.
 - **Model**: `model: llama-60m`, or `model: {preset: llama-60m, num_hidden_layers: 8}`, or every size by itself, or
-  `model: {from: runs/demo}` to begin from another run's weights, or a class of your own.
+  `model: {from: runs/demo}` to begin from another run's weights, or any model of transformers, `model: {type: hf, path:
+  folder}`, or a class of your own.
 - **A part of your own**: `type: my_package.module:MyClass`. The working directory is on the import path. The class's
   arguments are the keys, with their annotations as types; they are read from its source and checked like all others.
 - **Numbers** are YAML 1.2's: `3e-4`, `1_000_000`; `1e9` is a whole number where one is asked for. `null` stands only
@@ -140,7 +149,8 @@ def markdown() -> str:
         if section is None:
             top.append(_row(name, info))
         elif name == "model":
-            parts.append(_section("model", ModelSection) + "\n" + _presets())
+            foreign = _section("model: `type: hf`", ForeignModelSection).replace("##", "###", 1)
+            parts.append(_section("model", ModelSection) + "\n" + _presets() + "\n" + foreign)
         else:
             parts.append(_section(name, section))
     keys = "## At the top\n\n" + _table([*top, "| `extends` | text or list of text | | files to inherit from |"])

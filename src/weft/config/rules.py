@@ -7,6 +7,7 @@ import os
 from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
 from weft.config.draft import Draft
 from weft.config.errors import UserError
+from weft.config.foreign import longest as longest_foreign
 from weft.config.mesh import ParallelSection, mesh_shape
 
 
@@ -99,12 +100,19 @@ def _length_of_run(draft: Draft) -> None:
 
 def _positions(draft: Draft) -> None:
     """The sequence length: its default, and the longest that the model takes."""
-    longest = draft.get("model.max_position_embeddings")
+    longest, key, theirs = (
+        draft.get("model.max_position_embeddings"),
+        "max_position_embeddings",
+        draft.get("model.config"),
+    )
+    if theirs is not None:
+        longest, key = longest_foreign(theirs), "config.max_position_embeddings"
     if "data.sequence_length" not in draft.values:
         return
     length = draft.get("data.sequence_length")
     if length is None:
-        own = isinstance(draft.get("model"), dict)  # a class of the user's own, of which no longest is known
+        # A class of the user's own, or of transformers, of which no longest may be known.
+        own = isinstance(draft.get("model"), dict) or theirs is not None
         if draft.tree.get("data") is None or not (own or longest):
             return  # told already: what the data or the model are is not known
         draft.fill("data.sequence_length", min(1024, longest or 1024), "from the model's max_position_embeddings")
@@ -113,8 +121,8 @@ def _positions(draft: Draft) -> None:
         draft.problem(
             "data.sequence_length",
             f"{length} is longer than the model's {longest} positions{learned}; "
-            f"shorten it, or set model.max_position_embeddings: {length}",
-            "model.max_position_embeddings",
+            f"shorten it, or set model.{key}: {length}",
+            f"model.{key}",
         )
 
 

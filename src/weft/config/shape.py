@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.config.draft import node_of
 from weft.config.errors import Problem, UserError
+from weft.config.foreign import folder_config
 from weft.config.huggingface import is_huggingface, section_keys
 from weft.config.model import ModelSection
 from weft.config.paths import beside
@@ -40,6 +41,8 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
     known = True
     if source is not None and source.value is not None:
         merged = _from_checkpoint(model, source, problems)
+    elif (chosen := model.get("type")) is not None and chosen.value == "hf" and preset is None:
+        merged = _from_folder(model, problems)
     else:
         optional = model.get("load_optimizer")
         if optional is not None and optional.value is True:
@@ -76,6 +79,25 @@ def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | N
     return merge(base, model)
 
 
+def _from_folder(model: Node, problems: list[Problem]) -> Node | None:
+    """A `type: hf` model, with the folder's config.json as its `config`."""
+    path, given, weights = model.get("path"), model.get("config"), model.get("weights")
+    if path is None or path.value is None:
+        what = "required: the Hugging Face folder whose model to train (or model.from, a run of one); add it"
+        problems.append(model.problem("model.path", what))
+        return None
+    if not isinstance(path.value, str) or not path.value.strip() or (given is not None and not given.is_mapping):
+        return None  # the section's check says so
+    try:
+        changes = {} if given is None else given.plain()
+        config = folder_config(path.value, changes, weights=weights is None or weights.value is not False)
+    except UserError as error:
+        problems.append(path.problem("model.path", beside(path, path.value) or str(error)))
+        return None
+    whole = node_of(config, path, f"{path.value}/config.json")
+    return Node({**model.value, "config": whole}, model.file, model.line)
+
+
 def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node | None:
     if not isinstance(source.value, str) or not source.value.strip():
         return None  # the section's check says so
@@ -86,8 +108,13 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
     content = _content(found, model, source, problems)
     if content is None:
         return None
+    chosen = model.get("type")
+    if is_huggingface(found) and chosen is not None and chosen.value == "hf":
+        what = "with type: hf the folder is named by model.path; rename the key"
+        problems.append(source.problem("model.from", what))
+        return None
     shape: dict[str, Any] = {k: v for k, v in content.items() if k not in ("from", "from_", "load_optimizer")}
-    fixed: set[str] = set(SHAPE) if ":" not in str(shape.get("type", "")) else {"type"}
+    fixed: set[str] = set(SHAPE) if shape.get("type", "decoder") == "decoder" else {"type"}
     if shape.get("position") == "learned":
         fixed.add("max_position_embeddings")
     before = len(problems)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr
 
 from weft.config.data import DataSection
+from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.parts import ObjectiveSection, OptimizerSection, ScheduleSection
@@ -45,7 +46,7 @@ class RunSections(Section):
     """All sections of a run, and where their values came from."""
 
     run: RunSection = RunSection()
-    model: ModelSection | CustomModelSection
+    model: ModelSection | ForeignModelSection | CustomModelSection
     tokenizer: str | None = Field(
         None, description="folder with a tokenizer.json, copied into the run; without it the model can write no text"
     )

@@ -77,6 +77,7 @@ def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cach
     # Rows end together: padding stands on the left, and every step appends one column to all rows.
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(device)  # [batch, width]
     starts = starts.to(device)
+    use_cache = use_cache and getattr(model, "takes_cache", True)
     store = KVCache(width + max_new_tokens - 1, starts if padded else None) if use_cache else None
     finished = [False] * len(prompts)
     fed = tokens
@@ -109,6 +110,9 @@ def next_logits(
         positions = (columns.unsqueeze(0) - starts.unsqueeze(1)).clamp(min=0)
         if cache is not None:
             return model(tokens=tokens, positions=positions, cache=cache)[:, -1]
+        if hasattr(model, "takes_cache"):  # one of transformers: that rows begin with padding is told by a cache
+            fresh = KVCache(length, starts if bool(starts.any()) else None)
+            return model(tokens=tokens, positions=positions, cache=fresh)[:, -1]
         segments = (columns.unsqueeze(0) >= starts.unsqueeze(1)).long()
         return model(tokens=tokens, positions=positions, segments=segments)[:, -1]
 
@@ -195,7 +199,7 @@ def check_length(model: nn.Module, length: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or length <= limit:
         return
-    if getattr(config, "position", None) == "learned":
+    if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
         raise UserError(
             f"prompt and new tokens are {length} positions, the model has {limit}; shorten the prompt or ask for fewer"
         )

@@ -14,11 +14,11 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     """The role of every parameter by its name: "embedding", "head", "norm", "bias", "matrix" or "other".
 
     Any model works: the type of the module that holds a parameter decides. A norm's bias is "norm"; a head tied to the
-    embedding is "embedding"; a head is known as one only in the built-in decoder.
+    embedding is "embedding"; a head is known as one only in the built-in decoder and in transformers' models.
     """
     roles: dict[str, str] = {}
     names = {name for name, _ in model.named_parameters()}
-    head = model.lm_head if isinstance(model, Decoder) else None
+    head = model.lm_head if isinstance(model, Decoder) else _foreign_head(model)
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
@@ -26,7 +26,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
                 continue  # another name of a shared parameter
             if isinstance(module, nn.Embedding):
                 role = "embedding"
-            elif isinstance(module, NORM_TYPES):
+            elif isinstance(module, NORM_TYPES) or _named_norm(module):
                 role = "norm"
             elif name == "bias":
                 role = "bias"
@@ -36,3 +36,12 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
                 role = "matrix" if parameter.dim() == 2 else "other"
             roles[full] = role
     return roles
+
+
+def _foreign_head(model: nn.Module) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def _named_norm(module: nn.Module) -> bool:
+    """Every family of transformers has norms of its own, told by their names: LlamaRMSNorm, CohereLayerNorm, ..."""
+    return type(module).__name__.removeprefix("FSDP").endswith("Norm")

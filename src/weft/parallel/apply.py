@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from weft.config.errors import UserError
+from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
@@ -19,7 +21,7 @@ from weft.parallel.world import World
 
 
 def parallelize(
-    model_section: ModelSection | CustomModelSection,
+    model_section: ModelSection | ForeignModelSection | CustomModelSection,
     parallel: ParallelSection,
     world: World,
     *,
@@ -44,6 +46,12 @@ def parallelize(
     if built_in:
         with torch.device("meta"):
             model = build_model(model_section)
+    elif isinstance(model_section, ForeignModelSection):
+        from weft.models.foreign import build_foreign, materialize
+
+        # Random weights are drawn by its class in one piece, alike on every rank; others are filled in later.
+        drawn = not model_section.weights and model_section.from_ is None
+        model = world.agree(lambda: build_foreign(model_section, seed=seed if drawn else None))
     else:
         torch.manual_seed(seed)  # a model of the user's own initializes itself: alike on every rank
         model = build_model(model_section)
@@ -59,11 +67,14 @@ def parallelize(
         # The forward, not the module: FSDP's hooks stay outside of the compiled code, and names stay what they are.
         for block in blocks:
             block.forward = torch.compile(block.forward)
-        if built_in:
+        if hasattr(model, "token_logprobs"):
             model.token_logprobs = partial(model.token_logprobs, compiled=True)
+    _raise_if_shared(model, blocks)
     shard(model, blocks, parallel, world, dtype)
 
-    if built_in:
+    if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
+        materialize(model, world.device)
+    elif built_in:
         model.to_empty(device=world.device)
         fill(model, seed)
     else:
@@ -77,6 +88,18 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else repeated_blocks(child)
     return found
+
+
+def _raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """FSDP2 cannot gather one parameter with two blocks. Raises UserError, naming it."""
+    seen: dict[int, nn.Module] = {}
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if seen.setdefault(id(parameter), block) is not block:
+                raise UserError(
+                    f"model: {type(model).__name__}: several layers share one {name}, and layers are sharded one by "
+                    "one; a model with shared layers cannot be trained here"
+                )
 
 
 def shard(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from weft.config.derive import RunLength
+from weft.config.foreign import ForeignModelSection
 from weft.config.mixture import Plan
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
@@ -63,6 +64,8 @@ class Recorder:
         layers, width = (
             (section.num_hidden_layers, section.attention_width) if isinstance(section, ModelSection) else (0, 0)
         )
+        if isinstance(section, ForeignModelSection):
+            layers, width = (getattr(model.config, key, 0) for key in ("num_hidden_layers", "hidden_size"))
         self.flops_of_row = partial(flops_per_token, matmul, layers, width)
         self.flops_per_token = self.flops_of_row(config.data.sequence_length or 0)
         peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))

@@ -7,9 +7,11 @@ import os
 import torch
 from torch import nn
 
+from weft.checkpoint.huggingface.foreign import fill_foreign
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
 from weft.config.errors import UserError
+from weft.config.foreign import ForeignModelSection, notices
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
 from weft.models.roles import parameter_roles
@@ -53,6 +55,7 @@ class Trainer:
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
+            examine_foreign(config, world, model, self.console)
             if step >= data.length.steps:
                 self.console.line(nothing_to_do(run, step, data.length.steps))
                 world.close()
@@ -101,16 +104,40 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
 
 
 def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the run's last checkpoint; or start from the one that `model.from` names.
+    """Go on from the run's last checkpoint; or start from the one that `model.from` names, or from `model.path`.
 
     Returns:
         The number of updates made so far.
     """
     if checkpoints(run.path):
         return int(load(resolve(run.path), model=model, optimizer=optimizer)["step"])
+    if isinstance(config.model, ForeignModelSection) and config.model.from_ is None and config.model.weights:
+        fill_foreign(model, config.model)
     if config.model.from_ is not None:
         load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
     return 0
+
+
+def examine_foreign(config: RunConfig, world: World, model: nn.Module, console: Console) -> None:
+    """Say once what a model of transformers does without here, and try whether it can be trained on these batches.
+
+    Raises:
+        UserError: it looks ahead, or documents are to be kept apart and it cannot.
+    """
+    if not isinstance(config.model, ForeignModelSection):
+        return
+    from weft.models.foreign import examine
+
+    name = type(model).__name__.removeprefix("FSDP")
+    for line in notices(config.model, name):
+        console.line(line)
+    lacks = examine(model, documents=config.data.document_attention or config.data.packing == "best_fit")
+
+    def tell() -> None:
+        if lacks is not None:
+            raise UserError(f"model: {name}: {lacks}")
+
+    world.agree(tell)
 
 
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:

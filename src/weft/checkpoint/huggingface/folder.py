@@ -27,7 +27,7 @@ from weft.models.huggingface import Transform, invert, names
 _NAMED = 10
 _HEADER_LIMIT = 100 * 2**20  # what the safetensors library takes
 # Masks and rotations that older versions of transformers saved beside the weights.
-_BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
+BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _DTYPES = {theirs: getattr(torch, ours) for ours, theirs in DTYPES.items()}
 _CONVERT = (
     "weights as .bin are pickled, and a pickle can run any program while it is read, so none is loaded; look for a "
@@ -235,7 +235,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict
         elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             problems.append(f"{found} is stored as {entry.dtype}: quantized weights cannot be taken")
         sources |= {name: Source(found, transform, shapes[name]) for name, transform in ours}
-    left = [name for name in stored if name not in used and not _BUFFERS.search(name)]
+    left = [name for name in stored if name not in used and not BUFFERS.search(name)]
     problems += [f"{name} is not of this model" for name in sorted(left) if name != _tied_head(section)]
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
