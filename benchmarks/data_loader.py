@@ -25,11 +25,11 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
 from common import measured_apart, processor, write_results  # noqa: E402
+from megatron_samples import gpt_dataset  # noqa: E402
 
 LENGTH, ROWS = 2048, 32
 DOCUMENT = 1 << 20  # tokens per document
@@ -101,28 +101,11 @@ def randperm(store: Path, samples: int, first: int):
 
 def megatron(store: Path, samples: int, first: int):
     """Its three indices (documents, samples, shuffling) are made once and kept in a cache folder."""
-    import numpy as np
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
     from torch.utils.data import DataLoader
 
-    prefix = str(store / "tokens")
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=LENGTH,
-        blend=([prefix], None),
-        split="1,0,0",
-        path_to_cache=str(store / "cache"),
-        tokenizer=SimpleNamespace(vocab_size=50_000, eod=0, pad=-1, unique_identifiers={"class": "none"}),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
-    documents = np.arange(len(indexed.document_indices) - 1, dtype=np.int32)
-    dataset = GPTDataset(indexed, prefix, documents, samples, Split.train, config)
+    indexed = IndexedDataset(str(store / "tokens"), multimodal=False, mmap=True)
+    dataset = gpt_dataset(indexed, store, samples, LENGTH, 50_000)
     batches = (range(b * ROWS, (b + 1) * ROWS) for b in range(first, samples // ROWS))
     return iter(DataLoader(dataset, batch_sampler=batches))
 

@@ -26,11 +26,11 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent / "src")]
 from common import measured_apart, processor, write_results  # noqa: E402
+from megatron_samples import gpt_dataset  # noqa: E402
 
 READ, LENGTH, ROWS = 10_000, 2048, 32
 MEAN = 500  # tokens a document
@@ -117,25 +117,7 @@ class Megatron:
         return self.store[number]
 
     def batch(self, samples: int):
-        import numpy as np
-        from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-        from megatron.core.datasets.utils import Split
-
-        prefix = str(self.folder / "tokens")
-        config = GPTDatasetConfig(
-            random_seed=1,
-            sequence_length=LENGTH,
-            blend=([prefix], None),
-            split="1,0,0",
-            path_to_cache=str(self.folder / "cache"),
-            tokenizer=SimpleNamespace(vocab_size=32_000, eod=0, pad=-1, unique_identifiers={"class": "none"}),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-        )
-        documents = np.arange(len(self.store.document_indices) - 1, dtype=np.int32)
-        dataset = GPTDataset(self.store, prefix, documents, samples, Split.train, config)
+        dataset = gpt_dataset(self.store, self.folder, samples, LENGTH, 32_000)
         return [dataset[number] for number in range(ROWS)]
 
 
