@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", d
     lines = str(caught.value).splitlines()
     assert len(lines) == len(caught.value.problems)
     return lines
+
+
+def check_without_torch_and_numpy() -> str:
+    """What `weft config check run.yaml` says, in a process that fails if either library comes in."""
+    program = (
+        "import sys; from weft.cli.main import main; code = main(['config', 'check', 'run.yaml']); "
+        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def make_store(name: str, tokens: int, digest: str | None = "one", vocabulary: int = 300, **changes) -> None:

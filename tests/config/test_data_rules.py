@@ -1,7 +1,7 @@
 """Mistakes in `data:` that mixes, packs and warms up: each one line, with its place and what to do."""
 
 import pytest
-from config_cases import load, make_store, problems, write
+from config_cases import check_without_torch_and_numpy, load, make_store, problems, write
 
 from weft.config.load import dump_yaml
 
@@ -306,17 +306,9 @@ def test_a_store_of_an_unknown_tokenizer_beside_others_is_a_warning(capsys):
 
 
 def test_the_plan_is_shown_without_torch_and_numpy():
-    import subprocess
-    import sys
-
     make_store("a", 64 * 50 + 1)
     make_store("b", 64 * 50 + 1)
     write(MIX)
-    program = (
-        "import sys; from weft.cli.main import main; code = main(['config', 'check', 'run.yaml']); "
-        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "2 sources in sequences of 64, shares exact over every 10,000 sequences" in done.stdout
-    assert "70.00%            7,168 tokens, 2.24 epochs of 3,200" in done.stdout
+    said = check_without_torch_and_numpy()
+    assert "2 sources in sequences of 64, shares exact over every 10,000 sequences" in said
+    assert "70.00%            7,168 tokens, 2.24 epochs of 3,200" in said

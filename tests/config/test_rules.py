@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from config_cases import RUN, SHORT, load, problems
+from config_cases import RUN, SHORT, check_without_torch_and_numpy, load, problems
 
 from weft.config.errors import UserError
 
@@ -267,14 +267,7 @@ def test_a_store_short_by_one_byte_and_a_missing_tokenizer(files):
 
 
 def test_checking_headers_needs_no_torch_and_no_numpy(files):
-    import subprocess
-
     Path("run.yaml").write_text(RUN)
-    program = (
-        "import sys; from weft.cli.main import main; code = main(['config', 'check', 'run.yaml']); "
-        "sys.exit(code or bool({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "store, 500 tokens, in sequences of 64" in done.stdout
-    assert "(68.6 epochs)" in done.stdout
+    said = check_without_torch_and_numpy()
+    assert "store, 500 tokens, in sequences of 64" in said
+    assert "(68.6 epochs)" in said
