@@ -29,6 +29,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "evaluate": ("weft.cli.evaluate", "measure a model: perplexity, bits per byte, benchmark tasks"),
         "import": ("weft.cli.import_", "make a checkpoint of a Hugging Face folder"),
         "export": ("weft.cli.export", "write a trained model for Hugging Face's transformers"),
+        "resize": ("weft.cli.resize", "give a model's vocabulary another size"),
         "report": ("weft.cli.report", "write a page of a run's curves, samples and config"),
     },
 }
