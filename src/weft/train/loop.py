@@ -19,13 +19,13 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.loader import BatchSource
 from weft.data.tokenizers.tokenizer import Prompt
 from weft.generate.sample import generate
+from weft.models.forward import forward_of
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
 from weft.parallel.apply import on_last_micro_batch
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
 from weft.parallel.world import World
-from weft.train.forward import forward_of
 from weft.train.recorder import Recorder
 from weft.train.stop import StopSignal
 from weft.train.validate import BytesPerToken, validate
