@@ -114,6 +114,11 @@ def test_in_and_out_again(tmp_path, tiny_tokenizer, capsys, case):
         assert getattr(back.config, key) == getattr(model.config, key)
 
 
+LATENT = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10, "num_key_value_heads": 4, "norm_topk_prob": False,
+}  # fmt: skip
 FAMILIES = {
     "Mistral": {"sliding_window": 7},
     "Qwen2": {},
@@ -126,6 +131,13 @@ FAMILIES = {
     "Gemma2": {"head_dim": 12, "sliding_window": 7},
     "Gemma3Text": {"head_dim": 12, "sliding_window": 7},
     "GPTNeoX": {},
+    "Mpt": {},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV2": LATENT,
+    "DeepseekV3": LATENT | {"n_group": 2, "topk_group": 1},
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "num_experts_per_tok": 2},
 }
 
 
@@ -133,10 +145,12 @@ FAMILIES = {
 def test_every_family_in_and_out_again(tmp_path, family):
     more = LLAMA | {"num_hidden_layers": 3, "bos_token_id": None, "eos_token_id": 3} | FAMILIES[family]
     torch.manual_seed(2)
+    if family == "Mpt":
+        more = {"vocab_size": 512, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64, "eos_token_id": 3}
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**more))
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15)
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn_like(tensor) * 0.15)
     source = folder(tmp_path / "hf", model.eval())
     assert weft_command("import", source, tmp_path / "ours") == 0
     assert weft_command("export", tmp_path / "ours", tmp_path / "back") == 0
@@ -229,6 +243,9 @@ def test_training_starts_from_the_folder_each_rank_reading_its_part(tmp_path, ru
         (Transform(transposed=True, sizes=(8, 4, 4), part=0), (5, 16)),
         (Transform(sizes=(3, 3, 3), part=1, groups=4), (36, 5)),
         (Transform(sizes=(3, 3, 3), part=2, groups=4), (36,)),
+        (Transform(stacked=True, transposed=True), (3, 5, 12)),
+        (Transform(stacked=True, transposed=True, sizes=(1, 1), part=1, groups=6), (3, 5, 12)),
+        (Transform(stacked=True, sizes=(1, 1), part=0, groups=6), (3, 12)),
     ],
 )
 def test_any_rectangle_is_read_as_from_the_whole(tmp_path, transform, stored):

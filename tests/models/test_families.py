@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
@@ -47,6 +49,17 @@ NESTED = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
     }
 }
+
+MOE = {**SHAPE, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+DEEPSEEK = {
+    **ONE_GROUP, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}  # fmt: skip
+MPT = {
+    "vocab_size": 101, "d_model": 48, "n_layers": 3, "n_heads": 6, "max_seq_len": 64, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
 
 # The configuration's class, and the shapes to try, each with a name.
 ROWS = {
@@ -105,6 +118,48 @@ ROWS = {
             "attention_bias": False,
         },
     },
+    "Mpt": {
+        "as is": MPT,
+        "eight heads, clipped, scaled, untied": {
+            **MPT, "n_heads": 8, "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3}, "tie_word_embeddings": False
+        },
+    },
+    "Mixtral": {
+        "as is": {**MOE, "num_local_experts": 4},
+        "one expert each, window": {**MOE, **SLIDING, "num_local_experts": 3, "num_experts_per_tok": 1},
+    },
+    "Qwen3Moe": {
+        "as is": {**MOE, "num_experts": 6, "moe_intermediate_size": 20, "head_dim": 14},
+        "some layers, tied, weights of sum 1": {
+            **MOE, **TIED, "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 8,
+            "mlp_only_layers": [0], "decoder_sparse_step": 2,
+        },
+    },
+    "Olmoe": {
+        "as is": {**MOE, "num_experts": 5, "num_key_value_heads": 6},
+        "clipped, weights of sum 1": {**MOE, "num_experts": 4, "clip_qkv": 0.8, "norm_topk_prob": True},
+    },
+    "DeepseekV2": {
+        "as is": DEEPSEEK,
+        "groups, queries as they are, yarn": {
+            **DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+            "routed_scaling_factor": 1.7, "n_shared_experts": 2,
+            **scaled("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=0.7),
+        },
+    },
+    "DeepseekV3": {
+        "as is": {**DEEPSEEK, "n_group": 2, "topk_group": 1},
+        "one group, halves rotated, yarn": {
+            **DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False,
+            **scaled("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=1.0),
+        },
+    },
+    "GptOss": {
+        "as is": {**MOE, **SLIDING, "num_local_experts": 4, "head_dim": 8, "swiglu_limit": 1.5},
+        "no window, no stretching": {
+            **MOE, **scaled("default"), "num_local_experts": 4, "head_dim": 8, "layer_types": ["full_attention"] * 4
+        },
+    },
 }  # fmt: skip
 CASES = [(family, shape) for family, shapes in ROWS.items() for shape in shapes]
 every = pytest.mark.parametrize(("family", "shape"), CASES, ids=[" ".join(case) for case in CASES])
@@ -117,20 +172,23 @@ def pair(family, shape):
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2)
+        for tensor in (*theirs.parameters(), *saved_buffers(theirs).values()):
+            tensor.copy_(torch.randn_like(tensor) * 0.2)
     section = ModelSection(**huggingface.section_of({**config.to_dict(), "architectures": [type(theirs).__name__]}))
     ours = build_model(section).eval()
-    state = on_disk(theirs)
-    names = {ours: huggingface.apply(how, state[name]) for ours, name, how in huggingface.names(section)}
-    ours.load_state_dict(names)
+    ours.load_state_dict(huggingface.convert(section, on_disk(theirs)))
     return theirs, ours
 
 
-def on_disk(model):
-    """Parameters by their names in files: transformers renames GPT-NeoX's head when it loads it."""
-    head = "embed_out" if isinstance(model, transformers.GPTNeoXForCausalLM) else "lm_head"
-    return {name.replace("lm_head", head): parameter for name, parameter in model.named_parameters()}
+def saved_buffers(model):
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in known}
+
+
+def on_disk(model, tensors=None):
+    """A model's tensors, or others under their names, by the names in files: transformers has its own in memory."""
+    whole = dict(model.named_parameters()) | saved_buffers(model) if tensors is None else tensors
+    return revert_weight_conversion(model, {name: tensor.detach() for name, tensor in whole.items()})
 
 
 def texts(*shape, seed=0):
@@ -149,10 +207,10 @@ def test_logits_and_gradients(family, shape):
     near(ours(tokens), expected.logits, 1e-5)
     expected.loss.backward()
     (-ours(tokens[:, :-1], labels=tokens[:, 1:]).mean()).backward()
-    wanted = {name: parameter.grad for name, parameter in on_disk(theirs).items()}
-    parameters = dict(ours.named_parameters())
-    for name, there, how in huggingface.names(ours.config):
-        near(parameters[name].grad, huggingface.apply(how, wanted[there]), 1e-4)
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)
+    wanted = huggingface.convert(ours.config, on_disk(theirs, wanted))
+    for name, parameter in ours.named_parameters():
+        near(parameter.grad, wanted[name], 1e-4)
     theirs.zero_grad(), ours.zero_grad()
 
 
@@ -193,23 +251,54 @@ def test_greedy_generation_with_and_without_a_cache(family, shape):
 
 @every
 @torch.no_grad()
-def test_configuration_and_tensors_come_back(family, shape):
+def test_configuration_and_tensors_come_back(family, shape, tmp_path):
     theirs, ours = pair(family, shape)
     written = huggingface.config_of(ours.config)
     again = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), attn_implementation="eager").eval()
     assert type(again) is type(theirs)
-    groups = {}
-    parameters = dict(ours.named_parameters())
+    groups, tensors = {}, huggingface.tensors(ours)
     for name, there, how in huggingface.names(ours.config):
-        groups.setdefault(there, (how, []))[1].append(parameters[name])
+        part = tensors[name] if how is None or how.expert is None else tensors[name][how.expert]
+        groups.setdefault(there, (how, []))[1].append(part)
     state = {there: huggingface.invert(how, parts) for there, (how, parts) in groups.items()}
     original = on_disk(theirs)
     assert original.keys() == state.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in original.items())
-    for name, parameter in on_disk(again).items():
-        parameter.copy_(state[name])
+    again.config.save_pretrained(tmp_path)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     tokens = texts(2, 40)
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [case for case in CASES if "num_experts_per_tok" in ROWS[case[0]][case[1]]]
+)
+@torch.no_grad()
+def test_routing(family, shape):
+    """The same experts for the same tokens, and as many tokens for each expert."""
+    theirs, ours = pair(family, shape)
+    expected, chosen, tokens = [], [], texts(4, 33)
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, outputs: expected.append(outputs[2]))
+        for name, module in theirs.named_modules()
+        if name.endswith((".gate", ".router"))
+    ]
+    hooks += [
+        module.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[1].flatten(0, 1)))
+        for name, module in ours.named_modules()
+        if name.endswith(".router")
+    ]
+    theirs(tokens)
+    ours.train()(tokens, shares=torch.tensor([0.5, 0.0, 0.3, 0.2]))
+    ours.eval(), [hook.remove() for hook in hooks]
+    assert len(chosen) == len(expected) > 0
+    for mine, other in zip(chosen, expected, strict=True):
+        assert torch.equal(mine.sort(-1).values, other.sort(-1).values)
+    for router, other in zip([m for n, m in ours.named_modules() if n.endswith(".router")], expected, strict=True):
+        counted = torch.cat((other[:33], other[66:]))  # the second row has no part in the loss
+        assert router.load.tolist() == torch.bincount(counted.flatten(), minlength=len(router.load)).tolist()
+        router.load.zero_()
 
 
 def test_older_spellings_of_rotations():

@@ -63,7 +63,7 @@ class ModelSection(Section):
 
     position: Literal["rope", "learned", "alibi", "none"] = Field(
         "rope",
-        description="rotations of queries and keys, a learned table, a penalty on distance (Press et al., 2022) or none",
+        description="rotations of queries and keys, a learned table, penalties on distance (Press et al., 2022), none",
     )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
     rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.config.errors import UserError
 from weft.config.huggingface import families, family_of
 from weft.config.model import ModelSection
 from weft.config.size import inner_width
 from weft.models.decoder import Decoder
-from weft.models.mapping import attention_multiplier
+from weft.models.mapping import Weight, attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
     "type", "preset", "from_", "load_optimizer", "initialization", "initializer_range",
     "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
+_NOT_EXPERTS_SHAPE = {"router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed"}
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How our tensor is made from theirs.
+    """How our tensor is made from theirs; or, of a stack of experts, how one expert's is.
 
     Attributes:
+        expert: theirs is this expert's alone.
+        stacked: theirs is `[expert, ...]` as ours is.
         transposed: their matrix is `[in, out]`.
         sizes: rows of each of the parts that theirs is put together from, in each of its `groups`.
         part: which of them is ours.
@@ -37,6 +41,8 @@ class Transform:
     sizes: tuple[int, ...] = ()
     part: int = 0
     groups: int = 1
+    expert: int | None = None
+    stacked: bool = False
 
 
 def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +58,8 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     """
     if section.family not in families():
         raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
-    written = families()[section.family].to_hf(section)
+    family = families()[section.family]
+    written = {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPE, **family.to_hf(section)}
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
     for key, value in there.items():
         if value != back.get(key):
@@ -67,9 +74,8 @@ def config_of(section: ModelSection) -> dict[str, Any]:
 def _whole(section: ModelSection) -> dict[str, Any]:
     """What must survive the way to a config.json and back, with defaults that follow from others filled in."""
     keys = {key: value for key, value in section.model_dump().items() if key not in _NOT_SHAPE}
-    heads = section.num_attention_heads
-    keys["num_key_value_heads"] = section.num_key_value_heads or heads
-    keys["head_dim"] = section.head_dim or section.hidden_size // heads
+    keys["num_key_value_heads"] = section.kv_heads
+    keys["head_dim"] = section.qk_head_dim
     keys["intermediate_size"] = inner_width(section)
     keys["attention_multiplier"] = round(attention_multiplier(section), 9)
     keys["attention_output_bias"] = section.output_bias
@@ -85,57 +91,95 @@ def _whole(section: ModelSection) -> dict[str, Any]:
         keys["rope_theta"] = None
     if not section.qk_norm:
         del keys["qk_norm_over"]
+    if section.position != "alibi":
+        del keys["alibi_bias_max"]
+    if section.norm != "layernorm":
+        del keys["norm_bias"]
+    if section.moe is not None:
+        moe = section.moe.model_copy(
+            update={"moe_intermediate_size": section.moe.moe_intermediate_size or inner_width(section)}
+        )
+        keys["moe"] = moe.model_dump(exclude=_NOT_EXPERTS_SHAPE)
+        if not any(not section.has_experts(layer) for layer in layers):
+            del keys["intermediate_size"]  # no layer has an MLP
+        for key in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers"):
+            del keys["moe"][key]
+        keys["moe"]["layers"] = [section.has_experts(layer) for layer in layers]
     return keys
 
 
 def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
-    """All parameters of a section's model: our name, their tensor's name, and how ours is made from theirs.
+    """All tensors of a section's model: our name, their tensor's name, and how ours is made from theirs.
 
-    Several of ours with one of theirs follow each other in the order of its parts. A tied head is not named.
+    Several of ours with one of theirs follow each other in the order of its parts; a stack of experts of ours with many
+    of theirs, in the order of the experts. A tied head is not named.
 
     Raises:
-        UserError: a parameter that the family's table does not know.
+        UserError: a tensor that the family's table does not know.
     """
     table = {weight.ours: weight for weight in families()[section.family].WEIGHTS}
-    sizes = _sizes(section)
     with torch.device("meta"):
         model = Decoder(section)
-    ours_in_order = list(dict(model.named_parameters()))
     order = {name: place for place, name in enumerate(table)}
     found = []
-    for ours in ours_in_order:
-        stem, _, kind = ours.rpartition(".")
-        layer = stem.split(".")[1] if stem.startswith("layers.") else ""
-        generic = stem.replace(f"layers.{layer}.", "layers.{n}.", 1) if layer else stem
-        if generic not in table:
+    for ours in tensors(model):
+        layer = ours.split(".")[1] if ours.startswith("layers.") else ""
+        generic = ours.replace(f"layers.{layer}.", "layers.{n}.", 1) if layer else ours
+        stem, _, kind = generic.rpartition(".")
+        weight, ending = (table[generic], "") if generic in table else (table.get(stem), f".{kind}")
+        if weight is None:
             raise UserError(f"{ours}: the family {section.family!r} has no such weight in Hugging Face's files")
-        weight = table[generic]
-        transform = None
-        transposed = weight.transposed and kind == "weight"
-        if weight.part is not None:
-            part, kinds = weight.part
-            groups = section.num_attention_heads if weight.by_head else 1
-            transform = Transform(transposed, tuple(sizes[k] // groups for k in kinds), part, groups)
-        elif transposed:
-            transform = Transform(transposed)
-        place = (int(layer) if layer else -1, kind, order[generic])
-        found.append((place, (ours, f"{weight.theirs.format(n=layer)}.{kind}", transform)))
+        transform = _transform(weight, section, is_matrix=kind != "bias" and not kind.endswith("_bias"))
+        place = (int(layer) if layer else -1, kind if ending else "", order[weight.ours])
+        theirs = weight.theirs.replace("{n}", layer) + ending
+        if "{e}" not in theirs:
+            found.append(((*place, 0), (ours, theirs, transform)))
+            continue
+        assert section.moe is not None
+        for expert in range(section.moe.num_experts):
+            one = replace(transform or Transform(), expert=expert)
+            found.append(((*place, expert), (ours, theirs.replace("{e}", str(expert)), one)))
     for _, line in sorted(found, key=lambda one: one[0]):
         yield line
 
 
-def _sizes(section: ModelSection) -> dict[str, int]:
-    """Rows of the kinds of parts that `Weight.part` names."""
-    heads = section.num_attention_heads
-    head = section.head_dim or section.hidden_size // heads
-    groups = section.num_key_value_heads or heads
-    return {"q": heads * head, "kv": groups * head, "inner": inner_width(section)}
+def tensors(model: Decoder) -> dict[str, torch.Tensor]:
+    """A decoder's parameters, and the buffers that are saved beside them."""
+    return dict(model.named_parameters()) | {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
+    }
+
+
+def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transform | None:
+    """What a line of a table means for one of its tensors; None if nothing is to be done."""
+    transform = Transform(transposed=weight.transposed and is_matrix, stacked=weight.stacked)
+    if weight.part is not None:
+        part, kinds = weight.part
+        heads, rows = section.num_attention_heads, section.num_attention_heads * section.qk_head_dim
+        inner = inner_width(section)
+        sizes = tuple({"q": rows, "kv": section.kv_heads * section.qk_head_dim, "inner": inner}[k] for k in kinds)
+        groups = heads if weight.by_head else inner if weight.alternating else 1
+        transform = replace(transform, sizes=tuple(size // groups for size in sizes), part=part, groups=groups)
+    return None if transform == Transform() else transform
+
+
+def convert(section: ModelSection, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our tensors from theirs, by their names in files. Raises KeyError for one that is not there."""
+    found: dict[str, list[torch.Tensor]] = {}
+    experts = set()
+    for ours, name, transform in names(section):
+        found.setdefault(ours, []).append(apply(transform, theirs[name]))
+        if transform is not None and transform.expert is not None:
+            experts.add(ours)
+    return {name: torch.stack(parts) if name in experts else parts[0] for name, parts in found.items()}
 
 
 def apply(transform: Transform | None, theirs: torch.Tensor) -> torch.Tensor:
-    """Our tensor from theirs; a view where it can be one."""
+    """Our tensor from theirs, or one expert's; a view where it can be one."""
     if transform is None:
         return theirs
+    if transform.stacked:
+        return torch.stack([apply(replace(transform, stacked=False), one) for one in theirs])
     if transform.transposed:
         theirs = theirs.T
     if not transform.sizes:
@@ -146,9 +190,14 @@ def apply(transform: Transform | None, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def invert(transform: Transform | None, ours: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their tensor from ours, all of them that it is put together from, in the order of `names`."""
+    """Their tensor from ours, all of them that it is put together from, in the order of `names`.
+
+    Of a tensor of one expert, ours is that expert's.
+    """
     if transform is None:
         return ours[0]
+    if transform.stacked:
+        return torch.stack([invert(replace(transform, stacked=False), one) for one in zip(*ours, strict=True)])
     theirs = ours[0]
     if transform.sizes:
         rest = theirs.shape[1:]

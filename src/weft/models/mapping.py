@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from weft.config.errors import UserError
@@ -31,7 +32,10 @@ _SCALING = {
 }  # fmt: skip
 
 
-_WHOLE = {*SAME[:7], "head_dim", "sliding_window"}
+_WHOLE = {
+    *SAME[:7], "head_dim", "sliding_window", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "n_shared_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,15 @@ class Weight:
     """One line of a family's table: where a module's parameters are in Hugging Face's files.
 
     Attributes:
-        ours, theirs: names without `.weight` and `.bias`, which are the same on both sides; `{n}` is the layer.
+        ours, theirs: names without `.weight` and `.bias`, which both sides have; `{n}` is the layer. Or whole
+            names, where ours is of no module that has both. With `{e}`, the expert, theirs is one tensor for each,
+            and ours all of them stacked.
         transposed: their matrix is `[in, out]` (GPT-2's).
+        stacked: theirs has all experts too, `[expert, ...]`: the other attributes tell of each expert's.
         part: which part of their tensor's rows this is, and all parts' kinds, in order: "q" and "kv" are as many rows
             as queries, or keys, have numbers, "inner" is the MLP's width. None: the whole of it.
         by_head: the rows hold the parts of the first head, then those of the second, and so on (GPT-NeoX's).
+        alternating: the rows are of the first part, the second, the first again, and so on (gpt-oss's).
     """
 
     ours: str
@@ -51,10 +59,15 @@ class Weight:
     transposed: bool = False
     part: tuple[int, tuple[str, ...]] | None = None
     by_head: bool = False
+    alternating: bool = False
+    stacked: bool = False
 
 
 def same(*more: str, without: tuple[str, ...] = (), **renamed: str) -> dict[str, str]:
-    """A family's table of keys, ours -> theirs: `SAME`, `more` of one name, and those that have another."""
+    """A family's table of keys, ours -> theirs: `SAME`, `more` of one name, and those that have another.
+
+    A key with a dot, `moe.num_experts`, is one of a part of our section.
+    """
     return {key: key for key in (*SAME, *more) if key not in without} | renamed
 
 
@@ -68,31 +81,44 @@ def read(config: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[s
     Raises:
         UserError: a key is missing that has no default.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for ours, theirs in keys.items():
         value = config.get(theirs, defaults.get(theirs))  # null is a value: no sliding window, for one
         if value is None and theirs not in defaults:
             raise UserError(f"{theirs}: missing; a config.json of {config.get('model_type', 'this kind')} states it")
-        if ours in _WHOLE and value is not None and type(value) is not int:
+        if ours.rpartition(".")[2] in _WHOLE and value is not None and type(value) is not int:
             raise UserError(f"{theirs}: {value!r} is no whole number")
         found[ours] = value
     if found.get("hidden_act") is not None:
         found["hidden_act"] = activation(found["hidden_act"], keys["hidden_act"])
-    return {key: value for key, value in found.items() if value is not None}
+    return nested({key: value for key, value in found.items() if value is not None})
+
+
+def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"moe.num_experts": 8}` as `{"moe": {"num_experts": 8}}`."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        part, dot, name = key.partition(".")
+        if dot:
+            found.setdefault(part, {})[name] = value
+        else:
+            found[key] = value
+    return found
 
 
 def write(section: ModelSection, keys: Mapping[str, str]) -> dict[str, Any]:
     """The config.json keys of a section, as `read` reads them, with sizes that follow from others written out."""
-    heads = section.num_attention_heads
     whole = section.model_copy(
         update={
-            "num_key_value_heads": section.num_key_value_heads or heads,
-            "head_dim": section.head_dim or section.hidden_size // heads,
+            "num_key_value_heads": section.kv_heads,
+            "head_dim": section.qk_head_dim,
             "intermediate_size": inner_width(section),
             "attention_multiplier": attention_multiplier(section),
         }
     )
-    written = {theirs: getattr(whole, ours) for ours, theirs in keys.items()}
+    # What belongs to a part that the section lacks is not written.
+    there = {ours: theirs for ours, theirs in keys.items() if "." not in ours or getattr(whole, ours.split(".")[0])}
+    written = {theirs: attrgetter(ours)(whole) for ours, theirs in there.items()}
     if "hidden_act" in keys:
         names = [theirs for theirs, ours in _ACTIVATIONS.items() if ours == section.hidden_act]
         written[keys["hidden_act"]] = names[0]
@@ -101,8 +127,7 @@ def write(section: ModelSection, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def attention_multiplier(section: ModelSection) -> float:
     """What attention's scores are multiplied by."""
-    head = section.head_dim or section.hidden_size // section.num_attention_heads
-    return section.attention_multiplier or head**-0.5
+    return section.attention_multiplier or section.qk_head_dim**-0.5
 
 
 def read_layer_types(config: Mapping[str, Any], window: int | None, default: list[bool]) -> dict[str, Any]:

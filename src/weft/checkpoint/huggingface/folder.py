@@ -21,7 +21,7 @@ from weft.config.headers import read_json
 from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, read_config, section_keys
 from weft.config.model import ModelSection
 from weft.models.decoder import Decoder
-from weft.models.huggingface import Transform, invert, names
+from weft.models.huggingface import Transform, invert, names, tensors
 
 # So many wrong tensors are named; the rest is counted.
 _NAMED = 10
@@ -68,9 +68,21 @@ class HuggingFaceFolder:
     def read(self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None):
         """One of our parameters, or the rectangle of it that begins at `start` and measures `size`."""
         source = self.sources[name]
+        start, size = start or (0,) * len(source.shape), size or source.shape
+        if not source.experts:
+            return self._part(source, start, size)
+        chosen = source.experts[start[0] : start[0] + size[0]]
+        if not chosen:
+            return torch.empty(size, dtype=self.dtype(name))
+        stack = torch.empty(size, dtype=self.dtype(name))  # filled in place: no second copy of a large stack
+        for place, one in zip(stack, chosen, strict=True):
+            place.copy_(self._part(one, start[1:], size[1:]))
+        return stack
+
+    def _part(self, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         file = self.path / self.stored[source.theirs].file
         try:
-            return read_part(file, source, start or (0,) * len(source.shape), size or source.shape)
+            return read_part(file, source, start, size)
         except SafetensorError as error:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
 
@@ -102,8 +114,8 @@ def section_of(path: Path) -> ModelSection:
         mistake = error.errors()[0]
         key = ".".join(map(str, mistake["loc"]))
         raise UserError(f"{key}: {mistake['msg']} (it is {mistake['input']!r})", path / CONFIG) from None
-    heads, groups = section.num_attention_heads, section.num_key_value_heads or section.num_attention_heads
-    if heads % groups or (section.head_dim is None and section.hidden_size % heads):
+    heads, groups = section.num_attention_heads, section.kv_heads
+    if heads % groups or (section.head_dim is None and section.mla is None and section.hidden_size % heads):
         raise UserError(
             f"a width of {section.hidden_size}, {heads} attention heads and {groups} key-value heads do not divide one "
             "another; the file is damaged: download it again",
@@ -218,23 +230,32 @@ def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict
         what = f"num_hidden_layers: {section.num_hidden_layers:,}, and the files have {len(stored):,} tensors in all"
         raise UserError(f"{what}; download the model again", path / CONFIG)
     with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in Decoder(section).named_parameters()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors(Decoder(section)).items()}
     problems: list[str] = []
     used: set[str] = set()
     sources: dict[str, Source] = {}
+    experts: dict[str, tuple[Source, ...]] = {}
     for theirs, ours in groups(section).items():
         found = next((name for name in (theirs, theirs.partition(".")[2]) if name in stored), None)
         if found is None:
             problems.append(f"{theirs} is missing")
             continue
         used.add(found)
-        expected = tuple(invert(ours[0][1], [torch.empty(shapes[name], device="meta") for name, _ in ours]).shape)
+        transform = ours[0][1]
+        one = transform is not None and transform.expert is not None
+        parts = [torch.empty(shapes[name][one:], device="meta") for name, _ in ours]
+        expected = tuple(invert(transform, parts).shape)
         entry = stored[found]
         if entry.shape != expected:
             problems.append(f"{found} is {list(entry.shape)} where config.json means {list(expected)}")
         elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             problems.append(f"{found} is stored as {entry.dtype}: quantized weights cannot be taken")
-        sources |= {name: Source(found, transform, shapes[name]) for name, transform in ours}
+        for name, transform in ours:
+            if one:
+                experts[name] = (*experts.get(name, ()), Source(found, transform, shapes[name][1:]))
+            else:
+                sources[name] = Source(found, transform, shapes[name])
+    sources |= {name: Source(found[0].theirs, None, shapes[name], found) for name, found in experts.items()}
     left = [name for name in stored if name not in used and not BUFFERS.search(name)]
     problems += [f"{name} is not of this model" for name in sorted(left) if name != _tied_head(section)]
     if problems:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,11 +14,19 @@ from weft.models.huggingface import Transform
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our tensors is found: the name of theirs, how ours is made from it, and the shape of ours."""
+    """Where one of our tensors is found.
+
+    Attributes:
+        theirs: the name of theirs; of the first expert's, for a stack of them.
+        transform: how ours is made from it.
+        shape: of ours.
+        experts: where each expert's is found, if they are tensors of their own.
+    """
 
     theirs: str
     transform: Transform | None
     shape: tuple[int, ...]
+    experts: tuple[Source, ...] = ()
 
 
 def read_part(file: Path, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -37,17 +46,37 @@ def read_part(file: Path, source: Source, start: tuple[int, ...], size: tuple[in
         stored = opened.get_slice(source.theirs)
         transform = source.transform or Transform()
         rows = (start[0], start[0] + size[0])
-        rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
-        if not transform.sizes:
-            return _rows(stored, transform, rows, rest)
-        height, whole = transform.sizes[transform.part], sum(transform.sizes)
-        before = sum(transform.sizes[: transform.part])
-        if transform.groups == 1:
-            return _rows(stored, transform, (before + rows[0], before + rows[1]), rest)
-        first, last = rows[0] // height, -(-rows[1] // height)  # the groups that our rows are in
-        found = _rows(stored, transform, (first * whole, last * whole), rest)
-        found = found.reshape(last - first, whole, *found.shape[1:])[:, before : before + height].flatten(0, 1)
-        return found[rows[0] - first * height : rows[1] - first * height]
+        if transform.stacked:
+            one = replace(transform, stacked=False)
+            return torch.stack([_rectangle(_Slab(stored, expert), one, start[1:], size[1:]) for expert in range(*rows)])
+        return _rectangle(stored, transform, start, size)
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """One expert's of a tensor `[expert, ...]` in a file."""
+
+    stored: Any
+    expert: int
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        return self.stored[(slice(self.expert, self.expert + 1), *place)][0]
+
+
+def _rectangle(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    """The rectangle of ours out of one of theirs."""
+    rows = (start[0], start[0] + size[0])
+    rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
+    if not transform.sizes:
+        return _rows(stored, transform, rows, rest)
+    height, whole = transform.sizes[transform.part], sum(transform.sizes)
+    before = sum(transform.sizes[: transform.part])
+    if transform.groups == 1:
+        return _rows(stored, transform, (before + rows[0], before + rows[1]), rest)
+    first, last = rows[0] // height, -(-rows[1] // height)  # the groups that our rows are in
+    found = _rows(stored, transform, (first * whole, last * whole), rest)
+    found = found.reshape(last - first, whole, *found.shape[1:])[:, before : before + height].flatten(0, 1)
+    return found[rows[0] - first * height : rows[1] - first * height]
 
 
 def _rows(stored, transform: Transform, rows: tuple[int, int], rest: tuple[slice, ...]) -> torch.Tensor:

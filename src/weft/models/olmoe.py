@@ -1,0 +1,57 @@
+"""OLMoE (Muennighoff et al., 2024): many small experts, queries and keys normalized over their whole width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import llama, qwen3_moe
+from weft.models.mapping import read, read_rope, same, write, write_rope
+
+ARCHITECTURES = ("OlmoeForCausalLM",)
+MODEL_TYPE = "olmoe"
+KEYS = same("hidden_act", "attention_bias", "clip_qkv") | {
+    "moe.num_experts": "num_experts",
+    "moe.num_experts_per_tok": "num_experts_per_tok",
+    "moe.norm_topk_prob": "norm_topk_prob",
+    "moe.router_aux_loss_coef": "router_aux_loss_coef",
+}
+DEFAULTS = llama.DEFAULTS | {
+    "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "clip_qkv": None,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+WEIGHTS = qwen3_moe.WEIGHTS
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    keys = {**read(config, KEYS, DEFAULTS), **read_rope(config)}
+    return {"family": "olmoe", "qk_norm": True, "qk_norm_over": "width", **keys}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The keys of the config.json that transformers loads."""
+    return write(section, KEYS) | write_rope(section)
+
+
+PRESETS = {
+    # 6.92B parameters, of which a token goes through 1.3B.
+    "olmoe-1b-7b": {
+        "family": "olmoe",
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "qk_norm": True,
+        "qk_norm_over": "width",
+        "moe": {
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+    },
+}

@@ -1,0 +1,74 @@
+"""Qwen 3 (Yang et al., 2025) with a mixture of small experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.config.model import ModelSection
+from weft.models import qwen3
+from weft.models.mapping import Weight, read, read_rope, write, write_rope
+from weft.models.qwen2 import read_windows, write_windows
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+MODEL_TYPE = "qwen3_moe"
+KEYS = qwen3.KEYS | {
+    "moe.num_experts": "num_local_experts",
+    "moe.num_experts_per_tok": "num_experts_per_tok",
+    "moe.moe_intermediate_size": "moe_intermediate_size",
+    "moe.decoder_sparse_step": "decoder_sparse_step",
+    "moe.mlp_only_layers": "mlp_only_layers",
+    "moe.norm_topk_prob": "norm_topk_prob",
+    "moe.router_aux_loss_coef": "router_aux_loss_coef",
+}
+DEFAULTS = qwen3.DEFAULTS | {
+    "num_key_value_heads": 4, "head_dim": None, "intermediate_size": 6144, "num_local_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_MLP = "model.layers.{n}.mlp"
+WEIGHTS = (
+    *qwen3.WEIGHTS,
+    Weight("layers.{n}.mlp.router", f"{_MLP}.gate"),
+    Weight("layers.{n}.mlp.experts.gate_proj", _MLP + ".experts.{e}.gate_proj.weight"),
+    Weight("layers.{n}.mlp.experts.up_proj", _MLP + ".experts.{e}.up_proj.weight"),
+    Weight("layers.{n}.mlp.experts.down_proj", _MLP + ".experts.{e}.down_proj.weight"),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    if "num_experts" in config:  # transformers 4's name
+        config = {"num_local_experts": config["num_experts"], **config}
+    keys = {**read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
+    return {"family": "qwen3_moe", "qk_norm": True, **keys}
+
+
+def to_hf(section: ModelSection) -> dict[str, Any]:
+    """The keys of the config.json that transformers loads."""
+    written = write(section, KEYS)
+    return written | {"num_experts": written["num_local_experts"]} | write_rope(section) | write_windows(section)
+
+
+PRESETS = {
+    # 30.5B parameters, of which a token goes through 3.3B.
+    "qwen3-30b-a3b": {
+        "family": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "qk_norm": True,
+        "moe": {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "router_aux_loss_coef": 0.001,
+        },
+    },
+}
