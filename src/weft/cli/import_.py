@@ -43,6 +43,8 @@ def told(made) -> str:
     """What was written, in words."""
     from weft.config.size import in_words, model_size
 
-    size = in_words(model_size(made.section).parameters)
     files = f"{made.files} file{'s' if made.files > 1 else ''}"
+    if made.section.type == "hf":
+        return f"{made.section.architecture}, {made.tensors} tensors, {made.bytes:,} bytes in {files}"
+    size = in_words(model_size(made.section).parameters)
     return f"{made.section.family}, {size} parameters in {made.tensors} tensors, {made.bytes:,} bytes in {files}"

@@ -54,7 +54,8 @@ class ForeignModelSection(Section):
     @property
     def vocab_size(self) -> int | None:
         """Rows of the embedding, if config.json says them where most do."""
-        return _number(self.config, "vocab_size")
+        inner = self.config.get("text_config")
+        return _number(self.config, "vocab_size") or (_number(inner, "vocab_size") if isinstance(inner, dict) else None)
 
     @property
     def max_position_embeddings(self) -> int | None:

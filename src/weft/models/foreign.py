@@ -292,6 +292,9 @@ def examine(model: nn.Module, *, documents: bool) -> str | None:
             return None if apart else _MIXES
     finally:
         model.train(training)
+        for module in model.modules():
+            if hasattr(module, "reshard"):  # sharded: its parameters are those that the optimizer has, as before
+                module.reshard()
 
 
 def _same(model: nn.Module, one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import groups
+from weft.checkpoint.huggingface.foreign import foreign_documents, foreign_entries
 from weft.checkpoint.huggingface.import_ import Made
 from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
 from weft.checkpoint.load import read_json, resolve, tokenizer_folder
@@ -19,6 +20,7 @@ from weft.checkpoint.model import architecture
 from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.errors import UserError
+from weft.config.foreign import ForeignModelSection
 from weft.config.headers import copy_tokenizer, read_tokenizer
 from weft.config.huggingface import CONFIG, INDEX, SINGLE, is_huggingface
 from weft.config.model import ModelSection
@@ -57,15 +59,16 @@ def export(
             source,
         )
     section = architecture(checkpoint)
-    if not isinstance(section, ModelSection):
+    foreign = isinstance(section, ForeignModelSection)
+    if not foreign and not isinstance(section, ModelSection):
         raise UserError(
-            f"a model of your own ({section.type}) is none that transformers knows; only the built-in decoder can be "
-            "exported",
+            f"a model of your own ({section.type}) is none that transformers knows; only the built-in decoder and "
+            "type: hf can be exported",
             checkpoint / files.MODEL,
         )
-    entries = their_entries(checkpoint, section, dtype)
+    entries = _foreign(checkpoint, section, dtype) if foreign else their_entries(checkpoint, section, dtype)
     tokenizer = tokenizer_folder(checkpoint)
-    documents = _documents(checkpoint, section, tokenizer, entries)
+    documents = foreign_documents(section, entries) if foreign else _documents(checkpoint, section, tokenizer, entries)
     doubts = tokenizer_doubts(tokenizer, section, documents[CONFIG])
     needed = sum(entry.bytes for entry in entries)
     with new_folder(out, needed) as made, console.progress(needed, "exporting", unit="B") as progress:
@@ -93,6 +96,17 @@ def export(
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, made)
     return Made(section, len(entries), len(shards), needed)
+
+
+def _foreign(checkpoint: Path, section: ForeignModelSection, dtype: torch.dtype | None) -> list[Entry]:
+    """The tensors of a model of transformers, as it would save them."""
+    index = read_json(checkpoint, files.INDEX)
+    saved = {
+        name.removeprefix(MODEL_PREFIX): dtype or getattr(torch, entry["dtype"])
+        for name, entry in index["tensors"].items()
+        if name.startswith(MODEL_PREFIX)
+    }
+    return foreign_entries(section, saved, lambda name: _whole(checkpoint, index, MODEL_PREFIX + name))
 
 
 def their_entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | None) -> list[Entry]:

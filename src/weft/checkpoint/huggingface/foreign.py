@@ -23,12 +23,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.checkpoint.huggingface.folder import BUFFERS, Stored, headers
 from weft.checkpoint.huggingface.parts import Source, read_part
-from weft.checkpoint.tensor_file import Entry
+from weft.checkpoint.tensor_file import Entry, dtype_name
 from weft.checkpoint.tensors import model_tensors
 from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
+from weft.config.huggingface import CONFIG
 from weft.models.build import build_model
 
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMED = 10
 
 
@@ -207,17 +209,25 @@ def _saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 class _Layer:
-    """A layer's tensors as files have them, held while they are asked for one after another."""
+    """A layer's tensors as files have them, held while a thread asks for them one after another."""
 
-    _held: tuple[_Layer, dict[str, torch.Tensor]] | None = None
-    _lock = threading.Lock()
+    _of_thread = threading.local()
 
     def __init__(self, model: nn.Module, names: list[str], read: Callable[[str], torch.Tensor]):
         self.model, self.names, self.read = model, names, read
 
     def tensor(self, theirs: str) -> torch.Tensor:
-        with _Layer._lock:
-            if _Layer._held is None or _Layer._held[0] is not self:
-                _Layer._held = None  # before the next is read
-                _Layer._held = (self, _saved(self.model, {name: self.read(name) for name in self.names}))
-            return _Layer._held[1][theirs]
+        owner, made = getattr(_Layer._of_thread, "held", None) or (None, {})
+        if owner is not self:
+            _Layer._of_thread.held, made = None, {}  # let go of the last one before the next is read
+            made = _saved(self.model, {name: self.read(name) for name in self.names})
+            _Layer._of_thread.held = (self, made)
+        return made[theirs]
+
+
+def foreign_documents(section: ForeignModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
+    """config.json as it was but for the weights' dtype, and the special ids that it names as generation_config.json."""
+    kind = dtype_name(max((entry.dtype for entry in entries), key=lambda one: sum(e.dtype == one for e in entries)))
+    config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}
+    special = {key: config[key] for key in SPECIAL if config.get(key) is not None}
+    return {CONFIG: config} | ({"generation_config.json": special} if special else {})
