@@ -60,9 +60,13 @@ def always(config: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
-    return written | write_rope(section) | write_layer_types(section) | {"query_pre_attn_scalar": scalar(section)}
+    """The keys of the config.json that transformers loads."""
+    return (
+        write(section, KEYS)
+        | write_rope(section)
+        | write_layer_types(section)
+        | {"query_pre_attn_scalar": scalar(section)}
+    )
 
 
 def scalar(section: ModelSection) -> float:

@@ -38,8 +38,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    """The keys of the config.json that transformers loads."""
+    written = write(section, KEYS)
     rope = write_rope(section)
     local = section.rope_local_base_freq or section.rope_theta
     rope["rope_local_base_freq"] = local

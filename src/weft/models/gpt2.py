@@ -52,9 +52,10 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
-    return written | {"activation_function": "gelu_new" if section.hidden_act == "gelu_tanh" else section.hidden_act}
+    """The keys of the config.json that transformers loads."""
+    return write(section, KEYS) | {
+        "activation_function": "gelu_new" if section.hidden_act == "gelu_tanh" else section.hidden_act
+    }
 
 
 PRESETS = {

@@ -44,8 +44,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    """The keys of the config.json that transformers loads."""
+    written = write(section, KEYS)
     rope = write_rope(section)
     rope["rope_parameters"]["partial_rotary_factor"] = section.partial_rotary_factor
     return written | rope | {"rotary_emb_base": section.rope_theta, "rotary_pct": section.partial_rotary_factor}

@@ -22,6 +22,5 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
-    return written | write_rope(section)
+    """The keys of the config.json that transformers loads."""
+    return write(section, KEYS) | write_rope(section)

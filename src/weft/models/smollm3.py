@@ -28,8 +28,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads."""
-    written = {"architectures": [*ARCHITECTURES], "model_type": MODEL_TYPE, **write(section, KEYS)}
+    """The keys of the config.json that transformers loads."""
+    written = write(section, KEYS)
     written |= write_rope(section) | write_layer_types(section)
     rotated = [int(section.rotates(layer)) for layer in range(section.num_hidden_layers)]
     return written | {"no_rope_layers": rotated, "use_sliding_window": written["sliding_window"] is not None}
