@@ -121,7 +121,8 @@ def their_entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | 
                 raise UserError(f"it lacks {name}, which its model.json means; it is damaged", checkpoint)
             found.append(saved[MODEL_PREFIX + name])
         transform = ours[0][1]
-        shape = invert(transform, [torch.empty(entry["shape"], device="meta") for entry in found]).shape
+        one = transform is not None and transform.expert is not None
+        shape = invert(transform, [torch.empty(entry["shape"][one:], device="meta") for entry in found]).shape
         kind = getattr(torch, found[0]["dtype"])
         read = partial(_read, checkpoint, index, [MODEL_PREFIX + name for name, _ in ours], transform)
         entries.append(Entry(theirs, dtype or kind, tuple(shape), read))
@@ -129,7 +130,23 @@ def their_entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | 
 
 
 def _read(checkpoint: Path, index: dict, names: list[str], transform: Transform | None) -> torch.Tensor:
+    expert = None if transform is None else transform.expert
+    if expert is not None:
+        return invert(transform, [_expert(checkpoint, index, name, expert) for name in names])
     return invert(transform, [_whole(checkpoint, index, name) for name in names])
+
+
+def _expert(checkpoint: Path, index: dict, name: str, expert: int) -> torch.Tensor:
+    """One expert's part of a stack, out of the pieces that it is in."""
+    entry = index["tensors"][name]
+    tensor = torch.empty(entry["shape"][1:], dtype=getattr(torch, entry["dtype"]))
+    for number, offset, shape in entry["pieces"]:
+        if offset[0] <= expert < offset[0] + shape[0]:
+            place = tuple(slice(start, start + length) for start, length in zip(offset[1:], shape[1:], strict=True))
+            with safe_open(checkpoint / index["files"][number], framework="pt") as file:
+                here = expert - offset[0]
+                tensor[place] = file.get_slice(name)[here : here + 1][0]
+    return tensor
 
 
 def _whole(checkpoint: Path, index: dict, name: str) -> torch.Tensor:
