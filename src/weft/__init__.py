@@ -5,17 +5,19 @@ The names a library user starts with; each is imported when it is first touched,
     config = weft.RunConfig.load("run.yaml", ["optimizer.lr=1e-3"])
     weft.Trainer(config).fit()
     model = weft.load_model("runs/run")          # token ids [batch, seq] -> logits [batch, seq, vocab]
+    weft.perplexity(model, "heldout").loss       # nats per token of a token store
 """
 
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "Trainer", "UserError", "load_model"]
+__all__ = ["RunConfig", "Trainer", "UserError", "load_model", "perplexity"]
 
 if TYPE_CHECKING:
     from weft.checkpoint.model import load_model
     from weft.config.errors import UserError
     from weft.config.run import RunConfig
+    from weft.evaluate.perplexity import perplexity
     from weft.train.trainer import Trainer
 
 _HOME = {
@@ -23,6 +25,7 @@ _HOME = {
     "UserError": "weft.config.errors",
     "Trainer": "weft.train.trainer",
     "load_model": "weft.checkpoint.model",
+    "perplexity": "weft.evaluate.perplexity",
 }
 
 

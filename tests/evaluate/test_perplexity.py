@@ -117,7 +117,7 @@ class Successor(torch.nn.Module):
 def test_a_model_of_the_users_own_and_its_mode_is_left_alone(tmp_path):
     store = make_store(tmp_path / "count", [5, 4], tokens=[1, 2, 3, 4, 0, 7, 8, 9, 0])
     model = Successor()
-    found = perplexity(model, store)
+    found = weft.perplexity(model, store)
     assert found.nats == pytest.approx(-(5 * math.log(0.75) + 2 * math.log(0.25 / 89)), rel=1e-6)
     assert model.training
 
@@ -161,6 +161,8 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
     ):
         with pytest.raises(UserError, match=what):
             perplexity(ours, store, **{"sequence_length": 16} | settings)
+    with pytest.raises(UserError, match="no such token store"):
+        perplexity(ours, tmp_path / "gone")
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     shutil.copy(tiny_tokenizer / "tokenizer.json", own)

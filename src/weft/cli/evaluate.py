@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
     results: dict[str, Any] = {"model": str(checkpoint)}
     if stores:
-        results |= _on_stores(args, model, stores, trained, tokenizer, console)
+        if tokenizer is None:
+            console.warning(f"{checkpoint} has no tokenizer with it: nobody can tell whether a store's ids are its own")
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: console.warning(str(message))
+            results |= _on_stores(args, model, stores, trained, tokenizer, console)
     if args.tasks is not None:
         from weft.evaluate.tasks import on_tasks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from weft.config.headers import read_tokenizer_header
 from weft.data.stores.store import TokenStore
 from weft.evaluate.bits import bits_per_byte, bytes_per_token
 from weft.evaluate.windows import batches, count, windows
+from weft.generate.sample import check_length
 from weft.models.forward import forward_of
 from weft.observe.console import Console
 
@@ -96,8 +98,8 @@ def perplexity(
         batch_size: sequences of full length at once; shorter ones are more. The result does not depend on it, but for
             the last digits.
         max_tokens: stop after so many predictions.
-        tokenizer: the model's, to be compared with the one that packed the store.
-        console: shows how far it is, and warns.
+        tokenizer: the model's, to be compared with the one that packed the store; None: only the number of ids is.
+        console: shows how far it is.
 
     Raises:
         UserError: a store that does not fit the model, settings out of range, nothing to predict, or a loss that is no
@@ -107,9 +109,9 @@ def perplexity(
     length = default_length(model) if sequence_length is None else sequence_length
     stride = length if stride is None else stride
     _check(length, stride, batch_size, max_tokens)
-    _check_length(model, length, console)
+    check_length(model, length, "windows of", "give a shorter sequence length")
     opened = store if isinstance(store, TokenStore) else TokenStore.open(store)
-    check_fit(model, opened, tokenizer, console)
+    check_fit(model, opened, tokenizer)
     total = count(opened, apart=documents_apart)
     total = total if max_tokens is None else min(total, max_tokens)
     if total == 0:
@@ -157,19 +159,8 @@ def _check(length: int, stride: int, batch_size: int, max_tokens: int | None) ->
         raise UserError(f"stride is {stride}; give 1 to {length:,}, the sequence length")
 
 
-def _check_length(model: nn.Module, length: int, console: Console) -> None:
-    """Raise UserError where the model has no positions for so many tokens; warn where it has only not learned them."""
-    config = getattr(model, "config", None)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or length <= limit:
-        return
-    if getattr(config, "position", None) == "learned":
-        raise UserError(f"sequence_length is {length:,}, and the model has {limit:,} positions; give no more than that")
-    console.warning(f"windows of {length:,} tokens; the model was made for {limit:,} (max_position_embeddings)")
-
-
-def check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None, console: Console) -> None:
-    """Raise UserError if the store's ids are not the model's; warn if nobody can know."""
+def check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
+    """Raise UserError if the store's ids are not the model's; warn if the store does not tell."""
     info = store.info
     if info.kind == "preferences":
         raise UserError("holds pairs of answers; name a store of texts or conversations", store.path)
@@ -180,10 +171,11 @@ def check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None,
             "tokenizer",
             store.path,
         )
-    own = None if tokenizer is None else read_tokenizer_header(tokenizer).digest
-    if own is None or info.tokenizer_digest is None:
-        who = "the model has no tokenizer with it" if own is None else "the store does not say what packed it"
-        console.warning(f"{store.path}: {who}, so nobody can tell whether its ids are the model's")
+    if tokenizer is None:
+        return
+    own = read_tokenizer_header(tokenizer).digest
+    if info.tokenizer_digest is None:
+        warnings.warn(f"{store.path} does not say what packed it: its ids may not be the model's", stacklevel=3)
     elif own != info.tokenizer_digest:
         raise UserError(
             f"was packed with another tokenizer ({info.tokenizer_digest[:16]}) than the model's ({own[:16]}, in "

@@ -193,14 +193,17 @@ def check(prompts, max_new_tokens, temperature, top_k, top_p) -> None:
         raise UserError(f"top_p is {top_p}; give more than 0 and at most 1")
 
 
-def check_length(model: nn.Module, length: int) -> None:
+def check_length(
+    model: nn.Module,
+    length: int,
+    what: str = "prompt and new tokens are",
+    remedy: str = "shorten the prompt or ask for fewer",
+) -> None:
     """Raise UserError where the model cannot count that far; warn where it has only not learned to."""
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or length <= limit:
         return
     if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
-        raise UserError(
-            f"prompt and new tokens are {length} positions, the model has {limit}; shorten the prompt or ask for fewer"
-        )
+        raise UserError(f"{what} {length} positions, the model has {limit}; {remedy}")
     warnings.warn(f"{length} positions; the model was made for {limit} (max_position_embeddings)", stacklevel=3)
