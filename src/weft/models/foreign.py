@@ -61,9 +61,10 @@ class ForeignModel(nn.Module):
         if labels is not None and self.head is not None:
             # As in the decoder: the logits of all positions are never held at once.
             scale, softcap = self.head
-            hidden = self.base_model(tokens, **given)[0]
+            weight = self.get_output_embeddings().weight
+            hidden = self.base_model(tokens, **given)[0].to(weight.dtype)  # some have a wide residual stream
             hidden = hidden if scale == 1.0 else hidden * scale
-            return self.token_logprobs(hidden, self.get_output_embeddings().weight, labels, softcap)
+            return self.token_logprobs(hidden, weight, labels, softcap)
         logits = super().forward(tokens, **given).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if cache is not None:

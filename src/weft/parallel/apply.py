@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
+from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.world import World
@@ -47,8 +49,6 @@ def parallelize(
         with torch.device("meta"):
             model = build_model(model_section)
     elif isinstance(model_section, ForeignModelSection):
-        from weft.models.foreign import build_foreign, materialize
-
         # Random weights are drawn by its class in one piece, alike on every rank; others are filled in later.
         drawn = not model_section.weights and model_section.from_ is None
         model = world.agree(lambda: build_foreign(model_section, seed=seed if drawn else None))
@@ -119,8 +119,12 @@ def shard(
         "mp_policy": policy,
         "reshard_after_forward": parallel.reshard_after_forward and not keep,
     }
+    inner = options
+    if isinstance(model, ForeignModel):
+        # The decoder's residual stream is wide; transformers' layers want it in their weights' dtype.
+        inner = {**options, "mp_policy": replace(policy, output_dtype=None)}
     for block in blocks:
-        fully_shard(block, **options)
+        fully_shard(block, **inner)
     fully_shard(model, **{**options, "reshard_after_forward": False})  # its parts are needed at once in backward
     for module in model.modules():
         if isinstance(module, FSDPModule):
