@@ -66,7 +66,7 @@ def tensors(path):
                 found[name] = (
                     tensor.dtype,
                     tuple(tensor.shape),
-                    tensor.contiguous().view(torch.uint8).numpy().tobytes(),
+                    tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
                 )
     return found
 

@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "import": ("weft.cli.import_", "make a checkpoint of a Hugging Face folder"),
         "export": ("weft.cli.export", "write a trained model for Hugging Face's transformers"),
         "resize": ("weft.cli.resize", "give a model's vocabulary another size"),
+        "delta": ("weft.cli.delta", "a model as its differences from another one, and back"),
         "report": ("weft.cli.report", "write a page of a run's curves, samples and config"),
     },
 }
