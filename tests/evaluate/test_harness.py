@@ -16,7 +16,7 @@ import weft
 from weft.cli.main import main
 from weft.config.errors import UserError
 from weft.data.tokenizers.tokenizer import Tokenizer
-from weft.evaluate.tasks import on_tasks
+from weft.evaluate.tasks import find_tasks, on_tasks
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -162,7 +162,6 @@ def test_the_same_scores_of_local_tasks(both, folders, tasks, tmp_path, monkeypa
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # two seconds each
     said = both[1].generate_until(requests(*((text, {"until": ["\n"], "max_gen_toks": 5}) for text in TEXTS[:2])))
@@ -202,24 +201,28 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))  # that takes seconds
     model, tokenizer, folder = both[0].model, folders / "ours" / "tokenizer", tasks(["x"])
     (folder / "choices.yaml").write_text((folder / "choices.yaml").read_text().replace("rows.jsonl", "gone.jsonl"))
-    for names, more, what in (
-        (["rollin"], {}, "did you mean 'rolling'"),
-        (["choices"], {}, "cannot build choices: FileNotFoundError.*gone.jsonl"),
-        (["rolling"], {"include_path": tmp_path / "gone"}, "no such folder"),
-        (["rolling"], {"limit": 0}, "limit is 0"),
-        (["rolling"], {"num_fewshot": -1}, "num_fewshot is -1"),
-        ([], {}, "names no task"),
+    for names, place, what in (
+        (["rollin"], folder, "did you mean 'rolling'"),
+        (["rolling"], tmp_path / "gone", "no such folder"),
+        ([], folder, "names no task"),
+    ):
+        with pytest.raises(UserError, match=what):
+            find_tasks(names, place)
+    every = find_tasks(list(TASKS), folder)
+    for name, given, more, what in (
+        ("choices", tokenizer, {}, "cannot build choices: FileNotFoundError.*gone.jsonl"),
+        ("rolling", tokenizer, {"limit": 0}, "limit is 0"),
+        ("rolling", tokenizer, {"num_fewshot": -1}, "num_fewshot is -1"),
+        ("rolling", None, {}, "--tokenizer"),
     ):
         with pytest.raises(UserError, match=what) as problem:
-            on_tasks(model, tokenizer, names, **{"include_path": folder} | more)
+            on_tasks(model, given, [name], every, **more)
         assert "\n" not in str(problem.value)
-    with pytest.raises(UserError, match="--tokenizer"):
-        on_tasks(model, None, ["rolling"], include_path=folder)
     bare = tmp_path / "bare"
     shutil.copytree(tokenizer, bare)
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"no chat template in this folder; put its chat_template\.jinja"):
-        on_tasks(model, bare, ["rolling"], include_path=folder, chat=True)
+        on_tasks(model, bare, ["rolling"], every, chat=True)
     for settings, what in (({"num_beams": 2}, "num_beams"), ({"max_gen_toks": WINDOW}, "ask for fewer")):
         with pytest.raises(UserError, match=what):
             both[0].generate_until(requests(("ka", settings)))

@@ -213,3 +213,17 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     found = json.loads(out.read_text())
     assert found["all"]["tokens"] == 1000
     assert found["all"]["loss"] == pytest.approx(sum(store["loss"] for store in found["stores"]) / 2)
+
+    # Validation data that moved, and none at all.
+    saved = (run / "config.yaml").read_text()
+    for text, what in (
+        (saved.replace(str(one["store"]), "gone"), "gone is not there"),
+        (drop_validation(saved), "no token"),
+    ):
+        assert text != saved
+        (run / "config.yaml").write_text(text)
+        assert what in told(capsys, run)
+
+
+def drop_validation(saved: str) -> str:
+    return "".join(line for line in saved.splitlines(keepends=True) if not line.strip().startswith("validation: /"))

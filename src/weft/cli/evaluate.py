@@ -60,22 +60,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.launch.threads import wait_briefly
+
+    wait_briefly()
     _refuse_idle(args)
     if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         from weft.config.errors import UserError
 
         raise UserError("no file can be written there; name one in a folder that there is", args.json)
+    # Mistakes in tasks and stores are told before a large model is loaded.
+    names = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
+    tasks = None
     if args.tasks is not None:
-        from weft.evaluate.tasks import need_harness
+        from weft.evaluate.tasks import find_tasks
 
-        need_harness()  # before a large model is loaded
-    from weft.launch.threads import wait_briefly
-
-    wait_briefly()
+        tasks = find_tasks(names, args.include_path)
     import torch
 
     from weft.checkpoint.load import resolve, tokenizer_folder
     from weft.checkpoint.model import load_model
+    from weft.data.stores.store import TokenStore
     from weft.evaluate.trained import held_out_store, how_trained
     from weft.observe.console import Console
     from weft.train.run_directory import replace_text
@@ -83,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     checkpoint = resolve(args.source)
     trained = how_trained(checkpoint)
-    stores = args.stores or ([] if args.tasks is not None else [held_out_store(checkpoint, trained)])
+    paths = args.stores or ([] if args.tasks is not None else [held_out_store(checkpoint, trained)])
+    stores = [TokenStore.open(path) for path in paths]
     tokenizer = args.tokenizer or tokenizer_folder(checkpoint)
     device = _device(args.device)
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
@@ -100,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
         results["tasks"] = on_tasks(
             model,
             tokenizer,
-            [name for name in args.tasks.split(",") if name],
-            include_path=args.include_path,
+            names,
+            tasks,
             num_fewshot=args.num_fewshot,
             limit=args.limit,
             chat=args.apply_chat_template,

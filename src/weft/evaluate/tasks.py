@@ -24,12 +24,43 @@ def need_harness() -> None:
         raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; pip install 'weft-train[eval]'")
 
 
+def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
+    """The harness's index of tasks, in which all these are. Of its own thousands, which take seconds to read, only if
+    one of them is asked for.
+
+    Args:
+        tasks: names, as the harness or the YAML files in `include_path` give them.
+        include_path: a folder with tasks of one's own.
+
+    Raises:
+        UserError: no harness, no such folder, or an unknown task.
+    """
+    need_harness()
+    from lm_eval.tasks import TaskManager
+
+    if not tasks:
+        raise UserError("--tasks names no task; give one or several, with commas between them")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError("no such folder of tasks; name one with YAML files in it", include_path)
+    manager = None
+    if include_path is not None:
+        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+    if manager is None or not set(tasks) <= set(manager.all_subtasks):  # a group may name tasks of the harness
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    for name in tasks:
+        if name not in manager.all_tasks:
+            where = "" if include_path is None else f" nor in {include_path}"
+            hint = did_you_mean(name, manager.all_tasks) or "; `lm-eval ls tasks` lists those of the harness"
+            raise UserError(f"no task {name!r} in the harness{where}{hint}")
+    return manager
+
+
 def on_tasks(
     model: nn.Module,
     tokenizer: str | Path | None,
     tasks: Sequence[str],
+    manager: Any = None,
     *,
-    include_path: str | Path | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
     chat: bool = False,
@@ -41,8 +72,8 @@ def on_tasks(
     Args:
         model: as `weft.load_model` gives it.
         tokenizer: the model's folder of it.
-        tasks: names, as the harness or the YAML files in `include_path` give them.
-        include_path: a folder with tasks of one's own.
+        tasks: their names.
+        manager: from `find_tasks`; default: of the harness's own.
         num_fewshot: examples before each question; default: the task's.
         limit: the first so many questions of each task.
         chat: ask by the tokenizer's chat template.
@@ -55,7 +86,7 @@ def on_tasks(
     Raises:
         UserError: no harness, no tokenizer, an unknown task, or one that cannot be built.
     """
-    need_harness()
+    manager = find_tasks(tasks) if manager is None else manager
     if tokenizer is None:
         raise UserError("tasks are text, and this model has no tokenizer with it; name it with --tokenizer")
     for name, number in (("batch_size", batch_size), ("limit", limit), ("num_fewshot", num_fewshot)):
@@ -66,7 +97,6 @@ def on_tasks(
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.evaluate.harness import WeftLM
 
-    manager = _manager(tasks, include_path)
     lm = WeftLM(model, Tokenizer.load(tokenizer), batch_size=batch_size, console=console)
     if chat:
         lm.chat_template(True)
@@ -94,27 +124,6 @@ def on_tasks(
         ) from error
     assert found is not None
     return {task: _scores(task, found) for task in found["results"]}
-
-
-def _manager(tasks: Sequence[str], include_path: str | Path | None) -> Any:
-    """The harness's index of tasks. Its own thousands are read only if one is asked for: that takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    if include_path is not None and not Path(include_path).is_dir():
-        raise UserError("no such folder of tasks; name one with YAML files in it", include_path)
-    manager = None
-    if include_path is not None:
-        manager = TaskManager(include_path=str(include_path), include_defaults=False)
-    if manager is None or not set(tasks) <= set(manager.all_subtasks):  # a group may name tasks of the harness
-        manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    if not tasks:
-        raise UserError("--tasks names no task; give one or several, with commas between them")
-    for name in tasks:
-        if name not in manager.all_tasks:
-            where = "" if include_path is None else f" nor in {include_path}"
-            hint = did_you_mean(name, manager.all_tasks) or "; `lm-eval ls tasks` lists those of the harness"
-            raise UserError(f"no task {name!r} in the harness{where}{hint}")
-    return manager
 
 
 def _scores(task: str, found: Any) -> dict[str, Any]:
