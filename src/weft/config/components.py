@@ -134,6 +134,8 @@ def _locate(type_: str, room: str) -> tuple[str, str | None]:
     short = type_.replace("-", "_")
     if short not in known:
         own = "a class of your own is module:Class"
+        if room == "model":
+            own = f"there are decoder and hf; {own}"
         if not known:
             raise UserError(f"unknown {room} {type_!r}; {own}")
         hint = did_you_mean(short, known)

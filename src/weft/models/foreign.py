@@ -24,6 +24,10 @@ from weft.kernels.documents import segment_mask
 
 _MIXES = "it cannot keep documents apart; set data.document_attention to false and data.packing to concatenate"
 
+_LOOKS_AHEAD = (
+    "its logits depend on later tokens, so it learns nothing by predicting them; take a model that writes text"
+)
+
 
 class ForeignModel(nn.Module):
     """Mixed into a class of transformers, in front of it: Weft's forward around theirs.
@@ -122,8 +126,14 @@ def build_foreign(section: ForeignModelSection, *, seed: int | None = None) -> n
     try:
         with contextlib.nullcontext() if seed is not None else _parameters_on_meta():
             model = kind._from_config(config, dtype=torch.float32, **options)
-    except (ImportError, ValueError) as error:  # an attention that is not installed, or not this model's
-        raise UserError(f"model: {base.__name__}: {_first_line(error)}", section.path) from error
+    except ImportError as error:
+        what = f"model.attn_implementation: {_first_line(error)}; install it, or choose sdpa"
+        raise UserError(what, section.path) from error
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:  # what constructors raise
+        raise UserError(
+            f"model: {base.__name__}: {_first_line(error)}; mend config.json, or set the key in model.config",
+            section.path,
+        ) from error
     module = sys.modules[base.__module__]
     model.takes = set(inspect.signature(base.forward).parameters)
     model.takes_cache = "past_key_values" in model.takes
@@ -170,7 +180,9 @@ def _theirs(section: ForeignModelSection) -> tuple[type, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """What an error says, up to the end of a line; of one that announces the next line, with that."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
 
 
 @contextlib.contextmanager
@@ -275,7 +287,7 @@ def examine(model: nn.Module, *, documents: bool) -> str | None:
             other[0, -1] = 0
             before, after = (model(tokens=t, positions=positions)[:, :-1] for t in (tokens, other))
             if not _same(model, before, after):
-                return "its logits depend on later tokens, so it can learn nothing by predicting them"
+                return _LOOKS_AHEAD
             if not documents:
                 return None
             segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)

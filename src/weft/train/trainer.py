@@ -55,11 +55,11 @@ class Trainer:
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
-            examine_foreign(config, world, model, self.console)
             if step >= data.length.steps:
                 self.console.line(nothing_to_do(run, step, data.length.steps))
                 world.close()
                 return Outcome("finished", step, None, {})
+            examine_foreign(config, world, model, self.console)
             loop = wire(config, world, run, data, model, optimizer, step, self.console)
             with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
                 outcome = loop.run(step, stop)

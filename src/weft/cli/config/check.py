@@ -39,6 +39,7 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
     """What follows from a checked config, in words."""
     from weft.config.derive import derive, sequence_length
     from weft.config.errors import UserError
+    from weft.config.foreign import LIMITS, ForeignModelSection
     from weft.config.mixture import plan, weighted
     from weft.config.model import ModelSection
     from weft.config.size import in_words, model_size
@@ -53,6 +54,9 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
         told["model"] = (f"{model.preset}, " if model.preset else "") + shape
         if model.from_:
             told["starts from"] = model.from_
+    elif isinstance(model, ForeignModelSection):
+        told["model"] = f"{model.architecture} of transformers: {LIMITS}"
+        told["starts from"] = model.from_ or (model.path if model.weights else "random weights")
     else:
         told["model"] = model.type
     tokens = None
