@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import zstandard
 
-from weft.checkpoint.tensor_file import byte_view
 from weft.config.errors import UserError
 from weft.config.headers import read_json
 
@@ -144,8 +144,8 @@ def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
         difference[: base.numel()] -= bits(base)
     size = model.dtype.itemsize
     difference = (difference << 1) ^ (difference >> (8 * size - 1))
-    planes = difference.view(torch.uint8).reshape(-1, size).T.contiguous()
-    return zstandard.ZstdCompressor(level=LEVEL).compress(byte_view(planes))
+    planes = np.ascontiguousarray(difference.numpy().view(np.uint8).reshape(-1, size).T)
+    return zstandard.ZstdCompressor(level=LEVEL).compress(planes.data)
 
 
 def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -157,8 +157,10 @@ def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: t
         raise ValueError(str(error)) from None
     if len(planes) != count * size:
         raise ValueError(f"{len(planes)} bytes where {count * size} belong")
-    rows = torch.frombuffer(bytearray(planes), dtype=torch.uint8).reshape(size, count)
-    zigzag = rows.T.contiguous().reshape(-1).view(_INTEGERS[size])
+    together = np.empty((count, size), np.uint8)
+    for place in range(size):  # one by one: four times as fast as turning the whole
+        together[:, place] = np.frombuffer(planes, np.uint8, count, place * count)
+    zigzag = torch.from_numpy(together.reshape(-1)).view(_INTEGERS[size])
     half = (zigzag >> 1) & torch.iinfo(zigzag.dtype).max  # a shift that brings in zeros
     found = half ^ -(zigzag & 1)
     if base is not None:
