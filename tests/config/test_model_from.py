@@ -7,6 +7,7 @@ import pytest
 from config_cases import load, problems, write
 
 from weft.config.errors import ConfigError
+from weft.config.experts import ExpertsSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.presets import presets
 
@@ -26,7 +27,10 @@ def test_every_preset_is_a_whole_model(name):
     section = load(f"model: {name}\n{REST}").model
     assert section.preset == name
     for key, value in presets()[name].items():
-        assert getattr(section, key) == value
+        if isinstance(value, dict):
+            assert {inner: getattr(getattr(section, key), inner) for inner in value} == value
+        else:
+            assert getattr(section, key) == value
 
 
 def test_unknown_presets_are_told_with_all_there_are():
@@ -76,6 +80,15 @@ def test_keys_that_change_the_shape_are_refused_and_those_that_agree_are_not():
         )
     (found,) = problems(f"model: {{from: runs/old, preset: gpt2}}\n{REST}")
     assert found == "run.yaml:1: model.preset: model.from already says the shape; remove one of them"
+
+
+def test_how_experts_are_balanced_may_be_said_anew():
+    checkpoint(5, SHAPE.model_copy(update={"moe": ExpertsSection(num_experts=4, num_experts_per_tok=2)}))
+    text = f"model: {{from: runs/old}}\n{REST}"
+    moe = load(text, "model.moe.router_aux_loss_coef=0.5", "model.moe.num_experts=4").model.moe
+    assert (moe.num_experts, moe.router_aux_loss_coef) == (4, 0.5)
+    (found,) = problems(text, "model.moe.num_experts=8")
+    assert found.startswith("command line: model.moe: runs/old/checkpoints/step-00000005 has {'num_experts': 4")
 
 
 def test_a_learned_table_has_a_shape():

@@ -31,6 +31,42 @@ def test_heads(model, said):
     assert found.startswith(f"run.yaml:1: {said}")
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (
+            "moe: {num_experts: 4, num_experts_per_tok: 5}",
+            "model.moe.num_experts_per_tok: 5 of 4 experts; choose at most 4",
+        ),
+        (
+            "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 3}",
+            "model.moe.n_group: 8 experts are no multiple of 3 groups; change one",
+        ),
+        (
+            "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 4, topk_group: 5}",
+            "model.moe.topk_group: 5 of 4 groups; choose at most 4",
+        ),
+        (
+            "moe: {num_experts: 8, num_experts_per_tok: 3, n_group: 4, topk_group: 1}",
+            "model.moe.topk_group: 1 groups of 2 experts have no 3 to choose; raise topk_group",
+        ),
+        (
+            "mlp: plain, moe: {num_experts: 8, num_experts_per_tok: 3}",
+            "model.mlp: experts are gated; remove the key, or model.moe",
+        ),
+        ("moe: {num_experts: 4, num_expert_per_tok: 5}", "model.moe.num_expert_per_tok: unknown key; did you mean"),
+        (
+            "qk_norm: true, mla: {kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",
+            "model.qk_norm: latent attention (model.mla) has none; remove the key",
+        ),
+    ],
+)
+def test_experts_and_latent_attention(part, said):
+    text = f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16, {part}}}\n{SIZES}"
+    found = problems(text if "mla" not in part else text.replace("head_dim: 16, ", ""))
+    assert found[0].startswith(f"run.yaml:1: {said}")
+
+
 def test_a_head_size_of_its_own_need_not_divide_the_width():
     load(f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16}}\n{SIZES}")
     load(f"model: {{num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4, position: learned}}\n{SIZES}")

@@ -14,6 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
+from weft.config.size import model_size
 from weft.generate.sample import generate
 from weft.models import huggingface
 from weft.models.build import build_model
@@ -299,6 +300,21 @@ def test_routing(family, shape):
         counted = torch.cat((other[:33], other[66:]))  # the second row has no part in the loss
         assert router.load.tolist() == torch.bincount(counted.flatten(), minlength=len(router.load)).tolist()
         router.load.zero_()
+
+
+@every
+def test_size_by_formula_is_that_of_the_model(family, shape):
+    """Of experts, a token goes through so many of those that there are."""
+    _, ours = pair(family, shape)
+    size = model_size(ours.config)
+    assert size.parameters == sum(parameter.numel() for parameter in ours.parameters())
+    used = 0 if ours.lm_head is not None else ours.embed_tokens.weight.numel()
+    for name, parameter in ours.named_parameters():
+        if ".experts." in name and parameter.dim() == 3:
+            used += parameter[: ours.config.moe.num_experts_per_tok].numel()
+        elif parameter.dim() == 2 and "embed" not in name and ".experts." not in name:
+            used += parameter.numel()
+    assert size.matmul == used
 
 
 def test_older_spellings_of_rotations():

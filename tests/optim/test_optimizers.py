@@ -55,6 +55,20 @@ def test_muon_follows_its_definition_for_matrices_and_adamw_elsewhere():
         assert torch.allclose(vector, twin, atol=1e-12)
 
 
+def test_muon_takes_a_stack_of_experts_as_so_many_matrices():
+    torch.manual_seed(0)
+    stack = nn.Parameter(torch.randn(3, 12, 6, dtype=torch.float64))
+    single = [nn.Parameter(matrix.detach().clone()) for matrix in stack]
+    optimizers = [Muon([{"params": params, "role": "matrix"}], lr=0.02) for params in ([stack], single)]
+    for _ in range(3):
+        stack.grad = torch.randn_like(stack)
+        for matrix, grad in zip(single, stack.grad, strict=True):
+            matrix.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.allclose(stack, torch.stack(list(single)), atol=1e-12)
+
+
 def test_weight_decay_is_off_for_the_roles_named():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     roles = {"0.weight": "matrix", "0.bias": "bias", "1.weight": "norm", "1.bias": "norm"}

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from weft.config.section import Section
 
+# Keys that are about training alone: a checkpoint does not fix them, and no config.json needs to hold them.
+BALANCE = ("router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed")
+
 
 class ExpertsSection(Section):
     """A mixture of experts in place of the MLP: each token goes through a few of many (Shazeer et al., 2017)."""

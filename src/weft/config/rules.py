@@ -15,6 +15,8 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     """Fill in what follows from other keys, and note what does not fit together."""
     _heads(draft)
     _layers(draft)
+    _experts(draft)
+    _latent(draft)
     _length_of_run(draft)
     _positions(draft)
     _batch(draft)
@@ -33,7 +35,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
 def _heads(draft: Draft) -> None:
     heads, width = draft.get("model.num_attention_heads"), draft.get("model.hidden_size")
     groups, head = draft.get("model.num_key_value_heads"), draft.get("model.head_dim")
-    if heads is None or width is None:
+    if heads is None or width is None or draft.get("model.mla.kv_lora_rank") is not None:
         return
     if head is None and width % heads:
         draft.problem(
@@ -74,6 +76,37 @@ def _layers(draft: Draft) -> None:
             "model.rope_scaling",
             f"{scaling} needs original_max_position_embeddings, the positions before the stretching; set it",
         )
+
+
+def _experts(draft: Draft) -> None:
+    def get(name: str):
+        return draft.get(f"model.moe.{name}")
+
+    experts, each, groups, kept = (get(n) for n in ("num_experts", "num_experts_per_tok", "n_group", "topk_group"))
+    if experts is None or each is None:
+        return
+    if draft.get("model.mlp") == "plain":
+        draft.problem("model.mlp", "experts are gated; remove the key, or model.moe", "model.moe")
+    if each > experts:
+        draft.problem("model.moe.num_experts_per_tok", f"{each} of {experts} experts; choose at most {experts}")
+    elif groups and kept and groups > 1:
+        if experts % groups:
+            draft.problem("model.moe.n_group", f"{experts} experts are no multiple of {groups} groups; change one")
+        elif kept > groups:
+            draft.problem("model.moe.topk_group", f"{kept} of {groups} groups; choose at most {groups}")
+        elif each > experts // groups * kept:
+            what = f"{kept} groups of {experts // groups} experts have no {each} to choose; raise topk_group"
+            draft.problem("model.moe.topk_group", what, "model.moe.num_experts_per_tok")
+
+
+def _latent(draft: Draft) -> None:
+    """What latent attention has no use for."""
+    if draft.get("model.mla.kv_lora_rank") is None:
+        return
+    for name in ("head_dim", "num_key_value_heads", "qk_norm", "clip_qkv"):
+        given = draft.get(f"model.{name}")
+        if given and not (name == "num_key_value_heads" and given == draft.get("model.num_attention_heads")):
+            draft.problem(f"model.{name}", "latent attention (model.mla) has none; remove the key", "model.mla")
 
 
 def _divisor_near(number: int, wanted: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.config.draft import node_of
 from weft.config.errors import Problem, UserError
+from weft.config.experts import BALANCE
 from weft.config.foreign import folder_config
 from weft.config.huggingface import is_huggingface, section_keys
 from weft.config.model import ModelSection
@@ -21,7 +22,7 @@ from weft.config.tree import Node, merge
 SHAPE = (
     "type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "position", "norm", "qk_norm", "mlp", "attention_bias", "mlp_bias", "tie_word_embeddings",
-    "norm_placement", "qk_norm_over", "attention_output_bias",
+    "norm_placement", "qk_norm_over", "attention_output_bias", "norm_bias", "attention_sinks", "mla", "moe",
 )  # fmt: skip
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -123,12 +124,20 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
         has = shape.get(name, default)
         if name == "preset" and node.plain() not in (None, has):
             problems.append(node.problem("model.preset", "model.from already says the shape; remove one of them"))
-        elif name in fixed and node.plain() != has:
+        elif name in fixed and not _same(name, node, has):
             what = f"{found} has {has}, and model.from takes its shape from there; remove the key"
             problems.append(node.problem(f"model.{name}", what))
     if len(problems) > before:
         return None
     return merge(node_of(shape, source, f"checkpoint {found}"), model)
+
+
+def _same(name: str, node: Node, has: Any) -> bool:
+    """Whether a key says what the checkpoint has. How experts are balanced may be said anew."""
+    if name == "moe" and node.is_mapping and isinstance(has, dict):
+        given = node.plain()
+        return all(key in BALANCE or value == has.get(key) for key, value in given.items())
+    return node.plain() == has
 
 
 def _content(found: Path, model: Node, source: Node, problems: list[Problem]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.config.errors import UserError
+from weft.config.experts import BALANCE
 from weft.config.huggingface import families, family_of
 from weft.config.model import ModelSection
 from weft.config.size import inner_width
@@ -21,7 +22,6 @@ _NOT_SHAPE = {
     "type", "preset", "from_", "load_optimizer", "initialization", "initializer_range",
     "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
-_NOT_EXPERTS_SHAPE = {"router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _whole(section: ModelSection) -> dict[str, Any]:
         moe = section.moe.model_copy(
             update={"moe_intermediate_size": section.moe.moe_intermediate_size or inner_width(section)}
         )
-        keys["moe"] = moe.model_dump(exclude=_NOT_EXPERTS_SHAPE)
+        keys["moe"] = moe.model_dump(exclude=set(BALANCE))
         if not any(not section.has_experts(layer) for layer in layers):
             del keys["intermediate_size"]  # no layer has an MLP
         for key in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.models.decoder import Decoder
+from weft.models.layers.experts import Experts, Router
 from weft.models.layers.norm import NORMS
 
 NORM_TYPES = (*NORMS.values(), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -14,7 +15,8 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     """The role of every parameter by its name: "embedding", "head", "norm", "bias", "matrix" or "other".
 
     Any model works: the type of the module that holds a parameter decides. A norm's bias is "norm"; a head tied to the
-    embedding is "embedding"; a head is known as one only in the built-in decoder and in transformers' models.
+    embedding is "embedding"; a head is known as one only in the built-in decoder and in transformers' models. A
+    stack of experts' matrices is "matrix"; a router's, which scores and transforms nothing, is "other".
     """
     roles: dict[str, str] = {}
     names = {name for name, _ in model.named_parameters()}
@@ -28,12 +30,14 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
                 role = "embedding"
             elif isinstance(module, NORM_TYPES) or _named_norm(module):
                 role = "norm"
-            elif name == "bias":
+            elif name == "bias" or (isinstance(module, Experts) and name.endswith("_bias")):
                 role = "bias"
             elif module is head:
                 role = "head"
+            elif isinstance(module, Router):
+                role = "other"
             else:
-                role = "matrix" if parameter.dim() == 2 else "other"
+                role = "matrix" if parameter.dim() == 2 or isinstance(module, Experts) else "other"
             roles[full] = role
     return roles
 

@@ -68,9 +68,10 @@ class Muon(torch.optim.AdamW):
                 by_shape[parameter.shape].append(parameter)
         for shape, parameters in by_shape.items():
             # Alike shapes go through the iteration as one batch: fewer, larger matrix products.
-            directions = torch.stack([whole(self._momentum(p)) for p in parameters])
-            updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[0] / shape[1]) ** 0.5)
-            for parameter, update in zip(parameters, updates, strict=True):
+            # A stack of experts is as many matrices.
+            directions = torch.stack([whole(self._momentum(p)) for p in parameters]).flatten(0, -3)
+            updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[-2] / shape[-1]) ** 0.5)
+            for parameter, update in zip(parameters, updates.view(len(parameters), *shape), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(alike(update.to(parameter.dtype), parameter), alpha=-group["lr"])
 

@@ -23,6 +23,7 @@ from weft.models.forward import forward_of
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
 from weft.parallel.apply import on_last_micro_batch
+from weft.parallel.balance import ExpertBalance
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
 from weft.parallel.world import World
@@ -72,6 +73,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.forward = forward_of(self.model)
+        self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
@@ -87,13 +89,15 @@ class Loop:
                 batch = next(batches)
                 self.recorder.data_arrived()
                 # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
-                weight, *votes = self.world.sum(self.objective.weight(batch), *stop.votes)
+                weight, learned, *votes = self.world.sum(
+                    self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), *stop.votes
+                )
                 if (received := stop.agreed(votes)) is not None:
                     if saved_at != step:
                         self.save(step)
                     return Outcome("stopped", step, loss, measured, received)
 
-                loss = self.accumulate_gradients(batch, weight, step)
+                loss = self.accumulate_gradients(batch, weight, learned, step)
                 self.old_rows.clear_gradients()
                 norm = clip_gradients(self.parameters, self.config.training.grad_clip)
                 if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -106,9 +110,10 @@ class Loop:
                 with self.old_rows.unchanged():
                     self.optimizer.step()
                 self.optimizer.zero_grad()
+                load = self.balance.update()
                 step += 1
                 row = self.length.sequence_length // self.pieces(batch)
-                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row)
+                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, expert_load=load)
 
                 if self.due(step, self.length.checkpoint_every):
                     self.save(step)
@@ -125,11 +130,12 @@ class Loop:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return step % every == 0 or step == self.length.steps
 
-    def accumulate_gradients(self, batch: Batch, weight: float, step: int) -> float:
+    def accumulate_gradients(self, batch: Batch, weight: float, learned: float, step: int) -> float:
         """Gradients of the global batch's mean loss, summed over micro-batches and, in the last one's backward, ranks.
 
         Args:
             weight: the *global* batch's; the loss is divided by it before the first backward.
+            learned: its number of tokens that are learned from, by which the balance of experts is shared out.
 
         Returns:
             The mean loss, in nats per token (or whatever the objective weighs).
@@ -143,7 +149,10 @@ class Loop:
             on_last_micro_batch(self.model, number == len(micro_batches))
             self.seed(step, micro_batch)
             micro_batch = micro_batch.to(self.world.device)
-            outputs = self.forward(self.objective.inputs(micro_batch))
+            inputs = self.objective.inputs(micro_batch)
+            if self.balance.routers:
+                inputs["shares"] = micro_batch.weight.sum(1) / (learned or 1.0)
+            outputs = self.forward(inputs)
             loss = self.objective.loss(outputs, micro_batch)
             (loss / (weight or 1.0)).backward()
             total += loss.detach()

@@ -152,11 +152,22 @@ class Recorder:
         """The batch is here."""
         self.data_seconds += time.perf_counter() - self.began
 
-    def end_step(self, step: int, *, loss: float, lr: float, grad_norm: float, weight: float, row: int) -> None:
+    def end_step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        weight: float,
+        row: int,
+        expert_load: float | None = None,
+    ) -> None:
         """The update is made. Validation, samples and checkpoints come after it, outside of its time.
 
         Args:
             row: tokens per row, of which attention's work depends.
+            expert_load: of a mixture of experts, `ExpertBalance.update`'s.
         """
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -177,6 +188,7 @@ class Recorder:
             "step_seconds": self.seconds / self.steps,
             "data_seconds": self.data_seconds / self.steps,
             "learned_tokens": weight,
+            **({} if expert_load is None else {"expert_load": expert_load}),
         }
         if self.speaks:
             self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
