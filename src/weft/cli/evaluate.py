@@ -11,7 +11,7 @@ from typing import Any
 HELP = "measure a model: perplexity and bits per byte of token stores, benchmark tasks"
 
 # Options of one part of the work, refused where that part is not asked for.
-OF_STORES = ("stores", "sequence_length", "stride", "documents", "max_tokens")
+OF_STORES = ("sequence_length", "stride", "documents", "max_tokens")
 OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
 
 MEANING = """\
@@ -123,7 +123,7 @@ def _refuse_idle(args: argparse.Namespace) -> None:
     """Raise UserError for an option that would do nothing."""
     from weft.config.errors import UserError
 
-    idle, other = (OF_TASKS, "--tasks") if args.tasks is None else (OF_STORES[1:], "--store")
+    idle, other = (OF_TASKS, "--tasks") if args.tasks is None else (OF_STORES, "--store")
     if args.tasks is not None and args.stores:
         return
     for name in idle:
