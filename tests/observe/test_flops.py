@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from weft.config.size import flops_per_token
 from weft.observe import flops
 
 
@@ -15,7 +16,7 @@ def test_flops_of_a_hand_counted_decoder():
     width, mlp, vocabulary, layers, sequence = 8, 16, 10, 2, 6
     linear = layers * (4 * width * width + 3 * width * mlp) + width * vocabulary
     forward = 2 * linear + layers * (2 * sequence * width + 2 * sequence * width)  # scores, weighted sums
-    assert flops.flops_per_token(linear, layers, width, sequence) == 3 * forward  # backward is twice the forward
+    assert flops_per_token(linear, layers, width, sequence) == 3 * forward  # backward is twice the forward
 
 
 def test_flops_of_linear_layers_as_torch_counts_them():
@@ -26,7 +27,7 @@ def test_flops_of_linear_layers_as_torch_counts_them():
     with FlopCounterMode(display=False) as counter:
         net(torch.randn(tokens, width, requires_grad=True)).sum().backward()
     parameters = sum(p.numel() for p in net.parameters())
-    assert counter.get_total_flops() == tokens * flops.flops_per_token(parameters, 0, width, tokens)
+    assert counter.get_total_flops() == tokens * flops_per_token(parameters, 0, width, tokens)
 
 
 def test_mfu_is_a_share_of_all_devices():

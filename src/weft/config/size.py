@@ -1,4 +1,4 @@
-"""How many parameters a decoder has, by formula: no model is built."""
+"""How many parameters and operations a decoder has, by formula: no model is built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weft.config.experts import ExpertsSection
 from weft.config.model import ModelSection
+
+FLOPS_PER_TOKEN = "6 x matmul parameters + 12 x layers x width x sequence"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,20 @@ def model_size(section: ModelSection, vocab_size: int | None = None) -> ModelSiz
     positions = section.max_position_embeddings * width if section.position == "learned" else 0
     head = 0 if section.tie_word_embeddings else embedding
     return ModelSize(parameters=parameters + embedding + positions + norm + head, matmul=matmul + embedding)
+
+
+def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
+    """Floating-point operations of forward and backward for one token of a dense decoder.
+
+    `6 x matmul_parameters` (2 forward, 4 backward) and, for the scores and sums of attention, `12 x layers x width x
+    sequence`; the causal half is not taken off. This is the count of PaLM's appendix B (Chowdhery et al., 2022).
+
+    Args:
+        matmul_parameters: parameters used in matrix products (an embedding table only if it is also the head).
+        layers, width: number of blocks; heads x head size (the hidden size, usually).
+        sequence: tokens per sequence.
+    """
+    return 6 * matmul_parameters + 12 * layers * width * sequence
 
 
 def _attention(section: ModelSection) -> tuple[int, int]:

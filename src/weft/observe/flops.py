@@ -9,24 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.config.size import FLOPS_PER_TOKEN
+
 DEFINITION = (
-    "MFU = tokens/s x (6 x matmul parameters + 12 x layers x width x sequence) / peak FLOP/s of all devices used. "
+    f"MFU = tokens/s x ({FLOPS_PER_TOKEN}) / peak FLOP/s of all devices used. "
     "Tokens are counted once per data-parallel group. Embedding look-ups are no matmul; recomputation is not counted."
 )
-
-
-def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
-    """Floating-point operations of forward and backward for one token of a dense decoder.
-
-    `6 x matmul_parameters` (2 forward, 4 backward) and, for the scores and sums of attention, `12 x layers x width x
-    sequence`; the causal half is not taken off. This is the count of PaLM's appendix B (Chowdhery et al., 2022).
-
-    Args:
-        matmul_parameters: parameters used in matrix products (an embedding table only if it is also the head).
-        layers, width: number of blocks; heads x head size (the hidden size, usually).
-        sequence: tokens per sequence.
-    """
-    return 6 * matmul_parameters + 12 * layers * width * sequence
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_total: float) -> float:

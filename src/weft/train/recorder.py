@@ -17,10 +17,11 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.mixture import Plan
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.config.size import flops_per_token
 from weft.data.batches.batch import Batch
 from weft.models.build import matmul_parameters
 from weft.observe.console import Console
-from weft.observe.flops import device_peak, flops_per_token, memory_bytes, memory_kind, mfu, total_peak
+from weft.observe.flops import device_peak, memory_bytes, memory_kind, mfu, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import MetricsFile
