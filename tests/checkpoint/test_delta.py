@@ -1,5 +1,6 @@
 """`weft delta`: base + delta = model, bit for bit; against the model itself, and transformers for plain differences."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -143,6 +144,15 @@ def whole(tmp_path_factory):
     return path
 
 
+def rewritten(path, edit):
+    """Another delta.json, with the digest that belongs to it."""
+    content = json.loads((path / "delta.json").read_text())
+    del content["digest"]
+    edit(content)
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "delta.json").write_text(json.dumps(content | {"digest": digest}))
+
+
 def flip(path, place=-1):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
@@ -175,6 +185,13 @@ DAMAGES = {
     "gone": (lambda b, d: next(d.glob("*.bin")).unlink(), "damaged delta: delta-00001-of-00001.bin is missing"),
     "manifest": (lambda b, d: flip(d / "delta.json", 500), "delta.json: "),
     "config": (lambda b, d: flip(d / "model" / "config.json", 5), "config.json: damaged delta"),
+    "version": (lambda b, d: rewritten(d, lambda c: c.update(version=2)), "version 2 is not known here"),
+    "keys": (lambda b, d: rewritten(d, lambda c: c.pop("removed")), "not what `weft delta make` writes"),
+    "dtype": (lambda b, d: rewritten(d, lambda c: c["tensors"][NORM].update(dtype="nn")), "a dtype that is not known"),
+    "place": (
+        lambda b, d: rewritten(d, lambda c: c["tensors"][NORM].update(place="../evil.safetensors")),
+        "which no delta has",
+    ),
     "no delta": (lambda b, d: shutil.rmtree(d), "this is no delta"),
 }
 

@@ -22,7 +22,7 @@ def write(run_yaml):
         return run_yaml(
             f"{name}.yaml",
             run={"name": name},
-            model={"tie_word_embeddings": tied, "embedding_dropout": 0.1},
+            model={"tie_word_embeddings": tied, "embedding_dropout": 0.1} | changes.pop("model", {}),
             data={"validation": None},
             schedule={"type": "constant", "warmup_steps": 0},
             training=training | changes.pop("training", {}),
@@ -85,10 +85,15 @@ def test_after_a_resume_and_with_another_first_row(write, tmp_path):
     assert not torch.equal(weights(tmp_path / "runs" / "broken")[ROWS[0]][400:], other[ROWS[0]][400:])
 
 
-def test_other_optimizers_and_blocks_that_are_recomputed(write, tmp_path):
+def test_other_optimizers_and_experts_and_blocks_that_are_recomputed(write, tmp_path):
     muon = write("muon", optimizer={"type": "muon", "lr": 0.02, "weight_decay": 0.1, "betas": [0.9, 0.95]})
     assert train(muon) == 0
     assert_only_new_rows_moved(muon, tmp_path / "runs" / "muon")
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "correction_bias": True, "router_aux_loss_coef": 0.01}
+    experts = write("experts", model={"moe": moe})  # whose bias on the choice moves without a gradient
+    assert train(experts) == 0
+    assert any("correction_bias" in name for name in weights(tmp_path / "runs" / "experts"))
+    assert_only_new_rows_moved(experts, tmp_path / "runs" / "experts")
     plain, recomputed = write("plain"), write("again", training={"activation_checkpointing": "full"})
     assert train(plain) == train(recomputed) == 0
     assert losses(tmp_path / "runs" / "plain") == losses(tmp_path / "runs" / "again")

@@ -36,7 +36,7 @@ class ExpertBalance:
             dist.all_reduce(loads)
         means = loads.mean(1, keepdim=True)
         for router, load, mean in zip(self.routers, loads, means, strict=True):
-            if router.correction_bias is not None:
+            if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router stays as it is
                 router.correction_bias += router.config.bias_update_speed * torch.sign(mean - load)
             router.load.zero_()
         return (loads.amax(1) / means.squeeze(1).clamp(min=1)).mean().item()

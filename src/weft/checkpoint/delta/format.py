@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import zstandard
 
+from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
 from weft.config.headers import read_json
 
@@ -110,10 +111,21 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"version {content.get('version')} is not known here; take a newer Weft", path / MANIFEST)
     if content.pop("digest", None) != _digest(content):
         raise UserError("damaged: its contents are not what was written; get it again", path / MANIFEST)
-    lines = {
-        name: Line(**{**line, "base": Base(**line["base"]) if line["base"] else None})
-        for name, line in content["tensors"].items()
-    }
+    try:
+        lines = {
+            name: Line(**{**line, "base": Base(**line["base"]) if line["base"] else None})
+            for name, line in content["tensors"].items()
+        }
+        manifest = Manifest(content["huggingface"], lines, content["removed"], content["files"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"not what `weft delta make` writes ({error}); get it again", path / MANIFEST) from None
+    for name, line in lines.items():
+        # Names of files are not to lead out of the delta, or out of the folder that is made of it.
+        for file, suffix in ((line.file, ".bin"), (line.place or "a.safetensors", ".safetensors")):
+            if Path(file).name != file or Path(file).suffix != suffix:
+                raise UserError(f"{name} is said to be in {file!r}, which no delta has; do not use it", path / MANIFEST)
+        if line.dtype not in DTYPES or (line.base is not None and line.base.dtype not in DTYPES):
+            raise UserError(f"{name} has a dtype that is not known here; take a newer Weft", path / MANIFEST)
     ends: dict[str, int] = {}
     for line in lines.values():
         ends[line.file] = max(ends.get(line.file, 0), line.offset + line.bytes)
@@ -122,11 +134,11 @@ def read_manifest(path: Path) -> Manifest:
         if found != size:
             what = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
             raise UserError(f"damaged delta: {name} {what}; get it again", path)
-    for name, sha256 in content["files"].items():
+    for name, sha256 in manifest.files.items():
         file = path / FOLDER / name
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
             raise UserError("damaged delta: this is not what was written; get it again", file)
-    return Manifest(content["huggingface"], lines, content["removed"], content["files"])
+    return manifest
 
 
 # ---- one block
@@ -152,11 +164,11 @@ def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: t
     """The model's block. Raises ValueError if `delta` is not one of this size."""
     size, count = dtype.itemsize, torch.Size(shape).numel()
     try:
-        planes = zstandard.ZstdDecompressor().decompress(delta, max_output_size=count * size)
+        if zstandard.frame_content_size(delta) != count * size:
+            raise ValueError("a block of another size")
+        planes = zstandard.ZstdDecompressor().decompress(delta)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
-    if len(planes) != count * size:
-        raise ValueError(f"{len(planes)} bytes where {count * size} belong")
     together = np.empty((count, size), np.uint8)
     for place in range(size):  # one by one: four times as fast as turning the whole
         together[:, place] = np.frombuffer(planes, np.uint8, count, place * count)

@@ -24,7 +24,7 @@ from weft.config.huggingface import INDEX, SINGLE, is_huggingface
 from weft.observe.console import Console
 
 # What older versions of transformers saved beside the weights; one side may have it alone.
-_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(masked_)?bias$|position_ids$")
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.position_ids$")
 _NAMED = 4
 
 
