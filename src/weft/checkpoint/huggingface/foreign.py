@@ -53,32 +53,35 @@ def fill_foreign(model: nn.Module, section: ForeignModelSection) -> None:
     path = Path(section.path or "")
     stored = dict(headers(path))
     plain = build_model(section)  # a sharded one has not its class's name, by which the tables are found
-    groups, left = _groups(plain, stored)
+    groups, wrong = _groups(plain, stored)
     shapes = {name: tuple(tensor.shape) for name, tensor in plain.state_dict().items()}
-    made = {}
+    homes: dict[str, str] = {}  # name in the model -> the first name of the group that it is made with
     for first, group in groups.items():
         blank = {name: torch.empty(stored[name].shape, device="meta") for _, name in group.parts}
-        made |= dict.fromkeys(_convert(plain, path, first, group, blank.__getitem__), first)
         for name, tensor in _convert(plain, path, first, group, blank.__getitem__).items():
+            homes[name] = first
             if name in shapes and tuple(tensor.shape) != shapes[name]:
-                left.append(f"{name} is {list(tensor.shape)} where config.json means {list(shapes[name])}")
-    buffers = dict(plain.named_buffers())
-    targets: dict[str, list[torch.Tensor]] = {}
+                wrong.append(f"{name} is {list(tensor.shape)} where config.json means {list(shapes[name])}")
+    buffers = dict(plain.named_buffers())  # those that are in no file are what the constructor computed
+    targets: dict[str, torch.Tensor] = {}
+    tied: list[list[str]] = []
     for name, (tensor, names) in model_tensors(model).items():
-        found = [one for one in names if one in made]
-        if not found and name not in buffers:
-            left.append(f"{name} is missing")
-        for one in found[:1]:
-            targets[one] = [tensor.detach()]
-        for one in found[1:]:
-            _check_tied(path, found[0], one, lambda n: _read(plain, path, made[n], groups[made[n]], stored)[n])
-    if left:
-        more = f"; and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        found = [one for one in names if one in homes]
+        if found:
+            targets[found[0]] = tensor.detach()
+            tied.append(found)
+        elif name not in buffers:
+            wrong.append(f"{name} is missing")
+    if wrong:
+        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise UserError(
             f"its tensors are not those of the {type(plain).__name__} that config.json means: "
-            f"{'; '.join(left[:_NAMED])}{more}",
+            f"{'; '.join(wrong[:_NAMED])}{more}",
             path,
         )
+    for one, *others in tied:
+        for other in others:
+            _check_tied(path, one, other, lambda n: _read(plain, path, homes[n], groups[homes[n]], stored)[n])
     with torch.no_grad():
         for first, group in groups.items():
             _fill_group(plain, path, first, group, stored, targets)
@@ -140,15 +143,14 @@ def _fill_group(model, path, first, group, stored, targets) -> None:
     """Copy a group's tensors into their places: of a sharded one, the rows that this rank has."""
     if group.converter is None:
         if first in targets:
-            (target,) = targets[first]
-            name = group.parts[-1][1]
+            target, name = targets[first], group.parts[-1][1]
             source = Source(name, None, tuple(target.shape))
             _copy(target, lambda start, size: read_part(path / stored[name].file, source, start, size))
         return
     for name, tensor in _read(model, path, first, group, stored).items():
         if name in targets:
             _copy(
-                targets[name][0],
+                targets[name],
                 lambda start, size, t=tensor: t[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))],
             )
 
