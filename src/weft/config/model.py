@@ -16,23 +16,46 @@ Initialization = Literal["normal", "scaled", "muon_zero"]
 class RopeScaling(Section):
     """Rotations stretched to more positions than a model was first trained for, as Hugging Face's `rope_scaling`."""
 
-    rope_type: Literal["linear", "llama3", "yarn"] = Field(
-        description="linear: all alike; llama3: only the slow ones; yarn: the slow ones, and attention sharpened"
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = Field(
+        description="linear: all alike; dynamic: a larger base, the longer the sequence; llama3: only the slow ones; "
+        "yarn: the slow ones, and attention sharpened; longrope: each by a factor of its own, of two sets by length"
     )
     factor: float = Field(gt=0, description="how many times as many positions")
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, description="positions before that; needed by llama3 and yarn"
+        None, ge=1, description="positions before that; needed by all but linear"
     )
     low_freq_factor: float = Field(1.0, gt=0, description="llama3: below so many turns, a rotation is slowed in full")
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: above so many turns, it is left alone")
     beta_fast: float = Field(32.0, gt=0, description="yarn: above so many turns, a rotation is left alone")
     beta_slow: float = Field(1.0, gt=0, description="yarn: below so many turns, it is slowed in full")
     attention_factor: float | None = Field(
-        None, gt=0, description="yarn: factor of the rotated queries and keys; default: 1 + log(factor) / 10"
+        None,
+        gt=0,
+        description="yarn, longrope: factor of the rotated queries and keys; default: 1 + log(factor) / 10, and "
+        "sqrt(1 + log(factor) / log(original_max_position_embeddings))",
     )
     mscale: float | None = Field(None, description="yarn: with mscale_all_dim, another attention_factor, as DeepSeek's")
     mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
     truncate: bool = Field(True, description="yarn: round the range of rotations between the two")
+    short_factor: list[float] | None = Field(
+        None, description="longrope: what each rotation is slowed by in sequences of up to the original positions"
+    )
+    long_factor: list[float] | None = Field(None, description="longrope: the same in longer ones")
+
+    def unfit(self, rotary_dim: int) -> str | None:
+        """What cannot be of heads that have so many rotated numbers; None if all is well."""
+        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
+            return f"{self.rope_type} needs original_max_position_embeddings, the positions before the stretching"
+        if self.rope_type == "dynamic" and rotary_dim < 4:
+            return "dynamic needs at least 4 rotated numbers a head"
+        if self.rope_type == "longrope":
+            for key in ("short_factor", "long_factor"):
+                factors = getattr(self, key) or []
+                if len(factors) != rotary_dim // 2 or not all(factor > 0 for factor in factors):
+                    return f"{key} has {len(factors)} numbers; longrope needs {rotary_dim // 2}, all above 0"
+            if self.original_max_position_embeddings == 1:
+                return "longrope needs original_max_position_embeddings above 1"
+        return None
 
 
 class ModelSection(Section):

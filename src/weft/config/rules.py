@@ -9,12 +9,14 @@ from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.foreign import longest as longest_foreign
 from weft.config.mesh import ParallelSection, mesh_shape
+from weft.config.model import RopeScaling
 
 
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
     """Fill in what follows from other keys, and note what does not fit together."""
     _heads(draft)
     _layers(draft)
+    _rotations(draft)
     _experts(draft)
     _latent(draft)
     _length_of_run(draft)
@@ -70,12 +72,19 @@ def _layers(draft: Draft) -> None:
         for name, said in (("model.layer_types", slides), ("model.sliding_window_pattern", True)):
             if said and draft.get(name) is not None:
                 draft.problem(name, "how many tokens does the sliding window have? set model.sliding_window")
-    scaling = draft.get("model.rope_scaling.rope_type")
-    if scaling in ("llama3", "yarn") and draft.get("model.rope_scaling.original_max_position_embeddings") is None:
-        draft.problem(
-            "model.rope_scaling",
-            f"{scaling} needs original_max_position_embeddings, the positions before the stretching; set it",
-        )
+
+
+def _rotations(draft: Draft) -> None:
+    found = {key: draft.get(f"model.rope_scaling.{key}") for key in RopeScaling.model_fields}
+    width, heads, head = (draft.get(f"model.{key}") for key in ("hidden_size", "num_attention_heads", "head_dim"))
+    share, latent = draft.get("model.partial_rotary_factor"), draft.get("model.mla.qk_rope_head_dim")
+    if found["rope_type"] is None or not (latent or head or (width and heads)):
+        return
+    rotary_dim = latent or int((head or width // heads) * (1.0 if share is None else share))
+    scaling = RopeScaling.model_construct(**{key: value for key, value in found.items() if value is not None})
+    unfit = scaling.unfit(rotary_dim)
+    if unfit is not None:
+        draft.problem("model.rope_scaling", f"{unfit}; set it")
 
 
 def _experts(draft: Draft) -> None:

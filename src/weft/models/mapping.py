@@ -21,14 +21,16 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+_ORIGINAL = "original_max_position_embeddings"
 # The keys of each kind of scaling, beside rope_type.
 _SCALING = {
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
     "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-        "mscale_all_dim", "truncate",
+        "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
     ),
+    "dynamic": ("factor",),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 
 
@@ -189,6 +191,8 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0, layer_type: str
         raise UserError(f"rope_scaling: must be a mapping, not {given!r}")
     if isinstance(given.get(layer_type), dict):
         given = given[layer_type]
+    if any(isinstance(given.get(key), dict) for key in ("full_attention", "sliding_attention")):
+        raise UserError("rope_parameters: this family has no other rotations for some of its layers than for the rest")
     found: dict[str, Any] = {"rope_theta": float(number(given, "rope_theta", number(config, "rope_theta", theta)))}
     kind = given.get("rope_type") or given.get("type") or "default"
     partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
@@ -196,17 +200,29 @@ def read_rope(config: Mapping[str, Any], theta: float = 10000.0, layer_type: str
         found["partial_rotary_factor"] = partial
     if kind == "default":
         return found
+    found["rope_scaling"] = {"rope_type": kind, **_read_scaling(config, given, kind)}
+    return found
+
+
+def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """The keys of `RopeScaling` beside rope_type."""
     if kind not in _SCALING:
         raise UserError(f"rope_scaling: rope_type {kind!r} is not supported; there are {', '.join(_SCALING)}")
     scaling = {key: given[key] for key in _SCALING[kind] if given.get(key) is not None}
-    if kind != "linear" and "original_max_position_embeddings" not in scaling:
-        scaling["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or config.get(
-            "max_position_embeddings"
-        )
+    longest = config.get("max_position_embeddings")
+    if kind == "dynamic":  # transformers stretches from there on, whatever else is stated
+        scaling[_ORIGINAL] = longest
+    elif kind != "linear":  # as in transformers, what stands beside the mapping comes before what stands in it
+        scaling[_ORIGINAL] = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or longest
+    if "factor" not in scaling and kind in ("yarn", "longrope"):
+        scaling["factor"] = number(config, "max_position_embeddings", 1) / number(scaling, _ORIGINAL, 1)
     if "factor" not in scaling:
         raise UserError(f"rope_scaling: a rope_type of {kind!r} needs a factor")
-    found["rope_scaling"] = {"rope_type": kind, **scaling}
-    return found
+    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not isinstance(scaling.get(key), list) or not scaling[key]:
+            raise UserError(f"rope_scaling: a rope_type of 'longrope' needs {key}, a list of numbers")
+        scaling[key] = [float(number({key: factor}, key, 1.0)) for factor in scaling[key]]
+    return scaling
 
 
 def write_rope(section: ModelSection) -> dict[str, Any]:

@@ -121,6 +121,9 @@ def section_of(path: Path) -> ModelSection:
             "another; the file is damaged: download it again",
             path / CONFIG,
         )
+    unfit = section.rope_scaling and section.rope_scaling.unfit(section.rotary_dim)
+    if unfit:
+        raise UserError(f"rope_scaling: {unfit}; download the file again", path / CONFIG)
     return section
 
 

@@ -14,8 +14,12 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotations of all positions, computed once a forward and handed to every block.
 
+    Some scalings depend on how long a sequence is (`dynamic`, `longrope`): that is a row's largest position, plus 1.
+    So a row gets what it would get alone, whatever rows are beside it. Of documents packed into one row, the longest
+    decides for all of them; and keys in a cache stay rotated as they were when the row was shorter.
+
     Args:
-        positions: `[batch, seq]`, or `[1, seq]` where all rows count alike.
+        positions: `[batch, seq]`, or `[1, seq]` where all rows count alike. Whole rows, or their ends.
         rotary_dim: how many of each head's numbers are rotated; even.
         dtype: of the model's computing; the table has at least float32.
 
@@ -25,7 +29,10 @@ def rope_table(
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     frequencies, factor = 1.0 / theta**exponents, 1.0
-    if scaling is not None:
+    if scaling is not None and scaling.rope_type in _BY_LENGTH:
+        lengths = positions.amax(-1, keepdim=True).unsqueeze(-1) + 1  # [batch, 1, 1]
+        frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths)
+    elif scaling is not None:
         frequencies, factor = _SCALINGS[scaling.rope_type](frequencies, theta, scaling)
     angles = positions.to(dtype).unsqueeze(-1) * frequencies  # [batch, seq, rotary_dim / 2]
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
@@ -43,6 +50,16 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
         return torch.cat((rotate(x[..., :rotary_dim], table), x[..., rotary_dim:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def switches(scaling: RopeScaling | None, before: int, after: int) -> bool:
+    """Whether a sequence that grows from `before` tokens to `after` has all its positions rotated in another way.
+
+    Then keys of a cache are to be made again: longrope has two sets of rotations, and a model is trained with either.
+    """
+    if scaling is None or scaling.rope_type != "longrope":
+        return False
+    return before <= scaling.original_max_position_embeddings < after
 
 
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
@@ -87,4 +104,29 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return 0.1 * growth + 1
 
 
+def _dynamic(
+    exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """A larger base for sequences beyond the first context, by their length (NTK-aware; Peng et al., 2023)."""
+    original, rotary_dim = scaling.original_max_position_embeddings, 2 * exponents.shape[0]
+    lengths = lengths.clamp(min=original).to(exponents.dtype)
+    growth = scaling.factor * lengths / original - (scaling.factor - 1)
+    base = theta * growth ** (rotary_dim / (rotary_dim - 2))
+    return 1.0 / base**exponents, 1.0
+
+
+def _longrope(
+    exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Each rotation slowed by a factor of its own: one set within the first context, one beyond (Ding et al., 2024)."""
+    original = scaling.original_max_position_embeddings
+    short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
+    factors = torch.where(lengths > original, long, short)  # [batch, 1, rotary_dim / 2]
+    sharpened = scaling.attention_factor
+    if sharpened is None:
+        sharpened = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(original))
+    return 1.0 / (factors * theta**exponents), sharpened
+
+
 _SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_BY_LENGTH = {"dynamic": _dynamic, "longrope": _longrope}
