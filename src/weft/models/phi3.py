@@ -34,19 +34,28 @@ WEIGHTS = (
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
+    config = {"original_max_position_embeddings": 4096, **config}
+    for key in ("rope_parameters", "rope_scaling"):
+        given = config.get(key)
+        if isinstance(given, dict) and (given.get("rope_type") or given.get("type")) in ("su", "yarn"):
+            config[key] = given | {"rope_type": "longrope"}  # what older files, and transformers, mean by these
     rope = read_rope(config)
-    if "rope_scaling" in rope:  # transformers takes Phi-3's for longrope, whatever they say
-        raise UserError("rope_scaling: Phi-3's stretched rotations (longrope) are not supported")
+    kind = rope["rope_scaling"]["rope_type"] if "rope_scaling" in rope else "longrope"
+    if kind != "longrope":
+        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported for Phi-3, only 'longrope'")
     return {"family": "phi3", **read(config, KEYS, DEFAULTS), **rope}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
     """The keys of the config.json that transformers loads."""
-    return (
-        write(section, KEYS)
-        | write_rope(section)
-        | {"original_max_position_embeddings": section.max_position_embeddings}
-    )
+    written, scaling, longest = write(section, KEYS) | write_rope(section), section.rope_scaling, None
+    if scaling is not None:
+        longest = scaling.original_max_position_embeddings
+        if scaling.attention_factor is None and scaling.factor == section.max_position_embeddings / (longest or 1):
+            # Before transformers 5 there must be these keys and no others; the rest follows from the lengths.
+            lists = {key: written["rope_scaling"].get(key) for key in ("short_factor", "long_factor")}
+            written["rope_scaling"] = {"type": scaling.rope_type, **lists}
+    return written | {"original_max_position_embeddings": longest or section.max_position_embeddings}
 
 
 PRESETS = {
