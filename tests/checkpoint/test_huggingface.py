@@ -201,6 +201,23 @@ def test_import_in_another_dtype(tmp_path):
         assert torch.equal(converted.state_dict()[name], value.bfloat16())
 
 
+def test_the_bias_that_balances_experts_stays_precise(tmp_path):
+    config = transformers.DeepseekV3Config(**LLAMA | LATENT | {"n_group": 2, "topk_group": 1})
+    model = AutoModelForCausalLM.from_config(config)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    with torch.no_grad():
+        bias.copy_(0.5 + 0.001 * torch.arange(4))
+    source = folder(tmp_path / "hf", model)
+    assert weft_command("import", source, tmp_path / "ours", "--dtype", "bfloat16") == 0
+    assert weft_command("export", tmp_path / "ours", tmp_path / "back", "--dtype", "bfloat16") == 0
+    for path in (tmp_path / "ours", tmp_path / "back"):
+        loaded = weft.load_model(path, dtype=torch.bfloat16)
+        assert torch.equal(loaded.layers[1].mlp.router.correction_bias, bias)
+        assert loaded.layers[1].mlp.router.weight.dtype == torch.bfloat16
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(back.model.layers[1].mlp.gate.e_score_correction_bias, bias)
+
+
 def losses(tmp_path, name):
     lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [line["loss"] for line in map(json.loads, lines) if "loss" in line]

@@ -16,6 +16,7 @@ from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
 from weft.config.huggingface import is_huggingface
 from weft.config.model import CustomModelSection, ModelSection
+from weft.models.huggingface import saved_as
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
@@ -63,7 +64,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     if (dtype is not None or len(floating) == 1) and not isinstance(section, ForeignModelSection):
         model.to(dtype or floating.pop())  # also what no checkpoint holds
     for name, (tensor, _) in model_tensors(model).items():
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else saved.get(name, tensor.dtype)
+        wanted = saved_as(name, dtype, saved.get(name, tensor.dtype))
         tensor.data = tensor.data.to(wanted)
     load(checkpoint, model=model)
     return model.eval()

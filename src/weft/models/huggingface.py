@@ -150,6 +150,16 @@ def tensors(model: Decoder) -> dict[str, torch.Tensor]:
     }
 
 
+def saved_as(name: str, asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
+    """What one of our tensors is saved or loaded as, where a dtype is asked for.
+
+    A router's correction bias stays as precise as it is, as in transformers: it moves by less than bfloat16 can tell.
+    """
+    if asked is None or not stored.is_floating_point or name.endswith(".correction_bias"):
+        return stored
+    return asked
+
+
 def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transform | None:
     """What a line of a table means for one of its tensors; None if nothing is to be done."""
     transform = Transform(transposed=weight.transposed and is_matrix, stacked=weight.stacked)

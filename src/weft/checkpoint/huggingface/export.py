@@ -24,7 +24,7 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.headers import copy_tokenizer, read_tokenizer
 from weft.config.huggingface import CONFIG, INDEX, SINGLE, is_huggingface
 from weft.config.model import ModelSection
-from weft.models.huggingface import Transform, config_of, invert
+from weft.models.huggingface import Transform, config_of, invert, saved_as
 from weft.observe.console import Console
 
 SHARD_BYTES = 5_000_000_000
@@ -125,7 +125,7 @@ def their_entries(checkpoint: Path, section: ModelSection, dtype: torch.dtype | 
         shape = invert(transform, [torch.empty(entry["shape"][one:], device="meta") for entry in found]).shape
         kind = getattr(torch, found[0]["dtype"])
         read = partial(_read, checkpoint, index, [MODEL_PREFIX + name for name, _ in ours], transform)
-        entries.append(Entry(theirs, dtype or kind, tuple(shape), read))
+        entries.append(Entry(theirs, saved_as(ours[0][0], dtype, kind), tuple(shape), read))
     return entries
 
 

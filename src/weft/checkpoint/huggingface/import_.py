@@ -17,6 +17,7 @@ from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.writing import write_checkpoint
 from weft.config.headers import read_json
 from weft.config.model import ModelSection
+from weft.models.huggingface import saved_as
 from weft.observe.console import Console
 
 
@@ -68,5 +69,5 @@ def import_folder(
 
 def _entry(folder: HuggingFaceFolder, name: str, dtype: torch.dtype | None) -> Entry:
     return Entry(
-        MODEL_PREFIX + name, dtype or folder.dtype(name), folder.sources[name].shape, partial(folder.read, name)
+        MODEL_PREFIX + name, saved_as(name, dtype, folder.dtype(name)), folder.sources[name].shape, partial(folder.read, name)
     )
