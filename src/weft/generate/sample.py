@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from weft.config.errors import UserError
-from weft.generate.cache import KVCache
+from weft.generate.cache import KVCache, windows_of
+
+CHUNK = 2048  # tokens of all prompts together in one forward: the memory it takes does not grow with the prompts
 
 
 def generate(
@@ -78,9 +80,14 @@ def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cach
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(device)  # [batch, width]
     starts = starts.to(device)
     use_cache = use_cache and getattr(model, "takes_cache", True)
-    store = KVCache(width + max_new_tokens - 1, starts if padded else None) if use_cache else None
+    windows = windows_of(model)
+    store = KVCache(width + max_new_tokens - 1, starts if padded else None, windows) if use_cache else None
     finished = [False] * len(prompts)
     fed = tokens
+    if store is not None and windows is not None:  # not every model of others takes a prompt in pieces
+        *pieces, fed = tokens.split(max(1, CHUNK // len(prompts)), dim=1)
+        for piece in pieces:
+            next_logits(model, piece, store, starts, store.length + piece.shape[1])
     for step in range(max_new_tokens):
         logits = next_logits(model, fed, store, starts, step + width)
         if step == 0 and first is not None:
