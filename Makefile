@@ -77,8 +77,9 @@ bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside
 	  .venv/bin/python -c "$$where" > "$$(.venv-modalities/bin/python -c "$$where")/shared.pth"
 	@touch $@
 
-docs: $(STAMP) ## write docs/configuration.md again from the schema
+docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
+	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
 
 gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchmarks (OUT= for the results)
 	@mkdir -p $(OUT)

@@ -22,6 +22,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "train": {
         "config": ("weft.cli.config", "check a run's YAML file, show it resolved, print its schema"),
+        "models": ("weft.cli.models", "list families and presets of models, with their sizes"),
         "train": ("weft.cli.train", "train a model as a YAML file says; go on if it was interrupted"),
     },
     "use": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def dump_yaml(config: RunSections, *, origins: bool = False) -> str:
         elif content is not None:
             _write(lines, config, section, f"{section}: {_spell(content)}", origins)
     return "\n".join(lines) + "\n"
+
+
+def dump_section(name: str, keys: Mapping[str, Any]) -> str:
+    """One section by itself as YAML, which a run's file can hold or extend."""
+    return "\n".join([f"{name}:", *(f"  {_spell(key)}: {_spell(value)}" for key, value in keys.items())]) + "\n"
 
 
 def _write(lines: list[str], config: RunSections, key: str, line: str, origins: bool) -> None:

@@ -24,3 +24,38 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 def to_hf(section: ModelSection) -> dict[str, Any]:
     """The keys of the config.json that transformers loads."""
     return write(section, KEYS) | write_rope(section)
+
+
+PRESETS = {
+    # Granite 3.0 2B and 8B: 2.53B and 8.17B.
+    "granite3.0-2b": {
+        "family": "granite",
+        "vocab_size": 49155,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "tie_word_embeddings": True,
+    },
+    "granite3.0-8b": {
+        "family": "granite",
+        "vocab_size": 49155,
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12800,
+        "max_position_embeddings": 4096,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0078125,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+        "tie_word_embeddings": True,
+    },
+}

@@ -42,4 +42,16 @@ PRESETS = {
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
     },
+    # Its third version, without the window: 7.25B.
+    "mistral-7b-v0.3": {
+        "family": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+    },
 }
