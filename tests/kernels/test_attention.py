@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from weft.kernels import documents
-from weft.kernels.attention import attention, document_mask
+from weft.kernels.attention import attention
 from weft.kernels.documents import block_mask, document_attention, segment_mask
+from weft.kernels.masks import attention_mask
 
 CPU = {"dtype": torch.float64, "head_dim": 8}
 
@@ -58,7 +59,7 @@ def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale
     if form == "segments":
         ours = attention(q, k, v, causal=True, segments=segments, scale=scale)
     else:
-        mask = segment_mask(segments) if form == "boolean mask" else document_mask(segments, **CPU)
+        mask = segment_mask(segments) if form == "boolean mask" else attention_mask(segments, segments, **CPU)
         ours = attention(q, k, v, causal=True, mask=mask, scale=scale)
     expected = written_out(q, k, v, segments, scale)
     assert (ours - expected).abs().max() < 1e-12
@@ -148,9 +149,9 @@ def test_flex_attention_reads_the_table():
 
 def test_each_device_and_precision_gets_its_form():
     segments = some_segments(8)
-    assert document_mask(segments, **CPU) is segments
-    assert document_mask(segments, **CPU, dropout=0.1).dtype == torch.bool
-    assert document_mask(segments.to("meta"), **CPU).dtype == torch.bool
+    assert attention_mask(segments, segments, **CPU) is segments
+    assert attention_mask(segments, segments, **CPU, dropout=0.1).dtype == torch.bool
+    assert attention_mask(segments.to("meta"), segments.to("meta"), **CPU).dtype == torch.bool
 
 
 @pytest.mark.gpu
@@ -163,7 +164,7 @@ def test_on_a_gpu_it_is_the_reference_forward_and_backward(dtype, heads, kv_head
     torch.set_float32_matmul_precision("highest")
     q, k, v = drawn(seq, heads, kv_heads, head_dim, dtype, "cuda")
     segments = some_segments(seq).cuda()
-    mask = document_mask(segments, dtype=dtype, head_dim=head_dim)
+    mask = attention_mask(segments, segments, dtype=dtype, head_dim=head_dim)
     assert isinstance(mask, torch.Tensor) == (dtype == torch.float64 or head_dim < 16)
     ours = attention(q, k, v, causal=True, mask=mask)
     assert ours.dtype == dtype

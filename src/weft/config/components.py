@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from weft.config.errors import UserError
 from weft.config.section import Component
-from weft.config.signature import Argument, signature
+from weft.config.signature import Argument, method_signature, signature
 from weft.config.source import ClassSource, Module, NoModule, NotFound, find_class
 from weft.config.suggest import did_you_mean
 
@@ -30,10 +31,17 @@ class Room:
     Attributes:
         folder: of the built-ins, below `src/weft`; None if all are the user's own.
         injected: what Weft gives by position, before the configuration keys.
+        methods: what Weft calls a part of the user's own by, and what it gives by position. One of them must be there.
     """
 
     folder: str | None
     injected: tuple[str, ...] = ()
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
+    """The methods of what is called as a function: a class's, or an nn.Module's."""
+    return {"__call__": arguments, "forward": arguments}
 
 
 ROOMS = {
@@ -43,6 +51,12 @@ ROOMS = {
     "tracker": Room("observe/trackers", ("run",)),
     "model": Room(None),
     "dataset": Room(None),
+    "attention_pattern": Room("kernels/patterns", (), _called("query", "key")),
+    "attention": Room(None, ("config",), _called("q", "k", "v", "mask")),
+    "norm": Room(None, ("width", "eps"), _called("x")),
+    "activation": Room(None, (), _called("x")),
+    "position": Room(None, ("config",), {"embed": ("x", "positions"), "forward": ("q", "k", "positions")}),
+    "initialization": Room(None, (), _called("name", "shape", "role", "generator", "config")),
 }
 
 
@@ -117,8 +131,29 @@ def find_part(type_: str, room: str) -> Part:
             f"{type_!r}: Weft makes it as {name}({', '.join(chosen.injected)}, ...), "
             f"but it takes no argument by position; begin its __init__ with self, {chosen.injected[0]}"
         )
+    _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
     return Part(module, name, arguments, injected, takes.accepts_any, source.doc)
+
+
+def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises UserError if a class cannot be called as Weft calls it, as far as its source tells."""
+    found = {name: method_signature(source, name) for name in methods}
+    if methods and not any(found.values()):
+        wanted = " or ".join(f"{name}({', '.join(given)})" for name, given in methods.items())
+        raise UserError(f"{type_!r}: {source.node.name} ({source.place}) has no {wanted}; add the method")
+    for name, given in methods.items():
+        takes = found[name]
+        if takes is None:
+            continue
+        needed = {key for key, argument in takes.arguments.items() if argument.required}
+        if (len(takes.positional) < len(given) and not takes.any_positional) or (
+            needed - set(takes.positional[: len(given)])
+        ):
+            raise UserError(
+                f"{type_!r}: Weft calls {name}({', '.join(given)}), and the class ({source.place}) has "
+                f"{name}({', '.join(takes.arguments)}); give it these arguments"
+            )
 
 
 def _locate(type_: str, room: str) -> tuple[str, str | None]:

@@ -27,6 +27,7 @@ ROOM_OF = {
     "optimizer": "optimizer",
     "schedule": "schedule",
     "model": "model",
+    "model.attention_pattern": "attention_pattern",
     "data.train": "dataset",
     "data.validation": "dataset",
     "data.train[]": "dataset",

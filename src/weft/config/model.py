@@ -7,10 +7,19 @@ from typing import Literal
 from pydantic import Field
 
 from weft.config.experts import ExpertsSection, LatentAttentionSection
-from weft.config.section import Component, Section
+from weft.config.section import Component, OwnClass, Section
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Initialization = Literal["normal", "scaled", "muon_zero"]
+
+
+class AttentionPatternSection(Component):
+    """Sparse attention: which of the keys before it a query looks at. Built in: files of `weft/kernels/patterns/`.
+
+    Within each document, which a pattern is counted from the start of; a query always sees itself. On a GPU blocks that
+    nobody looks at are skipped (flex attention); on a CPU it is a mask. A class of one's own is called with the places
+    of queries and keys.
+    """
 
 
 class RopeScaling(Section):
@@ -84,9 +93,10 @@ class ModelSection(Section):
     )
     max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
 
-    position: Literal["rope", "learned", "alibi", "none"] = Field(
+    position: Literal["rope", "learned", "alibi", "none"] | OwnClass = Field(
         "rope",
-        description="rotations of queries and keys, a learned table, penalties on distance (Press et al., 2022), none",
+        description="rotations of queries and keys, a learned table, penalties on distance (Press et al., 2022), none; "
+        "or module:Class of your own",
     )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
     rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")
@@ -115,8 +125,17 @@ class ModelSection(Section):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
         None, description="which layers have the sliding window, one by one; default: as sliding_window_pattern says"
     )
-    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] = Field(
-        "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight"
+    attention_implementation: Literal["auto", "sdpa", "flex", "flash"] | OwnClass = Field(
+        "auto",
+        description="auto: the fastest of PyTorch's for the device and the mask; sdpa: no flex attention; flex: where it "
+        "can be (GPUs); flash: the package flash-attn (GPUs, 16 bits); or module:Class of your own. Beside a cache of "
+        "keys the first four are all sdpa",
+    )
+    attention_pattern: AttentionPatternSection | None = Field(
+        None, description="sparse attention, as {type: sliding, window: 256}; default: all before it"
+    )
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] | OwnClass = Field(
+        "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight; or module:Class of your own"
     )
     norm_bias: bool = Field(True, description="layernorm has a bias")
     norm_placement: Literal["pre", "post", "both"] = Field(
@@ -137,7 +156,7 @@ class ModelSection(Section):
         "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
     )
     moe: ExpertsSection | None = Field(None, description="a mixture of experts in place of the MLP; default: none")
-    hidden_act: Activation = Field("silu", description="the MLP's nonlinearity")
+    hidden_act: Activation | OwnClass = Field("silu", description="the MLP's nonlinearity; or module:Class of your own")
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
     attention_output_bias: bool | None = Field(None, description="the output projection's; default: attention_bias")
     mlp_bias: bool = Field(False, description="biases in the MLP")
@@ -157,10 +176,11 @@ class ModelSection(Section):
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="on what each block adds to the residual stream")
     embedding_dropout: float = Field(0.0, ge=0, lt=1, description="on the embedded tokens")
 
-    initialization: Initialization = Field(
+    initialization: Initialization | OwnClass = Field(
         "scaled",
         description="normal: N(0, initializer_range); scaled: that, output projections divided by sqrt(2 x layers), as "
-        "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero",
+        "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero; or "
+        "module:Class of your own",
     )
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
 
@@ -173,8 +193,8 @@ class ModelSection(Section):
         return self.sliding_window_pattern is None or (layer + 1) % self.sliding_window_pattern != 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, rotates queries and keys by their positions."""
-        if self.position != "rope":
+        """Whether a layer, counted from 0, turns queries and keys by their positions."""
+        if self.position in ("learned", "alibi", "none"):
             return False
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])

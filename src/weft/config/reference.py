@@ -20,12 +20,12 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
-from weft.config.section import Component
+from weft.config.section import Component, OwnClass
 from weft.config.signature import MISSING, Argument
 from weft.config.size import in_words, model_size
 from weft.config.values import describe, spell
 
-_OWN_CLASS = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+_OWN_CLASS = TypeAdapter(OwnClass).json_schema()["pattern"]
 
 _ITEMS = ("StoreSource", "StageSection")  # of lists, which are replaced whole: no base file has a part of one
 
@@ -52,6 +52,7 @@ def json_schema() -> dict[str, Any]:
     ):
         _add_parts(definitions[name], room, required=False)
     _add_parts(definitions["Component"], "tracker", required=True)
+    _add_parts(definitions["AttentionPatternSection"], "attention_pattern", required=True)
     for name in ("DatasetSection", "DatasetSource", "CustomModelSection"):
         definitions[name]["properties"]["type"]["pattern"] = _OWN_CLASS
         definitions[name]["required"] = ["type"]
@@ -66,6 +67,7 @@ def json_schema() -> dict[str, Any]:
     for name, definition in definitions.items():
         if name not in (
             "Component",
+            "AttentionPatternSection",
             "DatasetSection",
             "DatasetSource",
             "CustomModelSection",
@@ -169,6 +171,11 @@ def _section(name: str, section: type[BaseModel]) -> str:
             inner = [_row(below_key, below_info) for below_key, below_info in field_names(part).items()]
             each = ", each item of a list" if part is not below else ""
             text += f"\n### {name}.{key}{each}\n\n{_prose(part.__doc__)}\n\n{_table(inner)}"
+        if below is not None and issubclass(below, Component) and f"{name}.{key}" in ROOM_OF:
+            kind = ROOM_OF[f"{name}.{key}"]
+            text += f"\n### {name}.{key}\n\n{_prose(below.__doc__)}\n"
+            for type_ in built_ins(kind):
+                text += "\n" + _part(f"{name}.{key}", type_, find_part(type_, kind)).replace("###", "####", 1)
     room = ROOM_OF.get(name) if issubclass(section, Component) else ("tracker" if name == "log" else None)
     for type_ in built_ins(room) if room else ():
         text += "\n" + _part(name if room != "tracker" else "log.trackers", type_, find_part(type_, room or ""))
@@ -212,6 +219,8 @@ def _table(rows: list[str]) -> str:
 
 def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     """A type with its bounds, in words."""
+    if kind == OwnClass:
+        return describe(kind)
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *more = get_args(kind)

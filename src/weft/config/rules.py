@@ -10,6 +10,7 @@ from weft.config.errors import UserError
 from weft.config.foreign import longest as longest_foreign
 from weft.config.mesh import ParallelSection, mesh_shape
 from weft.config.model import RopeScaling
+from weft.config.own import check_parts
 
 
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
@@ -19,6 +20,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _rotations(draft)
     _experts(draft)
     _latent(draft)
+    check_parts(draft)
     _length_of_run(draft)
     _positions(draft)
     _batch(draft)

@@ -102,6 +102,28 @@ def method_arguments(source: ClassSource, name: str) -> frozenset[str] | None:
     return frozenset(arg.arg for arg in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs))
 
 
+def method_signature(source: ClassSource, name: str, depth: int = DEPTH) -> Signature | None:
+    """The arguments of a class's method, its own or inherited, without `self`; None if it has none.
+
+    Where a base cannot be read, it may have any: `accepts_any` and `any_positional`.
+    """
+    method = _method(source.node, name)
+    if method is not None:
+        return _function_signature(method, source.module)
+    for base in source.node.bases:
+        if isinstance(base, ast.Subscript):
+            base = base.value
+        if last_name(base) in _WITHOUT_ARGUMENTS:
+            continue
+        found = source.module.look_up(dotted(base) or "")
+        if not isinstance(found, ClassSource) or depth <= 0:
+            return Signature(accepts_any=True, any_positional=True)
+        inherited = method_signature(found, name, depth - 1)
+        if inherited is not None:
+            return inherited
+    return None
+
+
 def _function_signature(function: ast.FunctionDef, module: Module) -> Signature:
     a = function.args
     positional = [*a.posonlyargs, *a.args][1:]

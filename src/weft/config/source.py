@@ -34,6 +34,11 @@ class ClassSource:
         return ast.get_docstring(self.node) or ""
 
     @property
+    def place(self) -> str:
+        """File and line, as `my_parts.py:12`."""
+        return f"{_short(self.module.path)}:{self.node.lineno}"
+
+    @property
     def bases(self) -> list[str]:
         """Names of the base classes, without their modules."""
         return [last_name(base) for base in self.node.bases]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 
 from weft.config.errors import Problem
+from weft.config.section import OwnClass
 from weft.config.suggest import did_you_mean
 from weft.config.tree import COMMAND_LINE, Node
 
@@ -44,6 +45,11 @@ def check_value(
         problems.append(node.problem(key, what))
         return INVALID
     branches = [branch for branch in branches if branch is not type(None)]
+    if OwnClass in branches and isinstance(node.value, str):
+        if ":" in node.value:
+            return node.value  # whose class is looked for in `config/own.py`
+        names = [name for branch in branches if get_origin(branch) is Literal for name in get_args(branch)]
+        return _literal(node, tuple(names), key, problems, "; or give module:Class of your own")
     if len(branches) == 1:
         return _check_one(node, branches[0], key, problems, bounds)
     tried: list[list[Problem]] = []
@@ -148,14 +154,14 @@ def _remedy(node: Node, kind: Any) -> str:
     return ""
 
 
-def _literal(node: Node, choices: tuple[Any, ...], key: str, problems: list[Problem]) -> Any:
+def _literal(node: Node, choices: tuple[Any, ...], key: str, problems: list[Problem], otherwise: str = "") -> Any:
     for choice in choices:
         if node.value == choice and type(node.value) is type(choice):
             return choice
     words = [str(choice) for choice in choices]
     hint = did_you_mean(node.value, words, cutoff=0.45) if isinstance(node.value, str) else ""
     one_of = f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    problems.append(node.problem(key, f"must be {one_of}, not {show(node)}{hint}"))
+    problems.append(node.problem(key, f"must be {one_of}, not {show(node)}{hint or otherwise}"))
     return INVALID
 
 
@@ -204,6 +210,8 @@ def _broken(value: Any, bound: Any) -> str | None:
 
 def describe(kind: Any) -> str:
     """A type in words."""
+    if kind == OwnClass:
+        return "module:Class"
     kind, _ = _unwrap(kind)
     origin = get_origin(kind)
     if origin is Literal:

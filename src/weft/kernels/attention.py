@@ -10,44 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels.cross_entropy import cap
-from weft.kernels.documents import block_mask, document_attention, segment_mask
+from weft.kernels.documents import document_attention
+from weft.kernels.flash import FlashMask, flash_attention
+from weft.kernels.masks import attention_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those that Triton's matrix products know
-
-
-def document_mask(
-    segments: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    head_dim: int,
-    dropout: float = 0.0,
-    window: int | None = None,
-    plain: bool = True,
-) -> torch.Tensor | BlockMask:
-    """What keeps attention inside documents, and inside a sliding window (Beltagy et al., 2020).
-
-    For `attention`'s `mask`: made once a forward, for all layers that need the same.
-
-    On a GPU it is a table of blocks for flex attention; on a CPU the segments themselves, whose documents are attended
-    to one by one; else (dropout of weights, float64 on a GPU, other devices) a boolean mask.
-
-    Args:
-        segments: int64 `[batch, seq]`, a number for each token's document; a document is a run of one number.
-        dtype, head_dim: of the queries.
-        dropout: as `attention`'s.
-        window: the most keys that a query sees, its own with them.
-        plain: `attention` is called without `softcap`, `slopes` and `sinks`.
-    """
-    kind = segments.device.type
-    window = None if window is None or window >= segments.shape[1] else window
-    if dropout == 0 and kind == "cpu" and window is None and plain:
-        return segments
-    if dropout == 0 and kind == "cuda" and dtype in FLEX_DTYPES and head_dim >= 16:
-        return block_mask(segments, window)
-    return segment_mask(segments, window)
 
 
 def attention(
@@ -57,7 +25,7 @@ def attention(
     *,
     causal: bool,
     segments: torch.Tensor | None = None,
-    mask: torch.Tensor | BlockMask | None = None,
+    mask: torch.Tensor | BlockMask | FlashMask | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
@@ -73,8 +41,8 @@ def attention(
         causal: a query sees only the keys before it and its own. With fewer queries than keys, the queries are the
             last ones. Ignored beside a `mask`.
         segments: `[batch, seq]`; attention stays inside runs of one number (and is causal).
-        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `document_mask`
-            made. It says all: `causal` and `segments` are not looked at.
+        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `attention_mask`
+            made, whose form chooses the kernel. It says all: `causal` and `segments` are not looked at.
         dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
         softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
@@ -87,14 +55,17 @@ def attention(
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     plain = softcap is None and slopes is None and sinks is None
     if mask is None and segments is not None:
-        mask = document_mask(segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, plain=plain)
-    if mask is not None and not isinstance(mask, torch.Tensor):
+        mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, plain=plain)
+    if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
         return _flex(q, k, v, mask, scale, grouped, softcap, slopes, sinks)
-    if not plain:
+    if not plain and not isinstance(mask, FlashMask):
         return _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks)
     if v.shape[3] < q.shape[3]:  # the fused kernels want one size
         wide = F.pad(v, (0, q.shape[3] - v.shape[3]))
-        return attention(q, k, wide, causal=causal, mask=mask, dropout=dropout, scale=scale)[..., : v.shape[3]]
+        settings = {"dropout": dropout, "scale": scale, "softcap": softcap, "slopes": slopes}
+        return attention(q, k, wide, causal=causal, mask=mask, **settings)[..., : v.shape[3]]
+    if isinstance(mask, FlashMask):
+        return flash_attention(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap, slopes=slopes)
     if mask is not None and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from weft.config.components import load_class
 from weft.config.model import ModelSection
-from weft.kernels.attention import document_mask
 from weft.kernels.cross_entropy import cap, token_logprobs
-from weft.models.layers.attention import Attention
+from weft.kernels.masks import attention_mask, pattern_rows
+from weft.models.layers.attention import Attention, Turn
 from weft.models.layers.experts import MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.mlp import MLP
-from weft.models.layers.norm import NORMS
-from weft.models.layers.rope import rope_table
+from weft.models.layers.norm import make_norm
+from weft.models.layers.own import own_part
+from weft.models.layers.position import turns_of
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, from `rope_table`
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from weft.kernels.flash import FlashMask
 
 
 class Cache(Protocol):
@@ -52,20 +57,20 @@ class Block(nn.Module):
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
-        self.attention_norm = norm(config) if before else None
+        self.attention_norm = make_norm(config) if before else None
         self.attention = Attention(config, layer) if config.mla is None else LatentAttention(config, layer)
-        self.attention_post_norm = norm(config) if after else None
-        self.mlp_norm = norm(config) if before else None
+        self.attention_post_norm = make_norm(config) if after else None
+        self.mlp_norm = make_norm(config) if before else None
         self.has_experts = config.has_experts(layer)
         self.mlp = MixtureOfExperts(config) if self.has_experts else MLP(config)
-        self.mlp_post_norm = norm(config) if after else None
+        self.mlp_post_norm = make_norm(config) if after else None
         self.parallel, self.multiplier = config.use_parallel_residual, config.residual_multiplier
 
     def forward(
         self,
         x: torch.Tensor,
-        rope: Rope | None = None,
-        mask: torch.Tensor | None = None,
+        turn: Turn | None = None,
+        mask: torch.Tensor | BlockMask | FlashMask | None = None,
         cache: Cache | None = None,
         shares: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -73,25 +78,24 @@ class Block(nn.Module):
 
         Args:
             x: `[batch, seq, width]`.
-            rope: `rope_table`'s rotations; None for other position schemes.
-            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `document_mask`'s; None: causal.
+            turn: what positions do to queries and keys; None: nothing.
+            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `attention_mask`'s; None: causal.
             cache: earlier keys and values, extended by these.
             shares: as in `Decoder.forward`.
 
         Returns:
             `[batch, seq, width]`
         """
-        # Without a norm to do it, the part's input is cast to its weights' dtype: the residual stream may be wider.
-        inner = self.cast(x) if self.attention_norm is None else self.attention_norm(x)
-        attended = self.added(self.attention(inner, rope, mask, cache), self.attention_post_norm)
+        inner = self.cast(x if self.attention_norm is None else self.attention_norm(x))
+        attended = self.added(self.attention(inner, turn, mask, cache), self.attention_post_norm)
         seen = x if self.parallel else x + attended
-        inner = self.cast(seen) if self.mlp_norm is None else self.mlp_norm(seen)
+        inner = self.cast(seen if self.mlp_norm is None else self.mlp_norm(seen))
         through = self.mlp(inner, shares) if self.has_experts else self.mlp(inner)
         out = seen + self.added(through, self.mlp_post_norm)
         return out + attended if self.parallel else out
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """To the dtype of the weights that multiply it."""
+        """To the dtype of the weights that multiply it: the residual stream may be wider."""
         return x.to(self.attention.o_proj.weight.dtype)
 
     def added(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
@@ -99,12 +103,6 @@ class Block(nn.Module):
         if post_norm is not None:
             out = post_norm(out)
         return out if self.multiplier == 1.0 else out * self.multiplier
-
-
-def norm(config: ModelSection) -> nn.Module:
-    """One norm of the residual stream."""
-    options = {"bias": config.norm_bias} if config.norm == "layernorm" else {}
-    return NORMS[config.norm](config.hidden_size, config.rms_norm_eps, **options)
 
 
 class Decoder(nn.Module):
@@ -124,10 +122,13 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
+        self.position = own_part(config.position, "position", config) if ":" in config.position else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = norm(config)
+        self.norm = make_norm(config)
         slides = any(config.slides(layer) for layer in range(config.num_hidden_layers))
         self.window = config.sliding_window if slides else None
+        pattern = config.attention_pattern
+        self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
         self.token_logprobs = token_logprobs  # a seam: compiled, or over a split vocabulary
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
@@ -165,50 +166,50 @@ class Decoder(nn.Module):
             x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
-        ropes = self.ropes(positions, x.dtype)
+        if hasattr(self.position, "embed"):
+            x = self.position.embed(x, positions)
+        turns = turns_of(config, self.position, positions, x.dtype)
         x = F.dropout(x, config.embedding_dropout, self.training)
-        masks = self.masks(tokens, segments, cache, x.dtype)
+        masks = self.masks(tokens, positions, segments, cache, x.dtype)
         for number, layer in enumerate(self.layers):
             slides = config.slides(number)
-            x = layer(x, ropes[slides] if config.rotates(number) else None, masks[slides], cache, shares)
+            x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, shares)
         if cache is not None:
             cache.advance(seq)
-        x = self.norm(x)
+        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        x = self.norm(x).to(head.dtype)
         if config.logits_scaling != 1.0:
             x = x / config.logits_scaling
-        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if labels is not None:
             return self.token_logprobs(x, head, labels, config.logit_softcap)
         logits = F.linear(x, head)
         return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
 
-    def ropes(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[Rope | None, Rope | None]:
-        """The rotations of layers that see all, and of those with a sliding window."""
-        config = self.config
-        if config.position != "rope":
-            return None, None
-        rotary_dim = config.rotary_dim
-        rope = rope_table(positions, rotary_dim, config.rope_theta, dtype, config.rope_scaling)
-        if self.window is None or config.rope_local_base_freq is None:
-            return rope, rope
-        return rope, rope_table(positions, rotary_dim, config.rope_local_base_freq, dtype)
-
     def masks(
-        self, tokens: torch.Tensor, segments: torch.Tensor | None, cache: Cache | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        segments: torch.Tensor | None,
+        cache: Cache | None,
+        dtype: torch.dtype,
+    ) -> tuple[Any, Any]:
         """What the queries of layers that see all may look at, and those of layers with a sliding window."""
         config, seq, window = self.config, tokens.shape[1], self.window
         if cache is not None:
             full = cache.mask(seq, tokens.device)
+            if self.pattern is not None:
+                full = pattern_rows(self.pattern, positions, cache.length + seq, full)
             return full, full if window is None else cache.mask(seq, tokens.device, window)
         make = partial(
-            document_mask,
+            attention_mask,
+            tokens,
+            segments,
             dtype=dtype,
             head_dim=config.qk_head_dim,
             dropout=config.attention_dropout if self.training else 0.0,
+            pattern=self.pattern,
             plain=config.attn_logit_softcapping is None and config.position != "alibi" and not config.attention_sinks,
+            implementation=config.attention_implementation,
         )
-        full = None if segments is None else make(segments)
-        if window is None or window >= seq:
-            return full, full
-        return full, make(torch.zeros_like(tokens) if segments is None else segments, window=window)
+        full = make()
+        return full, full if window is None else make(window=window)

@@ -19,7 +19,7 @@ from weft.models.mapping import Weight, attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
-    "type", "preset", "from_", "load_optimizer", "initialization", "initializer_range",
+    "type", "preset", "from_", "load_optimizer", "initialization", "initializer_range", "attention_implementation",
     "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
 
@@ -59,6 +59,14 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     if section.family not in families():
         raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
     family = families()[section.family]
+    for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
+        chosen = getattr(section, key)
+        if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
+            what = repr(chosen) if isinstance(chosen, str) else f"{{type: {chosen.type}, ...}}"
+            raise UserError(
+                f"model.{key} is {what}, which Hugging Face's {family.ARCHITECTURES[0]} has no code for; "
+                "use the model where Weft is (weft.load_model)"
+            )
     written = {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPE, **family.to_hf(section)}
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
     for key, value in there.items():

@@ -9,20 +9,24 @@ parameter and keeps its part. The schemes (`model.initialization`):
 | scaled | N(0, r) | N(0, r) | N(0, r / sqrt(2 x layers)) | N(0, r) |
 | muon_zero | N(0, r) | uniform, variance 1 / fan_in | 0 | 0 |
 
-with standard deviation r = `initializer_range`. Norm weights are one (rmsnorm1p's zero), biases zero; a tied
-head is the embedding.
+with standard deviation r = `initializer_range`; `module:Class` is one of the user's own. Norm weights are one
+(rmsnorm1p's zero), biases zero; a tied head is the embedding. Norms and other parts of the user's own have the values
+that their classes give them.
 `scaled` is GPT-2's (Radford et al., 2019): the residual stream's variance does not grow with depth.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import nn
 
+from weft.config.components import load_class
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
 from weft.models.decoder import Decoder
+from weft.models.layers.own import keyed, own_value
 from weft.models.roles import parameter_roles
 
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
@@ -38,28 +42,48 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     """
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} initializes itself: the schemes are the built-in decoder's")
-    config = model.config
-    shape = model.get_parameter(name).shape
-    role = parameter_roles(model)[name]
-    value = torch.zeros(shape, dtype=torch.float32, device="cpu")
-    if role == "norm" and name.endswith("weight"):
-        return value.fill_(model.get_submodule(name.rpartition(".")[0]).initial_weight).to(dtype)
+    own = own_value(model, name, seed)
+    if own is not None:
+        return own.to(dtype)
+    config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
     if role in ("norm", "bias"):
-        return value.to(dtype)
-
+        holder = model.get_submodule(name.rpartition(".")[0])
+        first = holder.initial_weight if role == "norm" and name.endswith("weight") else 0.0
+        return torch.full(shape, first, dtype=dtype, device="cpu")
     generator = torch.Generator(device="cpu")
-    generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little"))
-    std = config.initializer_range
-    output = name.endswith(OUTPUTS)
-    if config.initialization == "muon_zero" and role != "embedding":
-        if not output and role != "head":
-            bound = math.sqrt(3.0 / shape[-1])  # a uniform variable on (-a, a) has variance a^2 / 3
-            value.uniform_(-bound, bound, generator=generator)
-    else:
-        if config.initialization == "scaled" and output:
-            std /= math.sqrt(2 * config.num_hidden_layers)
-        value.normal_(0.0, std, generator=generator)
+    generator.manual_seed(keyed(seed, name))
+    chosen = config.initialization
+    scheme = SCHEMES[chosen] if chosen in SCHEMES else load_class(chosen, "initialization")()
+    value = scheme(name, shape, role, generator, config)
+    if not isinstance(value, torch.Tensor) or value.shape != shape:
+        given = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UserError(f"model.initialization: {chosen} gave {given} for {name}, which is {tuple(shape)}")
     return value.to(dtype)
+
+
+def _normal(
+    name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection, divisor: float = 1.0
+) -> torch.Tensor:
+    return torch.empty(shape, device="cpu").normal_(0.0, config.initializer_range / divisor, generator=generator)
+
+
+def _scaled(name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection) -> torch.Tensor:
+    divisor = math.sqrt(2 * config.num_hidden_layers) if name.endswith(OUTPUTS) else 1.0
+    return _normal(name, shape, role, generator, config, divisor)
+
+
+def _muon_zero(
+    name: str, shape: torch.Size, role: str, generator: torch.Generator, config: ModelSection
+) -> torch.Tensor:
+    if role == "embedding":
+        return _normal(name, shape, role, generator, config)
+    if role == "head" or name.endswith(OUTPUTS):
+        return torch.zeros(shape, device="cpu")
+    bound = math.sqrt(3.0 / shape[-1])  # a uniform variable on (-a, a) has variance a^2 / 3
+    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+
+
+SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 
 
 @torch.no_grad()
@@ -67,11 +91,15 @@ def initialize(model: nn.Module, seed: int) -> None:
     """Fill all parameters of a decoder that lies whole on one device."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(model, name, seed, dtype=parameter.dtype))
-    initialize_buffers(model)
+    initialize_buffers(model, seed)
 
 
 @torch.no_grad()
-def initialize_buffers(model: nn.Module) -> None:
-    """Give a decoder's buffers their first values, which `to_empty` leaves out: counts and biases of routers, all 0."""
-    for buffer in model.buffers():
-        buffer.zero_()
+def initialize_buffers(model: nn.Module, seed: int = 0) -> None:
+    """Give a decoder's buffers their first values, which `to_empty` leaves out.
+
+    Counts and biases of routers are all 0; parts of the user's own have what their classes give them.
+    """
+    for name, buffer in model.named_buffers():
+        own = own_value(model, name, seed)
+        buffer.zero_() if own is None else buffer.copy_(own)

@@ -21,6 +21,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
     roles: dict[str, str] = {}
     names = {name for name, _ in model.named_parameters()}
     head = model.lm_head if isinstance(model, Decoder) else _foreign_head(model)
+    norms = (*NORM_TYPES, type(model.norm)) if isinstance(model, Decoder) else NORM_TYPES  # or a class of the user's
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
@@ -28,7 +29,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
                 continue  # another name of a shared parameter
             if isinstance(module, nn.Embedding):
                 role = "embedding"
-            elif isinstance(module, NORM_TYPES) or _named_norm(module):
+            elif isinstance(module, norms) or _named_norm(module):
                 role = "norm"
             elif name == "bias" or (isinstance(module, Experts) and name.endswith("_bias")):
                 role = "bias"

@@ -56,6 +56,8 @@ def parallelize(
         torch.manual_seed(seed)  # a model of the user's own initializes itself: alike on every rank
         model = build_model(model_section)
     model.to(state_dtype)
+    if isinstance(model, ForeignModel):
+        model.compute_in(dtype)
 
     if only_rows_from is not None:
         freeze_all_but_rows(model, only_rows_from)
@@ -145,7 +147,7 @@ def fill(model: nn.Module, seed: int) -> None:
                 value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
             )
         parameter.copy_(value)
-    initialize_buffers(model)
+    initialize_buffers(model, seed)
 
 
 def on_last_micro_batch(model: nn.Module, last: bool) -> None:

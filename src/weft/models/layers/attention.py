@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +11,10 @@ from torch import nn
 from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes, attention
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
-from weft.models.layers.rope import rotate
+from weft.models.layers.own import own_part
+
+# Turns queries and keys by their positions: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
+Turn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Attention(nn.Module):
@@ -35,7 +40,7 @@ class Attention(nn.Module):
         self.attend = Attend(config)
         self.clip, self.hidden_dropout = config.clip_qkv, config.hidden_dropout
 
-    def forward(self, x: torch.Tensor, rope=None, mask: torch.Tensor | None = None, cache=None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -49,8 +54,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and not self.norm_together:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+        if turn is not None:
+            q, k = turn(q, k)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # all keys and values so far
         out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1))
@@ -58,20 +63,24 @@ class Attention(nn.Module):
 
 
 class Attend(nn.Module):
-    """The attention call with all that a config says of its scores: the seam that `parallel/` may fill."""
+    """The attention call with all that a config says of its scores: the seam that `parallel/` may fill.
+
+    With `attention_implementation: module:Class` the user's own part fills it.
+    """
 
     def __init__(self, config: ModelSection):
         super().__init__()
-        heads = config.num_attention_heads
+        heads, chosen = config.num_attention_heads, config.attention_implementation
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
+        self.own = own_part(chosen, "attention", config) if ":" in chosen else None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask=None) -> torch.Tensor:
         """`attention` of `[batch, heads, seq, head_dim]`; the mask is as in `Block.forward`."""
+        if self.own is not None:
+            return self.own(q, k, v, mask).to(v.dtype)
         slopes = None if self.alibi_bias_max is None else alibi_slopes(q.shape[1], self.alibi_bias_max, q.device)
         return attention(
             q,

@@ -9,7 +9,7 @@ from torch import nn
 from weft.config.experts import ExpertsSection
 from weft.config.model import ModelSection
 from weft.kernels.grouped import grouped_linear
-from weft.models.layers.mlp import ACTIVATIONS, MLP, intermediate_size
+from weft.models.layers.mlp import MLP, intermediate_size, make_activation
 
 SWIGLU_ALPHA = 1.702  # gpt-oss's: x * sigmoid(1.702 x) is close to gelu
 
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
         for name, size in (("gate_bias", inner), ("up_bias", inner), ("down_bias", width)):
             self.register_parameter(name, nn.Parameter(torch.zeros(experts, size)) if config.expert_bias else None)
-        self.activation, self.limit = ACTIVATIONS[hidden_act], config.swiglu_limit
+        self.activation, self.limit = make_activation(hidden_act), config.swiglu_limit
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`[rows, width]`, the first expert's first, with `ends` as `grouped_linear`'s -> `[rows, width]`."""

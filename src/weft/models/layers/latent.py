@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.models.layers.attention import Attend
+from weft.models.layers.attention import Attend, Turn
 from weft.models.layers.norm import RMSNorm
-from weft.models.layers.rope import rotate
 
 EPS = 1e-6  # of the norms inside: the published models' own, whatever the residual stream's is
 
@@ -43,15 +42,15 @@ class LatentAttention(nn.Module):
         self.attend = Attend(config.model_copy(update={"attention_multiplier": self.scale}))
         self.hidden_dropout = config.hidden_dropout
 
-    def forward(self, x: torch.Tensor, rope=None, mask: torch.Tensor | None = None, cache=None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
         q_nope, q_rope = q.view(batch, seq, self.heads, -1).transpose(1, 2).split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj(x).unsqueeze(1).split((self.rank, self.rope), dim=-1)  # [batch, 1, seq, ...]
         latent = self.kv_a_norm(latent)
-        if rope is not None:
-            q_rope, k_rope = (rotate(self.halves(part), rope) for part in (q_rope, k_rope))
+        if turn is not None:
+            q_rope, k_rope = turn(self.halves(q_rope), self.halves(k_rope))
         if cache is not None:
             latent, k_rope = cache.update(self.layer, latent, k_rope)
         if cache is not None and seq == 1:

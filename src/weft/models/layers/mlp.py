@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
+from weft.models.layers.own import own_part
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
@@ -25,6 +27,11 @@ ACTIVATIONS = {
 }
 
 
+def make_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The nonlinearity that `model.hidden_act` names."""
+    return ACTIVATIONS[name] if name in ACTIVATIONS else own_part(name, "activation")
+
+
 class MLP(nn.Module):
     """down(act(up(x))), or gated (Shazeer, 2020): down(act(gate(x)) * up(x))."""
 
@@ -34,7 +41,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=bias) if config.mlp == "gated" else None
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = make_activation(config.hidden_act)
         self.hidden_dropout = config.hidden_dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

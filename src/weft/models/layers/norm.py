@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from weft.config.model import ModelSection
+from weft.models.layers.own import own_part
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019).
@@ -61,3 +64,21 @@ class LayerNorm(nn.Module):
 
 
 NORMS = {"rmsnorm": RMSNorm, "rmsnorm1p": RMSNorm1p, "layernorm": LayerNorm}
+
+
+def make_norm(config: ModelSection) -> nn.Module:
+    """One norm of the residual stream."""
+    size = config.hidden_size, config.rms_norm_eps
+    if config.norm in NORMS:
+        options = {"bias": config.norm_bias} if config.norm == "layernorm" else {}
+        return NORMS[config.norm](*size, **options)
+    norm = own_part(config.norm, "norm", *size)
+    norm.register_forward_pre_hook(_to_the_weights_dtype)
+    return norm
+
+
+def _to_the_weights_dtype(norm: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """The residual stream may be wider than a norm's weights, and PyTorch's own norms want one dtype."""
+    (x,) = inputs
+    weight = next(norm.parameters(), None)
+    return (x if weight is None else x.to(weight.dtype),)

@@ -1,0 +1,135 @@
+"""Who sees whom, in the form that the attention kernel wants: made once a forward, for all layers alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.kernels.documents import block_mask, run_starts, segment_mask
+from weft.kernels.flash import FlashMask, flash_usable
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those that Triton's matrix products know
+
+Pattern = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) -> bool, see weft/kernels/patterns
+
+
+def attention_mask(
+    tokens: torch.Tensor,
+    segments: torch.Tensor | None,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    dropout: float = 0.0,
+    window: int | None = None,
+    pattern: Pattern | None = None,
+    plain: bool = True,
+    implementation: str = "auto",
+) -> torch.Tensor | BlockMask | FlashMask | None:
+    """For `attention`'s `mask`: causality, documents, and a sliding window (Beltagy et al., 2020) or a sparse pattern.
+
+    On a GPU it is a table of blocks for flex attention; on a CPU the segments themselves, whose documents are attended
+    to one by one; else (dropout of weights, float64 on a GPU, other devices) a boolean mask. Where causality says all,
+    it is None, and PyTorch's fused kernels do best.
+
+    Args:
+        tokens: `[batch, seq]`; only their shape and device count.
+        segments: int64 `[batch, seq]`, a number for each token's document; a document is a run of one number. None:
+            each row is one.
+        dtype, head_dim: of the queries.
+        dropout: as `attention`'s.
+        window: the most keys that a query sees, its own with them.
+        pattern: which of the keys it looks at, by their places in the document. Not beside a `window`.
+        plain: `attention` is called without `softcap`, `slopes` and `sinks`.
+        implementation: auto; sdpa (no flex attention); flex (wherever it can be); flash; any other: boolean masks.
+
+    Raises:
+        UserError: flash, in training, where its kernels cannot be called.
+    """
+    kind, seq = tokens.device.type, tokens.shape[1]
+    window = None if window is None or window >= seq else window
+    if implementation == "flash" and flash_usable(tokens.device, dtype):
+        return FlashMask.of(segments, window)
+    flex = kind == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
+    if implementation == "flex" and not flex:
+        warnings.warn(
+            "model.attention_implementation: flex attention is for GPUs, in 16 or 32 bits and heads of 16 or more: "
+            "here the same masks are applied whole",
+            stacklevel=2,
+        )
+    flex &= implementation in ("auto", "flex", "flash")
+    if segments is None and window is None and pattern is None and not (flex and implementation == "flex"):
+        return None
+    if pattern is not None and flex:
+        return pattern_blocks(pattern, seq, tokens.device) if segments is None else document_blocks(pattern, segments)
+    segments = torch.zeros_like(tokens) if segments is None else segments
+    if pattern is not None:
+        return pattern_mask(pattern, segments)
+    if flex:
+        return block_mask(segments, window)
+    known = implementation in ("auto", "sdpa", "flex", "flash")
+    if kind == "cpu" and dropout == 0 and window is None and plain and known:
+        return segments
+    return segment_mask(segments, window)
+
+
+def pattern_mask(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:
+    """A sparse pattern within each document, as bool `[batch, 1, seq, seq]`. The plain reference of the forms below."""
+    places = torch.arange(segments.shape[1], device=segments.device)
+    places = places - run_starts(segments)  # [batch, seq], in each token's document
+    looks = pattern(places.unsqueeze(2), places.unsqueeze(1)).unsqueeze(1)
+    own = torch.eye(segments.shape[1], dtype=torch.bool, device=segments.device)
+    return segment_mask(segments) & looks | own
+
+
+def pattern_rows(
+    pattern: Pattern, positions: torch.Tensor, keys: int, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A sparse pattern's last rows, for queries beside a cache: bool `[batch or 1, 1, seq, keys]`.
+
+    Args:
+        positions: `[batch or 1, seq]`, the queries' places in their documents, one after another.
+        keys: how many there are, the queries' own the last of them.
+        mask: which of them the queries may see; None: all up to their own.
+    """
+    columns = torch.arange(keys, device=positions.device)
+    queries = columns[keys - positions.shape[1] :].unsqueeze(1)  # [seq, 1]
+    places = positions[:, -1:] - (keys - 1 - columns)  # [batch or 1, keys], negative for padding
+    looks = pattern(positions.unsqueeze(2), places.unsqueeze(1)).unsqueeze(1)
+    seen = columns <= queries if mask is None else mask
+    return seen & looks | (columns == queries)  # a row of padding without any key would be NaN
+
+
+@lru_cache(maxsize=8)
+def pattern_blocks(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
+    """A sparse pattern as flex attention's table of blocks (Dong et al., 2024), where each row is one document."""
+
+    def visible(batch, head, query, key):
+        return (key <= query) & (pattern(query, key) | (key == query))
+
+    return _blocks(visible, None, seq, device)
+
+
+def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
+    """`pattern_mask` as flex attention's table of blocks."""
+    starts = run_starts(segments)
+
+    def visible(batch, head, query, key):
+        start = starts[batch, query]
+        looks = pattern(query - start, key - start) | (key == query)
+        return (key <= query) & (key >= start) & looks
+
+    return _blocks(visible, len(segments), segments.shape[1], segments.device)
+
+
+def _blocks(visible: Callable, batch: int | None, seq: int, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Compiled, the whole `[batch, seq, seq]` is never there.
+    return create_block_mask(visible, batch, None, seq, seq, device=device, _compile=device.type == "cuda")

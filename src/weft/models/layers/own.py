@@ -1,0 +1,47 @@
+"""Parts of a decoder that are classes of the user's own: `model.norm: my_parts:MyNorm` and the like (docs/parts.md)."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.config.components import load_class
+
+
+def own_part(type_: str, room: str, *arguments: Any) -> Any:
+    """Make the part that `module:Class` means.
+
+    A module remembers how it was made: a decoder is built without values, and its initial ones come from another.
+    """
+    make = partial(load_class(type_, room), *arguments)
+    part = make()
+    if isinstance(part, nn.Module):
+        part.weft_make = make
+    return part
+
+
+def own_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
+    """The initial value of a parameter or buffer that belongs to a part of the user's own; None for all others.
+
+    The part is made anew on the CPU, with PyTorch's generator seeded by `seed` and the part's name alone.
+    """
+    path = name.split(".")
+    for depth in range(1, len(path)):
+        prefix = ".".join(path[:depth])
+        make = getattr(model.get_submodule(prefix), "weft_make", None)
+        if make is not None:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                torch.manual_seed(keyed(seed, prefix))
+                made = make()
+            inner = ".".join(path[depth:])
+            return (dict(made.named_parameters()) | dict(made.named_buffers()))[inner].detach()
+    return None
+
+
+def keyed(seed: int, name: str) -> int:
+    """A generator's seed of 64 bits for one name."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
