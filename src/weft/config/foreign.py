@@ -73,7 +73,7 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
         UserError: no such folder, a config.json that cannot be read or lacks its model_type, quantized or pickled
             weights, none at all; or transformers is not installed.
     """
-    config = read_config(path) | changes
+    config = read_config(path, dequantized=False) | changes
     if not isinstance(config.get("model_type"), str):
         raise UserError("model_type: missing, and it says what model this is; download the file again", path)
     if weights:

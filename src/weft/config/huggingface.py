@@ -35,8 +35,15 @@ def is_huggingface(path: str | Path) -> bool:
     return any((path / name).exists() for name in _THEIRS) or (path.is_dir() and any(path.glob("*.safetensors")))
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """A folder's config.json. Raises UserError if there is none, it is no JSON, or the weights are quantized."""
+def read_config(path: str | Path, *, dequantized: bool = True) -> dict[str, Any]:
+    """A folder's config.json.
+
+    Args:
+        dequantized: whether the one who asks reads quantized weights as what they stand for, where that can be.
+
+    Raises:
+        UserError: there is none, it is no JSON, or the weights are quantized in a way that is not read.
+    """
     path = Path(path)
     if not path.is_dir():
         raise UserError("there is no such folder; download the model first, whole", path)
@@ -54,15 +61,41 @@ def read_config(path: str | Path) -> dict[str, Any]:
     config = read_json(path / CONFIG)
     if not isinstance(config, dict):
         raise UserError("not a model's config.json: a mapping belongs here; download it again", path / CONFIG)
-    quantized = config.get("quantization_config")
-    if quantized:
-        kind = quantized.get("quant_method", "quantized") if isinstance(quantized, dict) else "quantized"
+    try:
+        method = quantization(config)
+    except UserError as error:
+        raise UserError(error.what, path / CONFIG) from None
+    if method is not None and not dequantized:
         raise UserError(
-            f"quantization_config: these weights are quantized ({kind}) and cannot be trained; take the model that "
-            "they were made from",
+            f"quantization_config: these weights are quantized ({method}); `weft import` and `model: {{from: ...}}` "
+            "read such weights of the families that Weft has, type: hf does not",
             path / CONFIG,
         )
     return config
+
+
+def quantization(config: dict[str, Any]) -> str | None:
+    """Which of the formats that are read a model's weights are in, "mxfp4" or "fp8"; None: they are not quantized.
+
+    Raises:
+        UserError: any other format.
+    """
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method", "quantized") if isinstance(given, dict) else "quantized"
+    if method == "mxfp4":
+        return method
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        sizes = block if isinstance(block, list) else []
+        if len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes) and given.get("fmt") != "e5m2":
+            return method
+        method = f"fp8 with weight_block_size {block} and fmt {given.get('fmt')}"
+    raise UserError(
+        f"quantization_config: these weights are quantized ({method}) and cannot be trained; take the model that they "
+        "were made from (only mxfp4, and fp8 in blocks of e4m3, are read as what they stand for)"
+    )
 
 
 @cache

@@ -15,10 +15,11 @@ from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.parts import Source, read_part
+from weft.checkpoint.huggingface.quantized import Packed, unpacked
 from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, read_config, section_keys
+from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, quantization, read_config, section_keys
 from weft.config.model import ModelSection
 from weft.models.decoder import Decoder
 from weft.models.huggingface import Transform, invert, names, tensors
@@ -37,11 +38,12 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file of theirs."""
+    """A tensor in a file of theirs; or, with `packed`, what a quantized one stands for."""
 
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class HuggingFaceFolder:
         section: the model that it means.
         stored: their name -> where it is.
         sources: our name -> where that is found.
+        notes: what of the files is not taken as it is.
     """
 
     path: Path
@@ -60,6 +63,7 @@ class HuggingFaceFolder:
     section: ModelSection
     stored: dict[str, Stored]
     sources: dict[str, Source]
+    notes: tuple[str, ...] = ()
 
     def dtype(self, name: str) -> torch.dtype:
         """What one of our parameters is saved as."""
@@ -80,9 +84,10 @@ class HuggingFaceFolder:
         return stack
 
     def _part(self, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-        file = self.path / self.stored[source.theirs].file
+        stored = self.stored[source.theirs]
+        file = self.path / stored.file
         try:
-            return read_part(file, source, start, size)
+            return read_part(stored.packed or file, source, start, size)
         except SafetensorError as error:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
 
@@ -98,9 +103,17 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
     """
     path = Path(path)
     config, section = read_config(path), section_of(path)
-    stored = headers(path, allow_pickle=allow_pickle)
-    sources = _match(path, section, stored)
-    folder = HuggingFaceFolder(path, config, section, stored, sources)
+    stored = unpacked(path, config, headers(path, allow_pickle=allow_pickle))
+    further = _further(config, section, stored)
+    sources = _match(path, section, {name: one for name, one in stored.items() if name not in further})
+    packed = [name for name, one in stored.items() if one.packed is not None and name not in further]
+    notes = []
+    if packed:
+        notes.append(f"{len(packed):,} tensors are quantized ({quantization(config)}) and read as bfloat16")
+    if further:
+        what = "layers that predict further tokens (num_nextn_predict_layers)"
+        notes.append(f"{len(further):,} tensors are of {what} and left out")
+    folder = HuggingFaceFolder(path, config, section, stored, sources, tuple(notes))
     _check_tied(folder)
     return folder
 
@@ -271,6 +284,14 @@ def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict
     return sources
 
 
+def _further(config: dict[str, Any], section: ModelSection, stored: dict[str, Stored]) -> set[str]:
+    """Tensors of the layers after the last, which predict further tokens and are no part of the model here."""
+    if not config.get("num_nextn_predict_layers"):
+        return set()
+    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in stored}
+    return {name for name, layer in layers.items() if layer and int(layer[1]) >= section.num_hidden_layers}
+
+
 def groups(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
     """Their names -> ours that each is put together from, in order."""
     found: dict[str, list[tuple[str, Transform | None]]] = {}
@@ -294,7 +315,8 @@ def _check_tied(folder: HuggingFaceFolder) -> None:
     embedding, entry = folder.sources["embed_tokens.weight"], folder.stored[head]
     if entry.shape == embedding.shape:
         start = (0,) * len(entry.shape)
-        theirs = read_part(folder.path / entry.file, Source(head, None, entry.shape), start, entry.shape)
+        file = entry.packed or folder.path / entry.file
+        theirs = read_part(file, Source(head, None, entry.shape), start, entry.shape)
         if torch.equal(theirs, folder.read("embed_tokens.weight")):
             return
     raise UserError(

@@ -53,7 +53,8 @@ def import_folder(
     """
     source, out, console = Path(source), Path(out), console or Console(speaks=False)
     folder = open_folder(source, allow_pickle=allow_pickle)
-    doubts = [f"{source}: {doubt}" for doubt in tokenizer_doubts(source, folder.section, folder.config)]
+    doubts = [*folder.notes, *tokenizer_doubts(source, folder.section, folder.config)]
+    doubts = [f"{source}: {doubt}" for doubt in doubts]
     entries = [_entry(folder, name, dtype) for name in folder.sources]
     generation = source / "generation_config.json"
     origin = {
@@ -69,5 +70,8 @@ def import_folder(
 
 def _entry(folder: HuggingFaceFolder, name: str, dtype: torch.dtype | None) -> Entry:
     return Entry(
-        MODEL_PREFIX + name, saved_as(name, dtype, folder.dtype(name)), folder.sources[name].shape, partial(folder.read, name)
+        MODEL_PREFIX + name,
+        saved_as(name, dtype, folder.dtype(name)),
+        folder.sources[name].shape,
+        partial(folder.read, name),
     )

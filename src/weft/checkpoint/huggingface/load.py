@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from weft.checkpoint import ranks
 from weft.checkpoint.files import threads
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder
 from weft.checkpoint.tensors import model_tensors
@@ -36,6 +38,8 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise UserError(f"the model does not fit: {'; '.join(problems[:_NAMED])}{more}", folder.path)
+    for note in folder.notes if ranks.rank() == 0 else ():
+        warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:
         list(pool.map(lambda name: _fill_one(folder, name, tensors[name]), tensors))
     return {"step": 0}

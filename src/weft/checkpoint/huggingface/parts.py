@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
+from weft.checkpoint.huggingface.quantized import DTYPE, Packed
 from weft.models.huggingface import Transform
 
 
@@ -29,16 +30,20 @@ class Source:
     experts: tuple[Source, ...] = ()
 
 
-def read_part(file: Path, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+def read_part(file: Path | Packed, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
     """The rectangle of ours that begins at `start` and measures `size`, on the CPU, as it is stored.
+
+    `file` is a tensor's numbers and scales where it is quantized, and what they stand for is read.
 
     The file is opened for each call: pages of it that were read do not stay in this process's memory.
     """
+    if 0 in size and isinstance(file, Packed):
+        return torch.empty(size, dtype=DTYPE)
     if 0 in size:
         with open_tensors(file) as opened:
             dtype = opened.get_slice(source.theirs)[:0].dtype if source.shape else None
         return torch.empty(size, dtype=dtype)
-    with open_tensors(file) as opened:
+    with file.opened() if isinstance(file, Packed) else open_tensors(file) as opened:
         if not source.shape:
             return opened.get_tensor(source.theirs)
         if source.transform is None and size == source.shape:
