@@ -127,7 +127,7 @@ class ModelSection(Section):
     )
     attention_implementation: Literal["auto", "sdpa", "flex", "flash"] | OwnClass = Field(
         "auto",
-        description="auto: the fastest of PyTorch's for the device and the mask; sdpa: no flex attention; flex: where it "
+        description="auto: PyTorch's fastest for the device and the mask; sdpa: no flex attention; flex: where it "
         "can be (GPUs); flash: the package flash-attn (GPUs, 16 bits); or module:Class of your own. Beside a cache of "
         "keys the first four are all sdpa",
     )
