@@ -66,6 +66,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     for name, (tensor, _) in model_tensors(model).items():
         wanted = saved_as(name, dtype, saved.get(name, tensor.dtype))
         tensor.data = tensor.data.to(wanted)
+    if isinstance(section, ForeignModelSection):
+        model.compute_in(next(model.parameters()).dtype)
     load(checkpoint, model=model)
     return model.eval()
 

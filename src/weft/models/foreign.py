@@ -77,6 +77,11 @@ class ForeignModel(nn.Module):
             return logits
         return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Choose what depends on the dtype of computing: the grouped products of experts know no float64."""
+        if dtype == torch.float64 and self._can_set_experts_implementation():
+            self.set_experts_implementation("eager")
+
     def _given(self, tokens, positions, segments, cache) -> dict[str, Any]:
         """What their forward is given beside the tokens."""
         given: dict[str, Any] = {"use_cache": cache is not None}
@@ -278,31 +283,30 @@ def examine(model: nn.Module, *, documents: bool) -> str | None:
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]], device=device) % model.get_input_embeddings().num_embeddings
-    other = tokens.clone()
+    positions = torch.arange(8, device=device).unsqueeze(0)
+    segments, places = positions // 4, positions % 4  # two documents of four tokens
     training = model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            positions = torch.arange(8, device=device).unsqueeze(0)
-            other[0, -1] = 0
-            before, after = (model(tokens=t, positions=positions)[:, :-1] for t in (tokens, other))
-            if not _same(model, before, after):
+            plain = model(tokens=tokens, positions=positions)
+            # What an earlier token changes in later ones: the measure of what no token may change.
+            own = (plain - model(tokens=_put(tokens, 0, 1), positions=positions))[:, 1:].abs().max()
+            ahead = model(tokens=_put(tokens, 7, 8), positions=positions)
+            if not _same(model, plain[:, :-1], ahead[:, :-1], own):
                 return _LOOKS_AHEAD
             if not documents:
                 return None
-            segments = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], device=device)
-            other[:, :4] = 0
-            other[:, 4:] = tokens[:, 4:]
             try:
-                before, after = (
-                    model(tokens=t, positions=positions % 4, segments=segments)[:, 4:] for t in (tokens, other)
+                second, after_others = (
+                    model(tokens=t, positions=places, segments=segments)[:, 4:] for t in (tokens, _put(tokens, 0, 4))
                 )
             except (RuntimeError, ValueError, TypeError, IndexError):  # it takes no mask of this form
                 return _MIXES
             # To the last bit other tokens change nothing; being alone changes shapes, and so how sums are rounded.
-            alone = model(tokens=tokens[:, 4:], positions=positions[:, :4])
-            apart = _same(model, before, after) and bool((before - alone).abs().max() <= 0.1 * alone.abs().max())
-            return None if apart else _MIXES
+            alone = model(tokens=tokens[:, 4:], positions=places[:, 4:])
+            apart = _same(model, second, after_others, own)
+            return None if apart and bool((second - alone).abs().max() <= 0.1 * alone.abs().max()) else _MIXES
     finally:
         model.train(training)
         for module in model.modules():
@@ -310,8 +314,15 @@ def examine(model: nn.Module, *, documents: bool) -> str | None:
                 module.reshard()
 
 
-def _same(model: nn.Module, one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the bit; where experts get other numbers of tokens, sums are rounded otherwise."""
+def _put(tokens: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The same tokens, but for other ones from `start` to `stop`."""
+    changed = tokens.clone()
+    changed[:, start:stop] = 0
+    return changed
+
+
+def _same(model: nn.Module, one: torch.Tensor, other: torch.Tensor, own: torch.Tensor) -> bool:
+    """Equal to the bit; far closer than `own` where experts get other numbers of tokens, and sums are rounded anew."""
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.equal(one, other)
-    return bool((one - other).abs().max() <= 0.02 * one.abs().max())
+    return bool((one - other).abs().max() <= 0.3 * own)
