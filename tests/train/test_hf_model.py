@@ -107,6 +107,7 @@ def test_the_same_numbers_otherwise(hf_yaml, tmp_path):
         "checkpointed": ({"activation_checkpointing": "full"}, [], 1e-6),
         "ranks": ({}, ["--nproc", "2"], 1e-6),
         "bfloat16": ({"dtype": "bfloat16"}, [], 3e-3),
+        "float64": ({"dtype": "float64"}, [], 2e-6),
     }
     found = {}
     for name, (training, arguments, _) in ways.items():
