@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from weft.config.errors import UserError
+from weft.config.model import ModelSection
 from weft.generate.cache import KVCache, windows_of
+from weft.models.layers.rope import by_length, switches
 
 CHUNK = 2048  # tokens of all prompts together in one forward: the memory it takes does not grow with the prompts
 
@@ -80,11 +82,17 @@ def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cach
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts]).to(device)  # [batch, width]
     starts = starts.to(device)
     use_cache = use_cache and getattr(model, "takes_cache", True)
-    windows = windows_of(model)
-    store = KVCache(width + max_new_tokens - 1, starts if padded else None, windows) if use_cache else None
+    windows, config = windows_of(model), getattr(model, "config", None)
+    scaling = config.rope_scaling if isinstance(config, ModelSection) else None
+
+    def new_store() -> KVCache:
+        return KVCache(width + max_new_tokens - 1, starts if padded else None, windows)
+
+    store = new_store() if use_cache else None
     finished = [False] * len(prompts)
     fed = tokens
-    if store is not None and windows is not None:  # not every model of others takes a prompt in pieces
+    # Not every model of others takes a prompt in pieces; nor do rotations that go by the length of all of it.
+    if store is not None and windows is not None and not by_length(scaling):
         *pieces, fed = tokens.split(max(1, CHUNK // len(prompts)), dim=1)
         for piece in pieces:
             next_logits(model, piece, store, starts, store.length + piece.shape[1])
@@ -98,11 +106,12 @@ def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cach
         if all(finished):
             return
         column = torch.tensor(new, device=device).unsqueeze(1)
-        if store is None:
-            tokens = torch.cat((tokens, column), dim=1)
-            fed = tokens
+        tokens = torch.cat((tokens, column), dim=1)
+        lengths = (len(prompt) + step + 1 for prompt, done in zip(prompts, finished, strict=True) if not done)
+        if store is not None and any(switches(scaling, length) for length in lengths):
+            store, fed = new_store(), tokens  # the keys so far were rotated in another way
         else:
-            fed = column
+            fed = tokens if store is None else column
 
 
 def next_logits(

@@ -29,7 +29,7 @@ def rope_table(
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     frequencies, factor = 1.0 / theta**exponents, 1.0
-    if scaling is not None and scaling.rope_type in _BY_LENGTH:
+    if scaling is not None and by_length(scaling):
         lengths = positions.amax(-1, keepdim=True).unsqueeze(-1) + 1  # [batch, 1, 1]
         frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths)
     elif scaling is not None:
@@ -52,14 +52,20 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def switches(scaling: RopeScaling | None, before: int, after: int) -> bool:
-    """Whether a sequence that grows from `before` tokens to `after` has all its positions rotated in another way.
+def by_length(scaling: RopeScaling | None) -> bool:
+    """Whether the rotations of a sequence's positions depend on how long it is."""
+    return scaling is not None and scaling.rope_type in _BY_LENGTH
 
-    Then keys of a cache are to be made again: longrope has two sets of rotations, and a model is trained with either.
+
+def switches(scaling: RopeScaling | None, length: int) -> bool:
+    """Whether all positions are rotated in another way once a sequence has grown by a token to `length`.
+
+    Then a cache's keys are to be made again: a model with longrope is trained with one set of rotations or the other,
+    never with both in one sequence. `dynamic` changes a little with each token, and its keys stay as they are.
     """
-    if scaling is None or scaling.rope_type != "longrope":
+    if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
         return False
-    return before <= scaling.original_max_position_embeddings < after
+    return length == scaling.original_max_position_embeddings + 1
 
 
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
