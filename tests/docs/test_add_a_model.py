@@ -17,7 +17,7 @@ FAMILY = "src/weft/models/stablelm.py"
 
 def blocks(path):
     """The code on the page that belongs into a file, in order."""
-    return "".join(re.findall(rf"^```python {re.escape(path)}\n(.*?)^```$", TEXT, re.S | re.M))
+    return "\n\n".join(re.findall(rf"^```python {re.escape(path)}\n(.*?)^```$", TEXT, re.S | re.M))
 
 
 def with_row(path, table):
