@@ -1,0 +1,162 @@
+"""How a plain model becomes a sharded one, in one visible order. The same lines for one process and for thousands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from weft.config.errors import UserError
+from weft.config.foreign import ForeignModelSection
+from weft.config.mesh import ParallelSection
+from weft.config.model import CustomModelSection, ModelSection
+from weft.models.build import build_model
+from weft.models.foreign import ForeignModel, build_foreign, materialize
+from weft.models.initialize import initial_value, initialize_buffers
+from weft.parallel.old_rows import freeze_all_but_rows
+from weft.parallel.world import World
+
+
+def parallelize(
+    model_section: ModelSection | ForeignModelSection | CustomModelSection,
+    parallel: ParallelSection,
+    world: World,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    compile: bool = False,
+    activation_checkpointing: str = "none",
+    only_rows_from: int | None = None,
+) -> nn.Module:
+    """Build the model on the meta device, freeze, checkpoint, compile and shard it, and fill in its initial weights.
+
+    Args:
+        dtype: of computing: bfloat16, float32 or float64. State is float32 (float64 for float64).
+        seed: the weights are a function of it and of the parameters' names, not of the mesh.
+        only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
+
+    Returns:
+        The model on `world.device`; its parameters are DTensors, their names those of the single-device model.
+    """
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    built_in = isinstance(model_section, ModelSection)
+    if built_in:
+        with torch.device("meta"):
+            model = build_model(model_section)
+    elif isinstance(model_section, ForeignModelSection):
+        # Random weights are drawn by its class in one piece, alike on every rank; others are filled in later.
+        drawn = not model_section.weights and model_section.from_ is None
+        model = world.agree(lambda: build_foreign(model_section, seed=seed if drawn else None))
+    else:
+        torch.manual_seed(seed)  # a model of the user's own initializes itself: alike on every rank
+        model = build_model(model_section)
+    model.to(state_dtype)
+    if isinstance(model, ForeignModel):
+        model.compute_in(dtype)
+
+    if only_rows_from is not None:
+        freeze_all_but_rows(model, only_rows_from)
+    blocks = repeated_blocks(model)
+    if activation_checkpointing == "full":
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if compile:
+        # The forward, not the module: FSDP's hooks stay outside of the compiled code, and names stay what they are.
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+        if hasattr(model, "token_logprobs"):
+            model.token_logprobs = partial(model.token_logprobs, compiled=True)
+    _raise_if_shared(model, blocks)
+    shard(model, blocks, parallel, world, dtype)
+
+    if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
+        materialize(model, world.device)
+    elif built_in:
+        model.to_empty(device=world.device)
+        fill(model, seed)
+    else:
+        model.to(world.device)
+    return model.train()
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the model's outermost `nn.ModuleList`s: the units that are checkpointed, compiled and sharded."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else repeated_blocks(child)
+    return found
+
+
+def _raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """FSDP2 cannot gather one parameter with two blocks. Raises UserError, naming it."""
+    seen: dict[int, nn.Module] = {}
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if seen.setdefault(id(parameter), block) is not block:
+                raise UserError(
+                    f"model: {type(model).__name__}: several layers share one {name}, and layers are sharded one by "
+                    "one; a model with shared layers cannot be trained here"
+                )
+
+
+def shard(
+    model: nn.Module, blocks: list[nn.Module], parallel: ParallelSection, world: World, dtype: torch.dtype
+) -> None:
+    """FSDP2 (Zhao et al., 2023) over `dp_shard`, replicated over `dp_replicate`; a mesh of one keeps its parameters."""
+    mesh = world.mesh if world.shape.dp_replicate > 1 else world.mesh["dp_shard"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        output_dtype=torch.promote_types(dtype, torch.float32),
+        cast_forward_inputs=False,
+    )
+    keep = world.shape.dp_shard == 1  # nothing is shared, so there is nothing to free
+    options = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": parallel.reshard_after_forward and not keep,
+    }
+    inner = options
+    if isinstance(model, ForeignModel):
+        # The decoder's residual stream is wide; transformers' layers want it in their weights' dtype.
+        inner = {**options, "mp_policy": replace(policy, output_dtype=None)}
+    for block in blocks:
+        fully_shard(block, **inner)
+    fully_shard(model, **{**options, "reshard_after_forward": False})  # its parts are needed at once in backward
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if world.data_ranks > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it
+                module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
+            module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
+            module.weft_keeps_parameters = keep
+
+
+@torch.no_grad()
+def fill(model: nn.Module, seed: int) -> None:
+    """Give every parameter its initial value: drawn whole, by name, then cut to this rank's part."""
+    for name, parameter in model.named_parameters():
+        value = initial_value(model, name, seed, dtype=parameter.dtype)
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: every rank has drawn the same whole tensor, so nothing needs to be sent.
+            value = distribute_tensor(
+                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        parameter.copy_(value)
+    initialize_buffers(model, seed)
+
+
+def on_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Say before each backward whether it is the step's last: gradients are summed over the ranks once a step.
+
+    Where nothing is sharded, gathered (cast) parameters are also kept from one micro-batch to the next.
+    """
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module.weft_keeps_parameters:
+            module.set_reshard_after_backward(last, recurse=False)
