@@ -38,6 +38,12 @@ def scaled(kind, **keys):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **keys}}
 
 
+def longrope(original, rotations, **keys):
+    factors = {kind: [1 + 0.3 * n * (n + by) for n in range(rotations)] for kind, by in FACTORS.items()}
+    return scaled("longrope", **factors, **keys) | {"original_max_position_embeddings": original}
+
+
+FACTORS = {"short_factor": 0, "long_factor": 4}
 LLAMA3 = scaled("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = scaled("yarn", factor=4.0, original_max_position_embeddings=32)
 MULTIPLIERS = {
@@ -69,6 +75,8 @@ ROWS = {
         "biases, own head size, tied": {**SHAPE, **TIED, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
         "llama3": {**SHAPE, **LLAMA3},
         "linear": {**SHAPE, **scaled("linear", factor=3.0)},
+        # Sequences beyond the first context: `test_rope.py`.
+        "dynamic": {**SHAPE, **scaled("dynamic", factor=2.0)},
         "yarn": {**SHAPE, **YARN},
         "yarn, all keys": {
             **SHAPE,
@@ -92,6 +100,8 @@ ROWS = {
     "Phi3": {
         "as is": ONE_GROUP,
         "grouped, window, half rotated": {**SHAPE, **SLIDING, **scaled("default", partial_rotary_factor=0.5)},
+        "longrope": {**ONE_GROUP, **longrope(32, 4)},
+        "longrope, all long, tied, half rotated": {**SHAPE, **TIED, **longrope(2, 2, partial_rotary_factor=0.5)},
     },
     "SmolLM3": {
         "as is": SHAPE,
@@ -321,8 +331,10 @@ def test_older_spellings_of_rotations():
     keys = {**SHAPE, "architectures": ["LlamaForCausalLM"], "rope_theta": 5000, "rms_norm_eps": 1e-6}
     section = ModelSection(**huggingface.section_of({**keys, "rope_scaling": {"type": "linear", "factor": 2.0}}))
     assert (section.rope_theta, section.rope_scaling.factor) == (5000.0, 2.0)
-    with pytest.raises(UserError, match="rope_scaling: rope_type 'dynamic'"):
-        huggingface.section_of({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    section = ModelSection(**huggingface.section_of({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
+    assert section.rope_scaling.original_max_position_embeddings == 128
+    with pytest.raises(UserError, match="rope_scaling: rope_type 'mrope' is not supported; there are linear, llama3"):
+        huggingface.section_of({**keys, "rope_scaling": {"type": "mrope", "factor": 2.0}})
     gemma = {**GEMMA, "architectures": ["Gemma3ForCausalLM"], "rope_theta": 9000.0, "rope_local_base_freq": 800.0}
     section = ModelSection(**huggingface.section_of(gemma))
     assert (section.rope_theta, section.rope_local_base_freq) == (9000.0, 800.0)
