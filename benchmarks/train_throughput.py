@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor, write_results  # noqa: E402
+from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor, slug, write_results  # noqa: E402
 
 SEQUENCE = 256
 # (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
@@ -234,11 +234,6 @@ def table(args: argparse.Namespace, found: dict) -> str:
     if found["failed"]:
         lines += ["", "Not measured:", ""] + [f"- {key}: {why}" for key, why in found["failed"].items()]
     return "\n".join(lines) + "\n"
-
-
-def slug(device: str) -> str:
-    """A file name's part from a device's name."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((R|TM)\)", "", device).lower()).strip("-")
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ and numpy from here, so that it can live in an environment of its own.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -167,6 +168,11 @@ def processor() -> str:
     except (OSError, IndexError):
         name = platform.processor() or platform.machine()
     return f"{name}, {available_cores()} cores"
+
+
+def slug(device: str) -> str:
+    """A file name's part from a device's name."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((R|TM)\)", "", device).lower()).strip("-")
 
 
 def measured_apart(script: str, job: dict) -> dict:
