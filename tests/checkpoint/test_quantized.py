@@ -29,6 +29,10 @@ DEEPSEEK = transformers.DeepseekV3Config(
     q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
     max_position_embeddings=128, **SPECIAL,
 )  # fmt: skip
+QWEN3 = transformers.Qwen3Config(
+    vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, **SPECIAL,
+)  # fmt: skip
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -83,14 +87,15 @@ def make_mxfp4(path, config=GPT_OSS):
     return path
 
 
-def make_fp8(path, block, further=0, config=DEEPSEEK):
+def make_fp8(path, block, further=0, config=DEEPSEEK, kept=torch.float32):
     def change(state):
         if further:
             for name in [name for name in state if "layers.1." in name]:
                 state[name.replace("layers.1.", "layers.2.")] = state[name].clone()
             state["model.layers.2.shared_head.head.weight"] = state["lm_head.weight"].clone()
         for name in [name for name in state if "_proj" in name and name.endswith(".weight")]:
-            state[name], state[f"{name}_scale_inv"] = fp8(state[name].float(), block)
+            state[name], scales = fp8(state[name].float(), block)
+            state[f"{name}_scale_inv"] = scales.to(kept)
 
     kind = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     rewrite(saved(path, config), kind, change)
@@ -118,11 +123,6 @@ def gpt_oss(tmp_path_factory):
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory):
     return make_fp8(tmp_path_factory.mktemp("fp8") / "hf", (8, 16), further=1)
-
-
-def logits_of(path, tokens):
-    with torch.no_grad():
-        return path(tokens).logits if hasattr(path, "generation_config") else path(tokens)
 
 
 def quietly(path, **options):
@@ -165,12 +165,22 @@ def test_fp8_as_transformers_reads_it(deepseek, tmp_path, capsys, apart):
         path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
     )
     tokens = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(0))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="read as bfloat16|left out") as told:
         ours = weft.load_model(path, dtype=torch.float32)
     assert [str(one.message).rpartition(" and ")[2] for one in told] == ["read as bfloat16", "left out"]
     expected = theirs.float()(tokens).logits
     assert (ours(tokens) - expected).abs().max() < 2e-5
     assert (quietly(tmp_path / "out", dtype=torch.float32)(tokens) - expected).abs().max() < 2e-5
+
+
+def test_fp8_of_another_family_with_scales_in_bfloat16(tmp_path):
+    path = make_fp8(tmp_path / "hf", (16, 16), config=QWEN3, kept=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+    )
+    tokens = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(0))
+    ours = quietly(path, dtype=torch.float32)
+    assert (ours(tokens) - theirs.float()(tokens).logits).abs().max() < 2e-5
 
 
 def test_fp8_blocks_that_do_not_divide_the_matrix(tmp_path):
