@@ -203,6 +203,11 @@ def test_the_vocabulary_comes_from_the_tokenizer_or_the_store(data):
     config = load(SHORT, "data.sequence_length=64", data=True)
     assert config.model.vocab_size == 512
     assert load(RUN, "model.vocab_size=1024", data=True).model.vocab_size == 1024
+    config = load(SHORT, "tokenizer=tok", "data.sequence_length=64", "model.pad_vocab_to_multiple=100", data=True)
+    assert config.model.vocab_size == 600
+    assert config.origins["model.vocab_size"] == "from the tokenizer tok, up to a multiple of 100"
+    (found,) = problems(RUN, "model.vocab_size=1024", "model.pad_vocab_to_multiple=100", data=True)
+    assert found.startswith("command line: model.pad_vocab_to_multiple: vocab_size is 1024 already; leave it out")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(data):

@@ -370,9 +370,14 @@ def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> 
         return
     if "model.vocab_size" not in draft.values or "model.hidden_size" not in draft.values:
         return
-    size = draft.get("model.vocab_size")
+    size, multiple = draft.get("model.vocab_size"), draft.get("model.pad_vocab_to_multiple")
+    if size is not None and multiple is not None and size % multiple:
+        what = f"vocab_size is {size} already; leave it out to have it follow from the tokenizer, or remove this key"
+        draft.problem("model.pad_vocab_to_multiple", what)
     if size is None and needed is not None:
-        draft.fill("model.vocab_size", needed, f"from the {whose}")
+        rows = -(-needed // (multiple or 1)) * (multiple or 1)
+        whose = f"from the {whose}" + (f", up to a multiple of {multiple}" if multiple else "")
+        draft.fill("model.vocab_size", rows, whose)
     elif size is None and not draft.problems:
         draft.problem("model.vocab_size", "required: no tokenizer says how many tokens there are; add it")
     elif size is not None and needed is not None and size < needed:

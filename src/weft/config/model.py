@@ -83,6 +83,11 @@ class ModelSection(Section):
     family: str = Field("llama", description="whose weight names it has in Hugging Face's files")
 
     vocab_size: int | None = Field(None, ge=1, description="rows of the embedding; default: the tokenizer's")
+    pad_vocab_to_multiple: int | None = Field(
+        None,
+        ge=1,
+        description="round the tokenizer's vocab_size up to a multiple, as matrix products like; default: no",
+    )
     hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_hidden_layers: int = Field(ge=1, description="blocks of attention and MLP")
     num_attention_heads: int = Field(ge=1, description="query heads of each block")

@@ -19,7 +19,7 @@ from weft.models.mapping import Weight, attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
-    "type", "preset", "from_", "load_optimizer", "initialization", "initializer_range", "attention_implementation",
+    "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range", "attention_implementation",
     "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
 
