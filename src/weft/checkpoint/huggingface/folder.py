@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,18 @@ class HuggingFaceFolder:
         for place, one in zip(stack, chosen, strict=True):
             place.copy_(self._part(one, start[1:], size[1:]))
         return stack
+
+    def pieces(
+        self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """As `read`, one expert after another where there is a stack of them, so that it is never in memory whole."""
+        shape = self.sources[name].shape
+        start, size = start or (0,) * len(shape), size or shape
+        if len(shape) < 3:
+            yield self.read(name, start, size)
+            return
+        for row in range(size[0]):
+            yield self.read(name, (start[0] + row, *start[1:]), (1, *size[1:]))
 
     def _part(self, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         stored = self.stored[source.theirs]

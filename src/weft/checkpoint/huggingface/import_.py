@@ -73,5 +73,5 @@ def _entry(folder: HuggingFaceFolder, name: str, dtype: torch.dtype | None) -> E
         MODEL_PREFIX + name,
         saved_as(name, dtype, folder.dtype(name)),
         folder.sources[name].shape,
-        partial(folder.read, name),
+        partial(folder.pieces, name),
     )

@@ -46,9 +46,13 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
 
 
 def _fill_one(folder: HuggingFaceFolder, name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(folder.read(name))
+    size, start = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        tensor = tensor.to_local()
+    if 0 in size:
         return
-    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if 0 not in size:
-        tensor.to_local().copy_(folder.read(name, tuple(start), tuple(size)))
+    row = 0
+    for piece in folder.pieces(name, tuple(start), tuple(size)):
+        (tensor[row : row + len(piece)] if piece.dim() else tensor).copy_(piece)
+        row += len(piece) if piece.dim() else 0

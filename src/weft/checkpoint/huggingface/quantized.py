@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
 from weft.config.errors import UserError
@@ -29,6 +28,8 @@ _BIAS = 127  # of its scales, which are exponents of 2
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4 = torch.cat((_FP4, -_FP4))
 _PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), dim=1).to(DTYPE)  # [byte, 2]
+_PAIRS = _PAIRS.view(torch.int32).flatten()  # a pair as one number: looked up in one go
+_SCALES = torch.tensor([2.0 ** (byte - _BIAS) for byte in range(256)]).to(DTYPE)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Packed:
         before = first // _SHARING
         place = (slice(*experts), slice(*rows), slice(before, -(-last // _SHARING)))
         blocks, scales = _read(self.numbers, place), _read(self.scales, place)
-        values = F.embedding(blocks.int(), _PAIRS).flatten(-2)  # [expert, row, block, 32]
-        values = torch.ldexp(values, scales.int().unsqueeze(-1) - _BIAS).to(DTYPE).flatten(-2)
+        values = _PAIRS.index_select(0, blocks.flatten().int()).view(DTYPE).view(*scales.shape, _SHARING)
+        values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(-2)  # exact: powers of 2
         return values[..., first - before * _SHARING : last - before * _SHARING].transpose(1, 2)
 
     def _fp8(self, bounds: list[tuple[int, int]], block: tuple[int, int]) -> torch.Tensor:
