@@ -1,11 +1,130 @@
-"""`weft generate`: what it says of prompts that are no text."""
+"""`weft generate`: prompts from everywhere, where a text ends, and what it says of mistakes."""
 
 import io
+import json
+import re
+import shutil
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from weft.cli.main import main
+from weft.data.tokenizers.tokenizer import Tokenizer
+
+SHAPE = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 56, "max_position_embeddings": 128, "sliding_window": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def their_folder(tmp_path, tiny_tokenizer):
+    """A Hugging Face folder of a small model with random weights."""
+
+    def make(vocab_size=512):
+        torch.manual_seed(4)
+        model = MistralForCausalLM(MistralConfig(vocab_size=vocab_size, **SHAPE, initializer_range=0.3))
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(tmp_path / "theirs")
+        for file in tiny_tokenizer.iterdir():
+            shutil.copy(file, tmp_path / "theirs")
+        return tmp_path / "theirs"
+
+    return make
+
+
+def written(capsys, *words):
+    capsys.readouterr()
+    assert main(["generate", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def mistake(capsys, *words):
+    capsys.readouterr()
+    assert main(["generate", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    return line
+
+
+def test_text_of_a_hugging_face_folder_is_that_of_transformers(their_folder, tmp_path, capsys):
+    folder = their_folder()
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode("Kalo mi")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    new = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)[0, len(ids) :]
+    stop = int(new[20])
+    greedy = ("Kalo mi", "--max-new-tokens", 30, "--temperature", 0)
+    assert written(capsys, folder, *greedy) == "Kalo mi" + tokenizer.decode(new.tolist()) + "\n"
+    # Chat models end a turn with a token that only generation_config.json knows.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 511]}))
+    shorter = "Kalo mi" + tokenizer.decode(new[: new.tolist().index(stop)].tolist()) + "\n"
+    assert written(capsys, folder, *greedy) == shorter
+    assert main(["import", str(folder), str(tmp_path / "ours")]) == 0
+    assert written(capsys, tmp_path / "ours", *greedy) == shorter
+
+
+def test_prompts_from_a_file(their_folder, tmp_path, capsys):
+    folder, file = their_folder(), tmp_path / "prompts.txt"
+    lines = [f"Kalo {chr(97 + number)}" for number in range(17)] + ["Kalo a", "Kalo a"]
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines, "", " "]).encode())
+    out = written(capsys, folder, "--prompts", file, "--max-new-tokens", 5)
+    _, *parts = re.split(r"^\[(\d+)\] ", out, flags=re.MULTILINE)
+    assert parts[::2] == [str(number) for number in range(1, 20)]
+    texts = parts[1::2]
+    for number in (5, 16):  # alone, and in another batch
+        assert texts[number].strip() == written(capsys, folder, lines[number], "--max-new-tokens", 5).strip()
+    assert len({texts[0].strip(), texts[17].strip(), texts[18].strip()}) == 3
+
+
+def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
+    folder = their_folder()
+    assert written(capsys, folder, "", "--max-new-tokens", 5)
+    assert written(capsys, folder, " ", "--max-new-tokens", 5).startswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE"),
+        (["-", "-"], "standard input is read once; give - once"),
+        (["a", "--top-p", "0"], "top_p is 0.0; give more than 0 and at most 1"),
+        (["a", "--temperature", "nan"], "temperature is nan; give 0 (the likeliest token) or more"),
+        (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; give at least 1"),
+        (["--prompts", "none.txt"], "none.txt: the file of prompts cannot be read: No such file or directory"),
+        (["--prompts", "blank.txt"], "blank.txt: there is no prompt in it; write one a line"),
+        (["--prompts", "odd.txt"], "odd.txt:2: this prompt is not UTF-8 text; convert the file to that"),
+    ],
+)
+def test_mistakes_are_one_line(their_folder, tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blank.txt").write_text("\n \n")
+    (tmp_path / "odd.txt").write_bytes(b"a\n\xff\n")
+    assert mistake(capsys, their_folder(), *words) == said
+
+
+def test_another_models_tokenizer(their_folder, capsys):
+    line = mistake(capsys, their_folder(vocab_size=40), "Kalo mi", "--max-new-tokens", 3)
+    assert "the model's vocabulary ends at 39; this is not its tokenizer" in line
+
+
+@pytest.mark.parametrize("prompts", [["Kalo mi"], ["Kalo mi", "Ka"]])
+def test_what_is_written_before_ctrl_c_is_shown(their_folder, monkeypatch, capsys, prompts):
+    from weft.generate import sample
+
+    def interrupted(*args, **kwargs):
+        steps = generate(*args, **kwargs)
+        yield from (next(steps) for _ in range(3))
+        raise KeyboardInterrupt
+
+    generate, folder = sample.generate, their_folder()
+    three = written(capsys, folder, *prompts, "--max-new-tokens", 3)
+    monkeypatch.setattr(sample, "generate", interrupted)
+    assert main(["generate", str(folder), *prompts, "--max-new-tokens", "9"]) == 130
+    assert capsys.readouterr().out == three
 
 
 @pytest.mark.parametrize(("prompt", "named"), [("-", "the prompt on standard input"), ("ab\udcff", "the prompt 'ab")])

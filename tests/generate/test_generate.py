@@ -93,3 +93,34 @@ def test_the_first_token_is_one_of_those_allowed(model):
     allowed = {(free + 1) % 97, (free + 2) % 97}
     assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[0][0] in allowed
     assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[1][0] == free
+
+
+def test_a_prompt_once_more_gets_another_text(model):
+    three = tokens(model, [[1, 2]] * 3, temperature=1.0)
+    assert len(set(map(tuple, three))) == 3
+    assert tokens(model, [[1, 2]], temperature=1.0, copies=[2])[0] == three[2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "said"),
+    [
+        ([[1, 97]], {}, "token 97, and the model's vocabulary ends at 96"),
+        ([[1], []], {}, "without tokens"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"temperature": float("nan")}, "temperature is nan"),
+        ([[1]], {"top_p": 0.0}, "top_p is 0.0"),
+        ([[1]], {"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_mistakes_are_told_at_the_call(model, prompts, settings, said):
+    with pytest.raises(UserError, match=said):
+        generate(model, prompts, **{"max_new_tokens": 3, **settings})
+
+
+def test_the_model_trains_on_as_before_when_the_reader_leaves(model):
+    model.train()
+    steps = generate(model, [[1, 2]], max_new_tokens=9)
+    next(steps)
+    assert not model.training
+    steps.close()
+    assert model.training

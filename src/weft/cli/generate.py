@@ -5,20 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from pathlib import Path
 
 HELP = "let a trained model write"
+TOGETHER = 16  # prompts that are continued at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues PROMPTs with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face folder. "
-        "A single prompt's text streams to the terminal as it is written; several are continued at once and shown when "
-        "done."
+        "A single prompt's text streams to the terminal as it is written; several are continued at once, "
+        f"up to {TOGETHER}, and shown when done."
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, one checkpoint of it, or a Hugging Face folder"
     )
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="text to continue; - reads it from standard input")
+    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to continue; - reads it from standard input")
+    parser.add_argument(
+        "--prompts", metavar="FILE", dest="prompts_file", help="continue each line of a text file, blank ones aside"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
@@ -41,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     from weft.config.errors import UserError
     from weft.config.huggingface import is_huggingface
     from weft.data.tokenizers.tokenizer import Tokenizer
-    from weft.generate.sample import generate
+    from weft.generate.sample import check_settings, earlier
 
+    check_settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)  # before a large model is read
+    texts = prompts_of(args)
     checkpoint = resolve(args.source)
     folder = tokenizer_folder(checkpoint)
     if folder is None and (is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints"):
@@ -50,12 +57,28 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", checkpoint.parent.parent)
     tokenizer = Tokenizer.load(folder)
-    texts = [prompt_of(argument) for argument in args.prompts]
+    stop_ids = stop_ids_of(checkpoint) | {tokenizer.eod_id}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     prompts = [tokenizer.prompt(text) for text in texts]
-    texts = [prompt.text for prompt in prompts]
+    copies = earlier(tuple(prompt.ids) for prompt in prompts)
+    for begin in range(0, len(prompts), TOGETHER):
+        some = slice(begin, begin + TOGETHER)
+        write(args, model, tokenizer, prompts[some], copies[some], stop_ids, begin + 1 if len(prompts) > 1 else None)
+    return 0
+
+
+def write(args, model, tokenizer, prompts, copies: list[int], stop_ids: set[int], number: int | None) -> None:
+    """Continue some prompts at once.
+
+    Args:
+        prompts: of `Tokenizer.prompt`.
+        copies: as in `generate`.
+        number: of the first one, shown before its text; None: there is only one, whose text is shown as it comes.
+    """
+    from weft.generate.sample import generate
+
     steps = generate(
         model,
         [prompt.ids for prompt in prompts],
@@ -65,31 +88,77 @@ def run(args: argparse.Namespace) -> int:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
-        stop_ids={tokenizer.eod_id},
+        stop_ids=stop_ids,
+        copies=copies,
         cache=not args.no_cache,
     )
-    decoders = [tokenizer.stream_decoder() for _ in texts]
-    alone = len(texts) == 1
-    written = list(texts)
-    if alone:
-        say(texts[0])
-    for new in steps:
-        for number, token in enumerate(new):
-            if token is None or token == tokenizer.eod_id:
-                continue
-            piece = decoders[number].step(token)
-            written[number] += piece
-            if alone:
-                say(piece)
-    for number, decoder in enumerate(decoders):
-        rest = decoder.flush()
-        written[number] += rest
-        if alone:
-            say(rest + "\n")
-    if not alone:
-        for number, text in enumerate(written, start=1):
-            say(f"{'' if number == 1 else chr(10)}[{number}] {text}\n")
-    return 0
+    decoders = [tokenizer.stream_decoder() for _ in prompts]
+    written = [prompt.text for prompt in prompts]
+    if number is None:
+        say(written[0])
+    try:
+        for new in steps:
+            for row, token in enumerate(new):
+                if token is not None and token not in stop_ids:
+                    piece = decoders[row].step(token)
+                    written[row] += piece
+                    if number is None:
+                        say(piece)
+    finally:  # Ctrl-C loses nothing of what there is
+        for row, decoder in enumerate(decoders):
+            rest = decoder.flush()
+            if number is None:
+                say(rest + "\n")
+            else:
+                say(f"{'' if number + row == 1 else chr(10)}[{number + row}] {written[row]}{rest}\n")
+
+
+def stop_ids_of(checkpoint: Path) -> set[int]:
+    """What a Hugging Face folder, or what was imported from one, says besides its tokenizer of where texts end.
+
+    Chat models end a turn with another token than a text.
+    """
+    from weft.checkpoint import files
+    from weft.checkpoint.load import read_json
+
+    generation = {}
+    if (checkpoint / files.ORIGIN).is_file():
+        generation = read_json(checkpoint, files.ORIGIN).get("generation_config") or {}
+    elif (checkpoint / "generation_config.json").is_file():
+        generation = read_json(checkpoint, "generation_config.json")
+    ids = generation.get("eos_token_id")
+    return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+
+
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The texts to continue, of the command line and of the file.
+
+    Raises:
+        UserError: none, or one that is not UTF-8, or standard input twice, or no such file.
+    """
+    from weft.config.errors import UserError
+
+    if args.prompts.count("-") > 1:
+        raise UserError("standard input is read once; give - once")
+    texts = [prompt_of(argument) for argument in args.prompts]
+    if args.prompts_file is not None:
+        path = Path(args.prompts_file)
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise UserError(f"the file of prompts cannot be read: {error.strerror}", path) from None
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
+            except UnicodeDecodeError:
+                raise UserError("this prompt is not UTF-8 text; convert the file to that", path, number) from None
+            if text.strip():
+                texts.append(text)
+        if not texts:
+            raise UserError("there is no prompt in it; write one a line", path)
+    if not texts:
+        raise UserError("there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE")
+    return texts
 
 
 def prompt_of(argument: str) -> str:

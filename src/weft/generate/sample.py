@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = frozenset(),
     first: Sequence[Collection[int] | None] | None = None,
+    copies: Sequence[int] | None = None,
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts at once.
@@ -47,33 +48,34 @@ def generate(
             (Holtzman et al., 2020).
         stop_ids: tokens that end a prompt's continuation; they are yielded.
         first: for each prompt, the tokens of which its first new one is, or None for any.
+        copies: for each prompt, how often it has been continued before: so often another generator is its own. Default:
+            as often as it stands before it in `prompts`.
         cache: keep keys and values; without, every step computes everything again (for checking).
 
     Yields:
         A step's new token for each prompt, None for those that have ended. Ends when all have.
 
     Raises:
-        UserError: an empty prompt, settings out of range, or more tokens than the model has learned positions for.
+        UserError: an empty prompt, tokens that the model does not have, settings out of range, or more tokens than the
+            model has learned positions for. At the call, before the first step is asked for.
     """
-    check(prompts, max_new_tokens, temperature, top_k, top_p)
+    check_settings(max_new_tokens, temperature, top_k, top_p)
+    check_prompts(model, prompts)
     check_length(model, max(map(len, prompts)) + max_new_tokens)
+    sampler = Sampler(prompts, temperature, top_k, top_p, seed, copies)
+    return _generate(model, prompts, max_new_tokens, sampler, frozenset(stop_ids), first, cache)
+
+
+def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cache):
     was_training = model.training
     model.eval()
     try:
-        yield from _generate(
-            model,
-            prompts,
-            max_new_tokens,
-            Sampler(prompts, temperature, top_k, top_p, seed),
-            frozenset(stop_ids),
-            first,
-            cache,
-        )
+        yield from _steps(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cache)
     finally:
         model.train(was_training)
 
 
-def _generate(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cache):
+def _steps(model, prompts, max_new_tokens, sampler, stop_ids, first, use_cache):
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     starts = torch.tensor([width - len(p) for p in prompts])
@@ -154,14 +156,13 @@ class Sampler:
         top_k: int | None,
         top_p: float | None,
         seed: int,
+        copies: Sequence[int] | None = None,
     ):
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self.generators = []
-        seen: Counter[tuple[int, ...]] = Counter()
-        for prompt in map(tuple, prompts):
-            key = hashlib.sha256(repr((seed, seen[prompt], prompt)).encode()).digest()
+        for copy, prompt in zip(copies or earlier(map(tuple, prompts)), map(tuple, prompts), strict=True):
+            key = hashlib.sha256(repr((seed, copy, prompt)).encode()).digest()
             self.generators.append(torch.Generator().manual_seed(int.from_bytes(key[:8], "little")))
-            seen[prompt] += 1
 
     def __call__(self, logits: torch.Tensor, finished: Sequence[bool]) -> list[int]:
         """`[batch, vocab]` -> a token a row; rows that have finished draw nothing and get an arbitrary one."""
@@ -175,6 +176,16 @@ class Sampler:
             dtype=torch.float64,
         ).to(logits.device)
         return draw(logits, uniform, self.temperature, self.top_k, self.top_p).tolist()
+
+
+def earlier(items: Iterable[Hashable]) -> list[int]:
+    """For each item, how many like it stand before it."""
+    seen: Counter[Hashable] = Counter()
+    counts = []
+    for item in items:
+        counts.append(seen[item])
+        seen[item] += 1
+    return counts
 
 
 def draw(
@@ -195,10 +206,8 @@ def draw(
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
 
 
-def check(prompts, max_new_tokens, temperature, top_k, top_p) -> None:
+def check_settings(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise UserError for settings that mean nothing."""
-    if not prompts or not all(len(p) for p in prompts):
-        raise UserError("a prompt without tokens; begin it with the end-of-document token")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; give at least 1")
     if not temperature >= 0:
@@ -207,6 +216,18 @@ def check(prompts, max_new_tokens, temperature, top_k, top_p) -> None:
         raise UserError(f"top_k is {top_k}; give at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; give more than 0 and at most 1")
+
+
+def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise UserError for a prompt without tokens, or with one that the model does not have."""
+    if not prompts or not all(len(p) for p in prompts):
+        raise UserError("a prompt without tokens; begin it with the end-of-document token")
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    largest = max(map(max, prompts))
+    if words is not None and largest >= words:
+        raise UserError(
+            f"a prompt has token {largest}, and the model's vocabulary ends at {words - 1}; this is not its tokenizer"
+        )
 
 
 def check_length(
