@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,5 +131,13 @@ def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
 def _blocks(visible: Callable, batch: int | None, seq: int, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Compiled, the whole `[batch, seq, seq]` is never there.
-    return create_block_mask(visible, batch, None, seq, seq, device=device, _compile=device.type == "cuda")
+    # Compiled, the whole `[batch, seq, seq]` is never there. On a CPU it is for tests, and compiling takes longer.
+    make = _compiled_making() if device.type == "cuda" else create_block_mask
+    return make(visible, batch, None, seq, seq, device=device)
+
+
+@cache
+def _compiled_making() -> Callable:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)

@@ -19,8 +19,8 @@ from weft.models.mapping import Weight, attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
-    "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range", "attention_implementation",
-    "attention_dropout", "hidden_dropout", "embedding_dropout",
+    "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range",
+    "attention_implementation", "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
 
 
@@ -59,14 +59,7 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     if section.family not in families():
         raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
     family = families()[section.family]
-    for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
-        chosen = getattr(section, key)
-        if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
-            what = repr(chosen) if isinstance(chosen, str) else f"{{type: {chosen.type}, ...}}"
-            raise UserError(
-                f"model.{key} is {what}, which Hugging Face's {family.ARCHITECTURES[0]} has no code for; "
-                "use the model where Weft is (weft.load_model)"
-            )
+    _raise_if_own(section)
     written = {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPE, **family.to_hf(section)}
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
     for key, value in there.items():
@@ -77,6 +70,19 @@ def config_of(section: ModelSection) -> dict[str, Any]:
             )
     # Which ids are special is the tokenizer's to say: transformers' defaults are those of one published model.
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **written}
+
+
+def _raise_if_own(section: ModelSection) -> None:
+    """Raises UserError for parts of which transformers has no code."""
+    for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
+        chosen = getattr(section, key)
+        if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
+            what = repr(chosen) if isinstance(chosen, str) else f"{{type: {chosen.type}, ...}}"
+            theirs = families()[section.family].ARCHITECTURES[0]
+            raise UserError(
+                f"model.{key} is {what}, which Hugging Face's {theirs} has no code for; "
+                "use the model where Weft is (weft.load_model)"
+            )
 
 
 def _whole(section: ModelSection) -> dict[str, Any]:
@@ -125,6 +131,7 @@ def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
     Raises:
         UserError: a tensor that the family's table does not know.
     """
+    _raise_if_own(section)
     table = {weight.ours: weight for weight in families()[section.family].WEIGHTS}
     with torch.device("meta"):
         model = Decoder(section)

@@ -1,0 +1,6 @@
+"""Whole runs are started and looked at as in tests/train."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "train"))
