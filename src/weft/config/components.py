@@ -129,7 +129,8 @@ def find_part(type_: str, room: str) -> Part:
     if len(injected) < len(chosen.injected) and not takes.any_positional:
         raise UserError(
             f"{type_!r}: Weft makes it as {name}({', '.join(chosen.injected)}, ...), "
-            f"but it takes no argument by position; begin its __init__ with self, {chosen.injected[0]}"
+            f"but it takes {', '.join(injected) or 'no argument'} by position; "
+            f"begin its __init__ with self, {', '.join(chosen.injected)}"
         )
     _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}

@@ -1,0 +1,214 @@
+"""A decoder's exchangeable parts in a run's file: built-ins by name, classes of one's own read but never imported."""
+
+import json
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+from config_cases import SHORT, load, problems, write
+
+from weft.config.load import dump_yaml
+from weft.config.reference import json_schema, markdown
+
+OWN = '''\
+import torch
+from torch import nn
+raise RuntimeError("imported")
+
+class Norm(nn.Module):
+    def __init__(self, width, eps): ...
+    def forward(self, x): ...
+
+class Inherits(Norm):
+    def __init__(self, width, eps, *, extra: int = 3): ...
+
+class Act:
+    def __call__(self, x, gain: float = 1.0): ...
+
+class Rotate(nn.Module):
+    def __init__(self, config): ...
+    def forward(self, q, k, positions): ...
+
+class Embed(nn.Module):
+    def __init__(self, config): ...
+    def embed(self, x, positions): ...
+
+class Attention(nn.Module):
+    def __init__(self, config): ...
+    def forward(self, q, k, v, mask=None): ...
+
+class Scheme:
+    def __call__(self, name, shape, role, generator, config): ...
+
+class Every:
+    """Every so-manieth key."""
+    def __init__(self, *, step: int, shifts: list[int] = [0]): ...
+    def __call__(self, query, key): ...
+
+class Wants:
+    def __init__(self, width, eps, depth): ...
+    def __call__(self, x): ...
+
+class Nothing:
+    def __init__(self, width): ...
+
+class Keys:
+    def __call__(self, query): ...
+
+class More:
+    def __call__(self, x, y, *, z): ...
+
+class Needy(Scheme):
+    def __init__(self, config): ...
+
+class Unreadable(torch.nn.modules.loss.Nowhere):
+    pass
+
+def function(x): ...
+'''
+KEYS = {
+    "norm": "own_parts:Norm",
+    "hidden_act": "own_parts:Act",
+    "position": "own_parts:Rotate",
+    "attention_implementation": "own_parts:Attention",
+    "initialization": "own_parts:Scheme",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own():
+    write(OWN, "own_parts.py")
+
+
+def with_model(**keys):
+    return SHORT.replace("model: llama-tiny", f"model: {json.dumps({'preset': 'llama-tiny'} | keys)}")
+
+
+def only_problem(**keys):
+    (line,) = problems(with_model(**keys))
+    return line
+
+
+def test_classes_of_ones_own_are_found_without_importing_them():
+    config = load(with_model(**KEYS, attention_pattern={"type": "own_parts:Every", "step": 3}))
+    assert {key: getattr(config.model, key) for key in KEYS} == KEYS
+    assert config.model.attention_pattern.arguments == {"step": 3, "shifts": [0]}
+    saved = dump_yaml(config)
+    again = load(saved, name="again.yaml")
+    assert again.model == config.model
+    program = (
+        "import sys; from weft.config.run import RunConfig as R; R.load('run.yaml', check_data=False); "
+        "print({'torch', 'own_parts'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"norm": "own_parts:Inherits"},
+        {"norm": "torch.nn:LayerNorm"},
+        {"norm": "own_parts:Unreadable"},
+        {"hidden_act": "torch.nn:Mish"},
+        {"position": "own_parts:Embed"},
+    ],
+)
+def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
+    assert load(with_model(**keys)).model.model_dump().items() >= keys.items()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"norm": "rmsnrom"},
+            "must be one of rmsnorm, rmsnorm1p, layernorm, not 'rmsnrom'; did you mean 'rmsnorm'?",
+        ),
+        ({"norm": "batch"}, "layernorm, not 'batch'; or give module:Class of your own"),
+        ({"norm": 3}, "must be one of rmsnorm, rmsnorm1p, layernorm or module:Class, not 3"),
+        ({"norm": "own-parts:Norm"}, "'own-parts:Norm' is no module:Class; write the module as Python imports it"),
+        ({"norm": "own_prts:Norm"}, "no module 'own_prts' here or among the installed ones; did you mean 'own_parts'?"),
+        ({"norm": "own_parts:Nrom"}, "'own_parts:Nrom': no class 'Nrom' in own_parts.py; it has Norm"),
+        ({"norm": "own_parts:function"}, "'function' is no class but a function (own_parts.py:"),
+        ({"norm": "own_parts:Act"}, "Weft makes it as Act(width, eps, ...), but it takes no argument by position"),
+        ({"norm": "own_parts:Wants"}, "Wants wants depth, and Weft gives it width, eps; give what is more a default"),
+        ({"norm": "own_parts:Nothing"}, "Weft makes it as Nothing(width, eps, ...), but it takes width by position"),
+        (
+            {"hidden_act": "own_parts:More"},
+            "Weft calls __call__(x), and the class (own_parts.py:45) has __call__(x, y, z); give it these arguments",
+        ),
+        ({"hidden_act": "own_parts:Embed"}, "Embed (own_parts.py:19) has no __call__(x) or forward(x); add the method"),
+        (
+            {"position": "own_parts:Norm"},
+            "'own_parts:Norm': Weft calls forward(q, k, positions), and the class (own_parts.py:5) has forward(x)",
+        ),
+        (
+            {"attention_pattern": {"type": "own_parts:Keys"}},
+            "Weft calls __call__(query, key), and the class (own_parts.py:42) has __call__(query)",
+        ),
+        ({"initialization": "own_parts:Needy"}, "Needy wants config, and Weft makes it without arguments"),
+        ({"attention_pattern": "sliding"}, "must be a mapping, as model.attention_pattern: {type: sliding}"),
+        (
+            {"attention_pattern": {"type": "slidng"}},
+            "unknown attention_pattern 'slidng'; did you mean 'sliding'? (there",
+        ),
+        ({"attention_pattern": {"type": "sliding"}}, "attention_pattern.window: required by Sliding; add it"),
+        ({"attention_pattern": {"type": "sliding", "window": 0}}, "window: must be at least 1, not 0"),
+        (
+            {"attention_pattern": {"type": "strided", "strid": 4}},
+            "attention_pattern.strid: unknown key; did you mean 'stride'?",
+        ),
+        ({"attention_pattern": {"type": "own_parts:Every", "step": "a"}}, "step: must be a whole number, not 'a'"),
+        (
+            {"attention_pattern": {"type": "fixed", "stride": 4, "expressivity": 5}},
+            "expressivity: 5 tokens of blocks of 4; choose at most 4",
+        ),
+        (
+            {"attention_pattern": {"type": "strided", "stride": 4}, "sliding_window": 9},
+            "model.sliding_window: a sparse pattern takes the place of the sliding window; remove one of them",
+        ),
+        (
+            {"attention_implementation": "flash", "attention_pattern": {"type": "strided", "stride": 4}},
+            "flash-attn's kernels know no sparse patterns but model.sliding_window; set it, or choose flex",
+        ),
+        ({"attention_implementation": "flash", "attention_sinks": True}, "attention_sinks: flash-attn knows none"),
+        (
+            {"attention_implementation": "own_parts:Attention", "attention_sinks": True},
+            "attention_sinks: a class of your own knows none",
+        ),
+        ({"attention_implementation": "flex", "attention_dropout": 0.1}, "flex attention drops no weights"),
+    ],
+)
+def test_a_mistake_is_one_line(keys, said):
+    line = only_problem(**keys)
+    assert line.startswith("run.yaml:1: model.")
+    assert said in line
+
+
+def test_flash_attn_wants_sixteen_bits():
+    (line,) = problems(with_model(attention_implementation="flash") + "", "training.dtype=float32")
+    assert line == (
+        "command line: training.dtype: flash-attn computes in 16 bits; set training.dtype: bfloat16, or "
+        "model.attention_implementation: auto"
+    )
+    assert load(with_model(attention_implementation="flash")).model.attention_implementation == "flash"
+
+
+def test_the_schema_and_the_page_know_the_parts():
+    check = jsonschema.Draft202012Validator(json_schema()).is_valid
+    for keys in (KEYS, {"attention_pattern": {"type": "fixed", "stride": 4}}, {"norm": "layernorm"}):
+        assert check({"model": keys})
+    for pattern in ({"type": "own:Every", "anything": 1}, {"type": "bigbird"}):
+        assert check({"model": {"attention_pattern": pattern}})
+    for keys in (
+        {"norm": "batch"},
+        {"norm": "own-parts:Norm"},
+        {"attention_pattern": {"type": "none"}},
+        {"attention_pattern": {"window": 3}},
+        {"attention_pattern": {"type": "fixed", "strid": 4}},
+    ):
+        assert not check({"model": keys}), keys
+    assert "| `norm` | `rmsnorm`, `rmsnorm1p`, `layernorm` or module:Class | `rmsnorm` |" in markdown()
+    assert "#### model.attention_pattern: `type: bigbird`" in markdown()
