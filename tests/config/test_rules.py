@@ -67,6 +67,31 @@ def test_experts_and_latent_attention(part, said):
     assert found[0].startswith(f"run.yaml:1: {said}")
 
 
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ("rope_type: dynamic", "dynamic needs original_max_position_embeddings, the positions before the stretching"),
+        (
+            "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, 2], long_factor: [1]",
+            "long_factor has 1 numbers; longrope needs 2, all above 0; set it",
+        ),
+        (
+            "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, -2], long_factor: [1, 2]",
+            "short_factor has 2 numbers; longrope needs 2, all above 0; set it",
+        ),
+    ],
+)
+def test_rotations(scaling, said):
+    text = (
+        "model: {num_hidden_layers: 1, hidden_size: 32, num_attention_heads: 4, partial_rotary_factor: 0.5, "
+        f"rope_scaling: {{factor: 2, {scaling}}}}}\n{SIZES}"
+    )
+    (found,) = problems(text)
+    assert found.startswith(f"run.yaml:1: model.rope_scaling: {said}")
+    right = "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, 2], long_factor: [1.5, 2]"
+    assert load(text.replace(scaling, right)).model.rope_scaling.long_factor == [1.5, 2.0]
+
+
 def test_a_head_size_of_its_own_need_not_divide_the_width():
     load(f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16}}\n{SIZES}")
     load(f"model: {{num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4, position: learned}}\n{SIZES}")
