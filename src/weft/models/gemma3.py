@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.models import gemma2
 from weft.models.mapping import Weight, number, read, read_layer_types, read_rope, write, write_layer_types, write_rope
@@ -31,6 +32,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     keys |= read_rope(config, theta=1000000.0, layer_type="full_attention")
     if windows:
         local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+        if local.get("rope_type") not in (None, "default"):
+            raise UserError("rope_parameters: the rotations of layers with a sliding window cannot be stretched")
         keys["rope_local_base_freq"] = float(
             number(local, "rope_theta", number(config, "rope_local_base_freq", 10000.0))
         )
