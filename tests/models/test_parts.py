@@ -1,13 +1,16 @@
 """Parts of a decoder by name or of the user's own: the same numbers as the built-ins that they repeat."""
 
 import math
+import re
 import sys
 import types
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ruamel.yaml import YAML
 from running import QUIET, assert_same_weights, finish, losses, start, train
 from torch import nn
 
@@ -488,3 +491,23 @@ def test_a_norm_without_parameters_may_return_what_it_likes():
     sys.modules["my_parts"] = types.SimpleNamespace(Plain=Plain)
     model = decoder(torch.bfloat16, norm="my_parts:Plain")
     assert model(tokens()).isfinite().all()
+
+
+def test_the_page_on_parts_tells_the_truth(run, tmp_path):
+    """Its example trains, is loaded, and generates with a cache what it does without."""
+    page = (Path(__file__).parents[2] / "docs" / "parts.md").read_text(encoding="utf-8")
+    code, yaml = (re.search(rf"```{language}\n(.*?)```", page, re.S).group(1) for language in ("python", "yaml"))
+    (tmp_path / "my_parts.py").write_text(code)
+    model = YAML(typ="safe").load(yaml)["model"]
+    assert set(model) == {"preset", *OWN, "attention_pattern"}
+    file, path = run("page", TINY | model | {"vocab_size": 512}, training={"dtype": "bfloat16"})
+    assert train(file) == 0
+    assert losses(path)[-1][1] < losses(path)[0][1]
+    loaded = weft.load_model(path)
+    greedy = [list(generate(loaded, [[1, 2, 3], [4]], max_new_tokens=9, temperature=0, cache=c)) for c in (True, False)]
+    assert greedy[0] == greedy[1]
+    roles = parameter_roles(loaded)
+    assert roles["layers.0.attention_norm.alpha"] == "norm"
+    assert roles["layers.0.attention.attend.own.temperature"] == "other"
+    for key in (*OWN, "attention_pattern"):
+        assert f"| `{key}` |" in page
