@@ -11,10 +11,10 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-data docs gpu-check clean
+.PHONY: help install quickstart test lint format bench bench-data bench-models docs gpu-check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with the package (editable) and its pinned dependencies
 
@@ -77,6 +77,10 @@ bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside
 	  .venv/bin/python -c "$$where" > "$$(.venv-modalities/bin/python -c "$$where")/shared.pth"
 	@touch $@
 
+bench-models: $(STAMP) ## measure each family and Hugging Face files beside transformers (BENCH="--quick" and the like)
+	@.venv/bin/python benchmarks/family_step.py --out $(OUT) $(BENCH)
+	@.venv/bin/python benchmarks/huggingface_files.py --out $(OUT) $(BENCH)
+
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
@@ -85,6 +89,7 @@ gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchm
 	@mkdir -p $(OUT)
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m pytest -q -m gpu -o addopts= tests 2>&1 | tee $(OUT)/gpu-tests.txt; exit $${PIPESTATUS[0]}
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/train_throughput.py --device cuda --out $(OUT) $(BENCH)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/family_step.py --device cuda --out $(OUT) $(BENCH)
 
 clean: ## remove caches and what the benchmarks left, not .venv and not runs
 	@rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist build benchmarks/work

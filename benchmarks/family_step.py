@@ -26,8 +26,6 @@ import families  # noqa: E402
 from common import (  # noqa: E402
     available_cores,
     measured_apart,
-    optimizer,
-    peak_resident_bytes,
     processor,
     slug,
     write_results,
@@ -35,7 +33,7 @@ from common import (  # noqa: E402
 
 SEQUENCE = {"cpu": 512, "cuda": 2048}
 BATCH = 4
-WARMUP, LEAST = 3, 3  # steps that are not measured; steps that are, however long they take
+JOB = str(HERE / "peers" / "family_steps.py")
 PEERS = {
     "weft": "Weft",
     "transformers": "transformers, autocast",
@@ -67,7 +65,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="two families, once: does it work at all?")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds = 1, 0
@@ -82,122 +79,16 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-# ---- one measurement
-
-
-def work(asked: dict) -> None:
-    """Train for some steps; prints what was measured as the last line."""
-    from weft.launch.threads import wait_briefly
-
-    wait_briefly()  # before torch loads
-    import torch
-
-    from weft.train.choices import keep_freed_memory
-
-    torch.set_num_threads(asked["threads"])
-    keep_freed_memory()
-    folder, device = Path(asked["folder"]), asked["device"]
-    if asked["peer"] == "make":
-        families.write_folder(asked["family"], device, folder)
-        print(json.dumps({"made": True}))
-        return
-    build = transformers_model if asked["peer"] == "transformers" else weft_model
-    model, loss_of, implementation = build(asked, folder)
-    adamw = optimizer(model)
-    torch.manual_seed(0)
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    tokens = torch.randint(vocabulary, (BATCH, asked["sequence"])).to(device)
-    ends, losses = [], []
-    while len(ends) < WARMUP + LEAST or ends[-1] - ends[WARMUP - 1] < asked["seconds"]:
-        loss = loss_of(tokens)
-        loss.backward()
-        adamw.step()
-        adamw.zero_grad()
-        losses.append(loss.item())  # waits for the GPU, but for the update
-        if device == "cuda":
-            torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-    done = {
-        "seconds": [end - begin for begin, end in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident_bytes(),
-        "implementation": implementation,
-    }
-    print(json.dumps(done), flush=True)
-
-
-def weft_model(asked: dict, folder: Path):
-    """A model as a run of Weft has it: Weft's own, or transformers' under `type: hf`."""
-    import torch
-
-    from weft.checkpoint.huggingface.folder import section_of
-    from weft.checkpoint.huggingface.foreign import fill_foreign
-    from weft.checkpoint.load import load
-    from weft.config.foreign import ForeignModelSection
-    from weft.config.mesh import ParallelSection
-    from weft.models.forward import forward_of
-    from weft.parallel.apply import parallelize
-    from weft.parallel.world import start_world
-    from weft.train.choices import DTYPES
-
-    foreign = asked["peer"] == "foreign"
-    if foreign:
-        config = json.loads((folder / "config.json").read_text())
-        section = ForeignModelSection(type="hf", path=str(folder), config=config)
-    else:
-        section = section_of(folder)
-    parallel = ParallelSection()
-    world = start_world(parallel)
-    dtype = DTYPES[{"bf16": "bfloat16", "fp32": "float32"}[asked["dtype"]]]
-    model = parallelize(section, parallel, world, dtype=dtype, seed=0, compile=asked["mode"] == "compiled")
-    if foreign:
-        fill_foreign(model, section)
-    else:
-        load(folder, model=model)
-    forward = forward_of(model)
-
-    def loss_of(tokens):
-        # The last token has no successor: it counts for nothing, as in transformers.
-        logprobs = forward({"tokens": tokens, "labels": torch.roll(tokens, -1, dims=1)})
-        return -logprobs[:, :-1].mean()
-
-    return model, loss_of, None
-
-
-def transformers_model(asked: dict, folder: Path):
-    """transformers' model, under autocast."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(asked["device"]).train()
-    experts = (
-        getattr(model.config, "_experts_implementation", None) if hasattr(model.config, "num_experts_per_tok") else None
-    )
-    implementation = model.config._attn_implementation + (f", experts {experts}" if experts else "")
-    call = torch.compile(model) if asked["mode"] == "compiled" else model
-
-    def loss_of(tokens):
-        with torch.autocast(asked["device"], torch.bfloat16, enabled=asked["dtype"] == "bf16"):
-            return call(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    return model, loss_of, implementation
-
-
-# ---- all of them
-
-
 def measure(args: argparse.Namespace, work: Path) -> tuple[dict, dict, int]:
     """Round after round until the rounds or the minutes are used up: what was measured, what failed, whole rounds."""
     began, cells, failed = time.monotonic(), {}, {}
     base = {"threads": args.threads, "device": args.device, "dtype": args.dtype, "seconds": args.seconds}
-    base["sequence"] = SEQUENCE[args.device]
+    base |= {"sequence": SEQUENCE[args.device], "batch": BATCH}
     for number in range(args.rounds):
         for family in args.families:
             folder = work / family
             if not folder.exists():
-                made = measured_apart(__file__, base | {"peer": "make", "family": family, "folder": str(folder)})
+                made = measured_apart(JOB, base | {"peer": "make", "family": family, "folder": str(folder)})
                 if "failed" in made:
                     sys.exit(f"{family}: {made['failed']}")
             usual = [p for p in PEERS if p != "foreign" or families.section(family, args.device).moe is not None]
@@ -209,7 +100,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[dict, dict, int]:
                     print(f"{args.minutes:g} minutes are over: stopping in round {number + 1} of {args.rounds}")
                     return cells, failed, number
                 try:
-                    got = measured_apart(__file__, base | {"peer": peer, "mode": mode, "folder": str(folder)})
+                    got = measured_apart(JOB, base | {"peer": peer, "mode": mode, "folder": str(folder)})
                 except KeyboardInterrupt:
                     print("interrupted: the table has what there is")
                     return cells, failed, number
@@ -305,9 +196,6 @@ def table(found: dict) -> str:
 
 def main() -> int:
     args = arguments()
-    if args.job:
-        work(json.loads(args.job))
-        return 0
     os.environ["HF_HUB_OFFLINE"] = "1"
     folder = HERE / "work" / f"families-{os.getpid()}"
     try:

@@ -11,20 +11,18 @@ all numbers (.json) into benchmarks/results.
 
 import argparse
 import datetime
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import available_cores, measured_apart, peak_resident_bytes, processor, slug, write_results  # noqa: E402
+from common import available_cores, measured_apart, processor, slug, write_results  # noqa: E402
 
+JOB = str(HERE / "peers" / "file_jobs.py")
 SHARD_BYTES = 2_000_000_000
 # OLMoE's parts at half a billion: 1,536 tensors of experts.
 MIXTURE = {
@@ -57,151 +55,6 @@ NOTES = """\
 - Memory is what the process had more at its peak than before the call: all that is resident, with pages of files that
   are only mapped and that the kernel takes back when it needs them; and, looked at every 10 ms, without those.
 - Both sides have the same number of threads; all else is as by default."""
-
-
-# ---- one measurement
-
-
-class Watch:
-    """Looks every 10 ms how much memory the process has that is no file's."""
-
-    def __enter__(self):
-        self.start = self.anonymous()
-        self.peak, self.over = self.start, threading.Event()
-        self.thread = threading.Thread(target=self.look, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.over.set()
-        self.thread.join()
-
-    def look(self):
-        while not self.over.wait(0.01):
-            self.peak = max(self.peak, self.anonymous())
-
-    @staticmethod
-    def anonymous() -> int:
-        return status("RssAnon")
-
-
-def status(key: str) -> int:
-    """Bytes that /proc says of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
-
-
-def work(asked: dict) -> None:
-    """One measurement; the result is the last line on stdout."""
-    import torch
-
-    torch.set_num_threads(asked["threads"])
-    if asked["way"] == "make":
-        print(json.dumps(make(asked["section"], Path(asked["folder"]))))
-        return
-    theirs = asked["way"].endswith("pretrained")
-    act = transformers_way if theirs else weft_way
-    call = act(asked)
-    before = status("VmRSS")
-    with Watch() as watch:
-        began = time.perf_counter()
-        model = call()
-        seconds = time.perf_counter() - began
-        if model is not None:
-            for parameter in model.parameters():
-                parameter.data.view(torch.uint8).flatten()[::4096].sum()
-            seconds = time.perf_counter() - began
-    done = {"seconds": seconds, "start_bytes": before, "peak_bytes": peak_resident_bytes() - before}
-    done |= {"anonymous_peak_bytes": watch.peak - watch.start}
-    if asked["way"] == "save_pretrained":
-        began = time.perf_counter()
-        for path in Path(asked["out"]).iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        done["fsync_seconds"] = time.perf_counter() - began
-    print(json.dumps(done))
-
-
-def weft_way(asked: dict):
-    """The call to be measured, with what it needs imported."""
-    import weft.checkpoint.huggingface.export
-    import weft.checkpoint.huggingface.import_
-    import weft.checkpoint.model
-    import weft.models.build
-    import weft.observe.console
-    from weft.cli.main import main
-
-    def verb(*words: str) -> None:
-        if code := main(list(words)):
-            sys.exit(f"exit code {code}")
-
-    way, source, imported, out = asked["way"], asked["source"], asked["imported"], asked["out"]
-    if way == "import":
-        return lambda: verb("import", source, out)
-    if way == "export":
-        return lambda: verb("export", imported, out, "--max-shard-size", str(SHARD_BYTES))
-    return lambda: weft.load_model(source if way == "load_model" else imported)
-
-
-def transformers_way(asked: dict):
-    """The call to be measured, with what it needs imported."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):  # its module is imported by that
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(asked["source"]))
-
-    def call():
-        model = AutoModelForCausalLM.from_pretrained(asked["source"], dtype="auto")
-        if asked["way"] == "save_pretrained":
-            model.save_pretrained(asked["out"], max_shard_size=SHARD_BYTES)
-        return model
-
-    return call
-
-
-def make(section: dict, folder: Path) -> dict:
-    """A Hugging Face folder of random numbers: a tensor at a time, so that any size fits into memory."""
-    import torch
-
-    from weft.checkpoint.huggingface.folder import groups
-    from weft.checkpoint.tensor_file import Entry, cut, write_safetensors
-    from weft.config.huggingface import CONFIG, INDEX
-    from weft.config.model import ModelSection
-    from weft.config.size import model_size
-    from weft.models.decoder import Decoder
-    from weft.models.huggingface import config_of, invert, tensors
-
-    checked = ModelSection(**section)
-    with torch.device("meta"):
-        ours = tensors(Decoder(checked))
-    torch.manual_seed(0)
-    numbers = (0.02 * torch.randn(1 << 24)).to(torch.bfloat16)  # the same again and again: no reader looks at them
-
-    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
-        size = torch.Size(shape).numel()
-        return numbers.repeat(-(-size // len(numbers)))[:size].reshape(shape)
-
-    entries = []
-    for theirs, parts in groups(checked).items():
-        transform = parts[0][1]
-        one = transform is not None and transform.expert is not None
-        empty = [torch.empty(ours[name].shape[one:], device="meta") for name, _ in parts]
-        shape = tuple(invert(transform, empty).shape)
-        entries.append(Entry(theirs, torch.bfloat16, shape, lambda shape=shape: drawn(shape)))
-    folder.mkdir(parents=True)
-    shards, weight_map = cut(entries, SHARD_BYTES), {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, {"format": "pt"})
-        weight_map |= {entry.name: name for entry in shard}
-    size = sum(entry.bytes for entry in entries)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
-    (folder / CONFIG).write_text(json.dumps(config_of(checked) | {"dtype": "bfloat16"}))
-    return {"parameters": model_size(checked).parameters, "bytes": size, "tensors": len(entries), "files": len(shards)}
-
-
-# ---- all of them
 
 
 def llama(parameters: float) -> tuple[str, dict]:
@@ -251,17 +104,18 @@ def measure(model: str, section: dict, size: int, args: argparse.Namespace, work
     if set(found["failed"]) == set(args.only):
         return found
     try:
-        base = {"threads": args.threads, "source": str(source), "imported": str(imported)}
-        made = measured_apart(__file__, base | {"way": "make", "section": section, "folder": str(source)})
+        base = {"threads": args.threads, "shard_bytes": SHARD_BYTES}
+        base |= {"source": str(source), "imported": str(imported)}
+        made = measured_apart(JOB, base | {"way": "make", "section": section, "folder": str(source)})
         if "failed" in made:
             sys.exit(f"{model}: {made['failed']}")
         found |= made
         if {"export", "load_imported"} & set(args.only):
-            measured_apart(__file__, base | {"way": "import", "out": str(imported)})
+            measured_apart(JOB, base | {"way": "import", "out": str(imported)})
         for number in range(args.rounds):
             for way in [way for way in args.only if way not in found["failed"]]:
                 ready(imported if way in ("export", "load_imported") else source)
-                got = measured_apart(__file__, base | {"way": way, "out": str(out)})
+                got = measured_apart(JOB, base | {"way": way, "out": str(out)})
                 shutil.rmtree(out, ignore_errors=True)
                 if "failed" in got:
                     found["failed"][way] = got["failed"]
@@ -328,7 +182,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--quick", action="store_true", help="a small Llama alone, once: does it work at all?")
     parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
         args.parameters, args.rounds = 1e8, 1
@@ -340,9 +193,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    if args.job:
-        work(json.loads(args.job))
-        return 0
     import torch
     import transformers
 
