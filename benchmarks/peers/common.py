@@ -181,8 +181,11 @@ def measured_apart(script: str, job: dict) -> dict:
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        words = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return {"failed": "out of memory" if "emory" in done.stderr or done.returncode < 0 else words[0]}
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+        word = (raised or lines)[-1]
+        out_of_memory = re.search(r"MemoryError|OutOfMemory|out of memory|allocate memory", done.stderr)
+        return {"failed": "out of memory" if out_of_memory or done.returncode < 0 else word}
 
 
 def write_results(out: Path, name: str, page: str, found: dict | list) -> None:
