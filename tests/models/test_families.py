@@ -216,6 +216,7 @@ def test_logits_and_gradients(family, shape):
     tokens = texts(3, 41)
     expected = theirs(tokens, labels=tokens)
     near(ours(tokens), expected.logits, 1e-5)
+    near(ours(tokens, last_only=True), expected.logits[:, -1:], 1e-5)
     expected.loss.backward()
     (-ours(tokens[:, :-1], labels=tokens[:, 1:]).mean()).backward()
     wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)

@@ -13,6 +13,7 @@ from torch import nn
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.generate.cache import KVCache, windows_of
+from weft.models.decoder import Decoder
 from weft.models.layers.rope import by_length, switches
 
 CHUNK = 2048  # tokens of all prompts together in one forward: the memory it takes does not grow with the prompts
@@ -126,13 +127,14 @@ def next_logits(
     with torch.no_grad() if sharded else torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         columns = torch.arange(length - tokens.shape[1], length, device=tokens.device)
         positions = (columns.unsqueeze(0) - starts.unsqueeze(1)).clamp(min=0)
+        last = {"last_only": True} if isinstance(model, Decoder) else {}
         if cache is not None:
-            return model(tokens=tokens, positions=positions, cache=cache)[:, -1]
+            return model(tokens=tokens, positions=positions, cache=cache, **last)[:, -1]
         if hasattr(model, "takes_cache"):  # one of transformers: that rows begin with padding is told by a cache
             fresh = KVCache(length, starts if bool(starts.any()) else None)
             return model(tokens=tokens, positions=positions, cache=fresh)[:, -1]
         segments = (columns.unsqueeze(0) >= starts.unsqueeze(1)).long()
-        return model(tokens=tokens, positions=positions, segments=segments)[:, -1]
+        return model(tokens=tokens, positions=positions, segments=segments, **last)[:, -1]
 
 
 def only(logits: torch.Tensor, allowed: Sequence[Collection[int] | None]) -> torch.Tensor:

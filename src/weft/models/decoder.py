@@ -140,6 +140,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         labels: torch.Tensor | None = None,
         shares: torch.Tensor | None = None,
+        last_only: bool = False,
     ) -> torch.Tensor:
         """Run the model.
 
@@ -152,6 +153,7 @@ class Decoder(nn.Module):
             labels: `[batch, seq]`.
             shares: `[batch]`, what part of the step's loss each row is: so much its balance of experts counts for. In
                 training; None: experts are not balanced.
+            last_only: logits of each row's last position alone, `[batch, 1, vocab]`: all that generating needs.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, for which the
@@ -177,7 +179,7 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.advance(seq)
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        x = self.norm(x).to(head.dtype)
+        x = self.norm(x[:, -1:] if last_only else x).to(head.dtype)
         if config.logits_scaling != 1.0:
             x = x / config.logits_scaling
         if labels is not None:
