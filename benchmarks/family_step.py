@@ -36,13 +36,13 @@ BATCH = 4
 JOB = str(HERE / "peers" / "family_steps.py")
 PEERS = {
     "weft": "Weft",
-    "transformers": "transformers, autocast",
+    "transformers": "transformers",
     "foreign": "transformers' model in Weft's policy (`type: hf`)",
 }
 NOTES = """\
 - **Weft**: the model as a run has it: `parallelize` on a mesh of one process (FSDP2; with bf16 its policy: float32
   state, bfloat16 weights and activations for computing, float32 gradients and losses); compiled: `training.compile`.
-- **transformers, autocast**: `AutoModelForCausalLM` with float32 weights, with bf16 under autocast as
+- **transformers**: `AutoModelForCausalLM` with float32 weights, with bf16 under autocast as
   `Trainer(bf16=True)` has it, `labels` given; with its own choice of attention (sdpa where it has it) and of experts;
   compiled: `torch.compile` of the whole model. Autocast leaves its grouped products of experts in float32.
 - **transformers' model in Weft's policy**: the same class as `type: hf` has it, under FSDP2's policy in place of
