@@ -59,6 +59,19 @@ def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported
     assert not (tmp_path / "hf").exists()
 
 
+def test_what_attention_cannot_do_here_is_told_before_any_work(run, capsys):
+    file, path = run("flex", TINY)
+    assert train(file, "model.attention_implementation=flash", "training.dtype=bfloat16") == 2
+    assert capsys.readouterr().err == (
+        "model.attention_implementation: flash: flash-attn's kernels run on GPUs, and this is a cpu; set auto\n"
+    )
+    assert train(file, "model.attention_implementation=flex") == 0
+    said = capsys.readouterr().err
+    assert said.count("flex attention is for GPUs") == 1
+    assert train(file, "--fresh") == 0
+    assert losses(path)[-1][0] == 4
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_of_pytorch_train_in_any_precision(run, dtype):
     own = {"norm": "torch.nn:LayerNorm", "hidden_act": "torch.nn:Mish", "position": "my_parts:Learned"}

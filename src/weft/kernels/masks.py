@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
@@ -47,7 +46,7 @@ def attention_mask(
         window: the most keys that a query sees, its own with them.
         pattern: which of the keys it looks at, by their places in the document. Not beside a `window`.
         plain: `attention` is called without `softcap`, `slopes` and `sinks`.
-        implementation: auto; sdpa (no flex attention); flex (wherever it can be); flash; any other: boolean masks.
+        implementation: auto; sdpa (no flex attention); flex (where it is usable); flash; any other: boolean masks.
 
     Raises:
         UserError: flash, in training, where its kernels cannot be called.
@@ -56,14 +55,7 @@ def attention_mask(
     window = None if window is None or window >= seq else window
     if implementation == "flash" and flash_usable(tokens.device, dtype):
         return FlashMask.of(segments, window)
-    flex = kind == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
-    if implementation == "flex" and not flex:
-        warnings.warn(
-            "model.attention_implementation: flex attention is for GPUs, in 16 or 32 bits and heads of 16 or more: "
-            "here the same masks are applied whole",
-            stacklevel=2,
-        )
-    flex &= implementation in ("auto", "flex", "flash")
+    flex = implementation in ("auto", "flex", "flash") and flex_usable(tokens.device, dtype, head_dim, dropout)
     if segments is None and window is None and pattern is None and not (flex and implementation == "flex"):
         return None
     if pattern is not None and flex:
@@ -77,6 +69,11 @@ def attention_mask(
     if kind == "cpu" and dropout == 0 and window is None and plain and known:
         return segments
     return segment_mask(segments, window)
+
+
+def flex_usable(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
+    """Whether flex attention can be called: it has no backward on CPUs, and drops no weights."""
+    return device.type == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
 
 
 def pattern_mask(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,11 @@ from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
 from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection, notices
+from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
+from weft.kernels.flash import flash_usable
+from weft.kernels.masks import flex_usable
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
@@ -52,6 +55,7 @@ class Trainer:
         world, run = start_world(self.config.parallel), None
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)
+            examine_attention(config, world, self.console)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
@@ -116,6 +120,24 @@ def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: t
     if config.model.from_ is not None:
         load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
     return 0
+
+
+def examine_attention(config: RunConfig, world: World, console: Console) -> None:
+    """Say before any work what the chosen attention cannot do on this device.
+
+    Raises:
+        UserError: flash-attn cannot be called here.
+    """
+    if not isinstance(config.model, ModelSection):
+        return
+    chosen, dtype = config.model.attention_implementation, DTYPES[config.training.dtype]
+    if chosen == "flash":
+        world.agree(lambda: flash_usable(world.device, dtype))
+    if chosen == "flex" and not flex_usable(world.device, dtype, config.model.qk_head_dim):
+        console.warning(
+            "model.attention_implementation: flex attention is for GPUs, with 16 or 32 bits and heads of 16 or more; "
+            "here the same masks are applied whole"
+        )
 
 
 def examine_foreign(config: RunConfig, world: World, model: nn.Module, console: Console) -> None:
