@@ -187,6 +187,20 @@ def test_a_mistake_is_one_line(keys, said):
     assert said in line
 
 
+def test_another_pattern_takes_the_place_of_the_base_files_or_the_checkpoints(tmp_path):
+    pattern = {"type": "strided", "stride": 4}
+    base = load(with_model(attention_pattern=pattern), "model.attention_pattern={type: bigbird}")
+    assert base.model.attention_pattern.arguments["block_size"] == 64
+    step = tmp_path / "old" / "checkpoints" / "step-00000001"
+    step.mkdir(parents=True)
+    (step / "model.json").write_text(json.dumps(load(with_model(attention_pattern=pattern)).model.model_dump()))
+    text = SHORT.replace("model: llama-tiny", f"model: {{from: {tmp_path / 'old'}}}")
+    assert load(text).model.attention_pattern.arguments == {"stride": 4}
+    assert load(text, "model.attention_pattern.stride=5").model.attention_pattern.arguments == {"stride": 5}
+    assert load(text, "model.attention_pattern={type: bigbird}").model.attention_pattern.type == "bigbird"
+    assert load(text, "model.attention_pattern=null").model.attention_pattern is None
+
+
 def test_flash_attn_wants_sixteen_bits():
     (line,) = problems(with_model(attention_implementation="flash") + "", "training.dtype=float32")
     assert line == (

@@ -24,6 +24,7 @@ SHAPE = (
     "intermediate_size", "position", "norm", "qk_norm", "mlp", "attention_bias", "mlp_bias", "tie_word_embeddings",
     "norm_placement", "qk_norm_over", "attention_output_bias", "norm_bias", "attention_sinks", "mla", "moe",
 )  # fmt: skip
+_TYPES = {"": "decoder"}  # of a model whose `type` is not written, for `merge`
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -77,7 +78,7 @@ def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | N
             preset.problem("model.preset", f"a preset is the decoder's, not {chosen.value}'s; remove one of them")
         )
         return None
-    return merge(base, model)
+    return merge(base, model, types=_TYPES)
 
 
 def _from_folder(model: Node, problems: list[Problem]) -> Node | None:
@@ -129,7 +130,7 @@ def _from_checkpoint(model: Node, source: Node, problems: list[Problem]) -> Node
             problems.append(node.problem(f"model.{name}", what))
     if len(problems) > before:
         return None
-    return merge(node_of(shape, source, f"checkpoint {found}"), model)
+    return merge(node_of(shape, source, f"checkpoint {found}"), model, types=_TYPES)
 
 
 def _same(name: str, node: Node, has: Any) -> bool:

@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if hasattr(self.position, "embed"):
-            x = self.position.embed(x, positions)
+            x = self.position.embed(x, positions).to(x.dtype)
         turns = turns_of(config, self.position, positions, x.dtype)
         x = F.dropout(x, config.embedding_dropout, self.training)
         masks = self.masks(tokens, positions, segments, cache, x.dtype)
