@@ -18,6 +18,7 @@ from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
 from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
+from weft.parallel.gradients import NothingToScatter
 from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.world import World
 
@@ -134,6 +135,8 @@ def shard(
                 module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
             module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
             module.weft_keeps_parameters = keep
+            if keep:
+                module.set_custom_reduce_scatter(NothingToScatter())
 
 
 @torch.no_grad()

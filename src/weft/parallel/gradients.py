@@ -11,6 +11,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
+class NothingToScatter:
+    """FSDP2's reduce-scatter where a rank keeps the whole gradient: its result is the buffer that it is called with.
+
+    FSDP2 asks for a buffer to gather a group's gradients in, and for one for their sum, and copies the first to the
+    second if there is no other rank. Given the same tensor twice, that copy is none.
+    """
+
+    def __init__(self) -> None:
+        self.gathered: torch.Tensor | None = None
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The first buffer is a new one; the second is the first."""
+        gathered, self.gathered = self.gathered, None
+        if gathered is None or gathered.shape != torch.Size(size) or gathered.dtype != dtype:
+            gathered = self.gathered = torch.empty(size, dtype=dtype, device=device)
+        return gathered
+
+    def __call__(self, *arguments, **named) -> None:
+        raise RuntimeError("a reduce-scatter over one rank is not called")
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
     """Scale all gradients so that their common L2 norm is at most `max_norm` (Pascanu et al., 2013).
