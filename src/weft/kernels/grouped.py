@@ -10,6 +10,10 @@ import torch.nn.functional as F
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes: what the fused kernel asks of every row
+# oneDNN, which multiplies 16-bit matrices on CPUs, makes a program for each new shape, and experts' counts are new in
+# every step: 8,192 rows of 256 for 16 experts of width 96 took 18.6 ms, with counts in multiples of 32 they take 1.1;
+# the gradient of the weights 31.5 and 2.1 (2 threads).
+_STEP = 32
 _SIGNATURE = "(Tensor x, Tensor weight, Tensor ends) -> Tensor"
 _BACKWARD = "(Tensor grad, Tensor x, Tensor weight, Tensor ends) -> (Tensor, Tensor)"
 
@@ -31,6 +35,8 @@ def grouped_linear(x, weight, ends):
     Returns:
         `[rows, out]`
     """
+    if _in_steps(x):
+        return _stepped(x, weight.mT, ends)
     if _fused(x, weight):
         return F.grouped_mm(x.contiguous(), weight.mT, offs=ends)
     return grouped_linear_reference(x, weight, ends)
@@ -40,6 +46,8 @@ def grouped_linear(x, weight, ends):
 def grouped_linear_backward(grad, x, weight, ends):
     """The gradients of `x` and of `weight`."""
     grad = grad.contiguous()
+    if _in_steps(x):
+        return _stepped(grad, weight, ends), _stepped_weights(grad, x, weight, ends)
     if _fused(x, weight):
         of_weight = F.grouped_mm(grad.mT, x.contiguous(), offs=ends)
         return F.grouped_mm(grad, weight, offs=ends), of_weight
@@ -52,6 +60,37 @@ def grouped_linear_backward(grad, x, weight, ends):
 def _fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
     aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])
     return x.dtype in _FUSED_DTYPES and aligned and len(x) > 0
+
+
+def _in_steps(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and len(x) > 0
+
+
+def _stepped(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows times its matrix `[in, out]`, with a few rows of the next ones, whose own results follow."""
+    rows, start = len(x), 0
+    out = x.new_empty(rows, matrices.shape[2])
+    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+        size = min(-(-(end - start) // _STEP) * _STEP, rows)
+        if start + size <= rows:
+            torch.mm(x[start : start + size], matrix, out=out[start : start + size])
+        else:  # none follow: take some that went before
+            out[start:end] = (x[rows - size :] @ matrix)[start - (rows - size) : end - (rows - size)]
+        start = end
+    return out
+
+
+def _stepped_weights(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weights `[experts, out, in]`; rows of other experts are multiplied by zeros."""
+    rows, start, out = len(x), 0, torch.empty_like(weight)
+    for of_weight, end in zip(out, ends.tolist(), strict=True):
+        size = min(-(-(end - start) // _STEP) * _STEP, rows)
+        first = min(start, rows - size)
+        own = grad.new_zeros(size, grad.shape[1])
+        own[start - first : end - first] = grad[start:end]
+        torch.mm(own.mT, x[first : first + size], out=of_weight)
+        start = end
+    return out
 
 
 def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
