@@ -189,3 +189,27 @@ def test_on_a_gpu_flex_attention_holds_no_whole_matrix():
     assert (
         torch.cuda.max_memory_allocated() - before < 16384 * 16384 / 2
     )  # bytes; a boolean mask alone has twice as many
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("documents_apart", [True, False])
+def test_penalties_on_distance(documents_apart, window):
+    """ALiBi, query by query; in the mask for the fused kernel, and in the scores beside a boolean mask."""
+    q, k, v = (torch.randn(3, 4, 23, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    segments = some_segments(23) if documents_apart else torch.zeros(3, 23, dtype=torch.int64)
+    seen = segment_mask(segments, window)
+    expected = torch.empty_like(q)
+    for b, h, i in [(b, h, i) for b in range(3) for h in range(4) for i in range(23)]:
+        keys = [j for j in range(23) if seen[b, 0, i, j]]
+        scores = torch.stack([q[b, h, i] @ k[b, h, j] * 8**-0.5 - slopes[h] * (i - j) for j in keys])
+        expected[b, h, i] = scores.softmax(0) @ v[b, h, keys]
+    given = segments if documents_apart else None
+    mask = attention_mask(segments, given, window=window, slopes=slopes, **CPU)
+    assert mask.is_floating_point()
+    for one in (mask, seen):
+        out = attention(q, k, v, causal=True, mask=one, slopes=slopes)
+        torch.testing.assert_close(out, expected)
+        wanted = torch.autograd.grad(expected, (q, k, v), torch.ones_like(q), retain_graph=True)
+        for mine, theirs in zip(torch.autograd.grad(out, (q, k, v), torch.ones_like(q)), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)

@@ -42,7 +42,8 @@ def attention(
             last ones. Ignored beside a `mask`.
         segments: `[batch, seq]`; attention stays inside runs of one number (and is causal).
         mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `attention_mask`
-            made, whose form chooses the kernel. It says all: `causal` and `segments` are not looked at.
+            made, whose form chooses the kernel; one of floats is added to the scores, with the slopes in it. It says
+            all: `causal` and `segments` are not looked at.
         dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
         softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
@@ -53,9 +54,13 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    plain = softcap is None and slopes is None and sinks is None
     if mask is None and segments is not None:
-        mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout, plain=plain)
+        plain = softcap is None and sinks is None
+        settings = {"dropout": dropout, "plain": plain, "slopes": slopes}
+        mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], **settings)
+    if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        slopes = None
+    plain = softcap is None and slopes is None and sinks is None
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
         return _flex(q, k, v, mask, scale, grouped, softcap, slopes, sinks)
     if not plain and not isinstance(mask, FlashMask):
@@ -66,7 +71,7 @@ def attention(
         return attention(q, k, wide, causal=causal, mask=mask, **settings)[..., : v.shape[3]]
     if isinstance(mask, FlashMask):
         return flash_attention(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap, slopes=slopes)
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return document_attention(q, k, v, mask, scale)[0]

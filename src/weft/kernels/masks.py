@@ -29,13 +29,15 @@ def attention_mask(
     window: int | None = None,
     pattern: Pattern | None = None,
     plain: bool = True,
+    slopes: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | BlockMask | FlashMask | None:
     """For `attention`'s `mask`: causality, documents, and a sliding window (Beltagy et al., 2020) or a sparse pattern.
 
     On a GPU it is a table of blocks for flex attention; on a CPU the segments themselves, whose documents are attended
     to one by one; else (dropout of weights, float64 on a GPU, other devices) a boolean mask. Where causality says all,
-    it is None, and PyTorch's fused kernels do best.
+    it is None, and PyTorch's fused kernels do best. Penalties on distance are added to a CPU's mask, which then is not
+    boolean: its fused kernel takes them so, in a third of the time that all scores one by one take.
 
     Args:
         tokens: `[batch, seq]`; only their shape and device count.
@@ -45,7 +47,8 @@ def attention_mask(
         dropout: as `attention`'s.
         window: the most keys that a query sees, its own with them.
         pattern: which of the keys it looks at, by their places in the document. Not beside a `window`.
-        plain: `attention` is called without `softcap`, `slopes` and `sinks`.
+        plain: `attention` is called without `softcap` and `sinks`.
+        slopes: as `attention`'s.
         implementation: auto; sdpa (no flex attention); flex (where it is usable); flash; any other: boolean masks.
 
     Raises:
@@ -56,17 +59,29 @@ def attention_mask(
     if implementation == "flash" and flash_usable(tokens.device, dtype):
         return FlashMask.of(segments, window)
     flex = implementation in ("auto", "flex", "flash") and flex_usable(tokens.device, dtype, head_dim, dropout)
-    if segments is None and window is None and pattern is None and not (flex and implementation == "flex"):
+    biased = slopes is not None and plain and kind == "cpu"
+    if (
+        segments is None
+        and window is None
+        and pattern is None
+        and not biased
+        and not (flex and implementation == "flex")
+    ):
         return None
     if pattern is not None and flex:
         return pattern_blocks(pattern, seq, tokens.device) if segments is None else document_blocks(pattern, segments)
+    alike = segments is None
     segments = torch.zeros_like(tokens) if segments is None else segments
+    if biased:
+        seen = segment_mask(segments[:1] if alike else segments, window)
+        seen = seen if pattern is None else pattern_mask(pattern, segments)
+        return with_penalties(seen, slopes, dtype)
     if pattern is not None:
         return pattern_mask(pattern, segments)
     if flex:
         return block_mask(segments, window)
     known = implementation in ("auto", "sdpa", "flex", "flash")
-    if kind == "cpu" and dropout == 0 and window is None and plain and known:
+    if kind == "cpu" and dropout == 0 and window is None and plain and slopes is None and known:
         return segments
     return segment_mask(segments, window)
 
@@ -74,6 +89,23 @@ def attention_mask(
 def flex_usable(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
     """Whether flex attention can be called: it has no backward on CPUs, and drops no weights."""
     return device.type == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
+
+
+def with_penalties(seen: torch.Tensor, slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: ALiBi's penalties (Press et al., 2022), and minus infinity for keys that are not seen.
+
+    Args:
+        seen: bool `[batch or 1, 1, seq, seq]`.
+        slopes: `[heads]`.
+        dtype: of the queries.
+
+    Returns:
+        `[batch or 1, heads, seq, seq]`, at least float32.
+    """
+    places = torch.arange(seen.shape[3], device=seen.device)
+    distances = (places.unsqueeze(1) - places).to(torch.promote_types(dtype, torch.float32))
+    penalties = -slopes.to(distances.dtype).view(-1, 1, 1) * distances
+    return penalties.masked_fill(~seen, float("-inf"))
 
 
 def pattern_mask(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.config.components import load_class
 from weft.config.model import ModelSection
+from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.kernels.masks import attention_mask, pattern_rows
 from weft.models.layers.attention import Attention, Turn
@@ -202,6 +203,7 @@ class Decoder(nn.Module):
             if self.pattern is not None:
                 full = pattern_rows(self.pattern, positions, cache.length + seq, full)
             return full, full if window is None else cache.mask(seq, tokens.device, window)
+        alibi = config.position == "alibi"
         make = partial(
             attention_mask,
             tokens,
@@ -210,7 +212,8 @@ class Decoder(nn.Module):
             head_dim=config.qk_head_dim,
             dropout=config.attention_dropout if self.training else 0.0,
             pattern=self.pattern,
-            plain=config.attn_logit_softcapping is None and config.position != "alibi" and not config.attention_sinks,
+            plain=config.attn_logit_softcapping is None and not config.attention_sinks,
+            slopes=alibi_slopes(config.num_attention_heads, config.alibi_bias_max, tokens.device) if alibi else None,
             implementation=config.attention_implementation,
         )
         full = make()
