@@ -9,11 +9,11 @@ from running import QUIET, assert_same_weights, losses, train
 def both(run_yaml, tmp_path):
     """Runs the same few steps twice, the second time with a change; gives both run directories."""
 
-    def run(change, *, steps=3, **training):
+    def run(change, *, steps=3, model=None, **training):
         for name, extra in (("plain", {}), ("changed", change)):
             file = run_yaml(
                 run={"name": name},
-                model={"hidden_dropout": 0.1 if training["dtype"] == "float64" else 0.0},
+                model={"hidden_dropout": 0.1 if training["dtype"] == "float64" else 0.0} | (model or {}),
                 data={"validation": None},
                 schedule={"warmup_steps": 1},
                 training={"steps": steps, "batch_tokens": 512} | training | extra,
@@ -32,10 +32,16 @@ def test_activation_checkpointing_changes_nothing(both):
     assert_same_weights(plain, changed, within=1e-12)
 
 
-def test_compiled_blocks_give_the_same_losses(both):
+# As GPT-NeoX has it: two biases with one gradient, which Inductor's code for CPUs once declared twice.
+SIDE_BY_SIDE = {"num_hidden_layers": 1, "use_parallel_residual": True, "attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(("model", "dtype"), [({}, "float32"), (SIDE_BY_SIDE, "bfloat16")], ids=["llama", "neox"])
+def test_compiled_blocks_give_the_same_losses(both, model, dtype):
+    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    plain, changed = both({"compile": True}, dtype="float32")
+    plain, changed = both({"compile": True}, model=model, dtype=dtype)
     for (_, loss, norm), (_, compiled_loss, compiled_norm) in zip(losses(plain), losses(changed), strict=True):
-        assert loss == pytest.approx(compiled_loss, abs=1e-5)
-        assert norm == pytest.approx(compiled_norm, rel=1e-4)
+        assert loss == pytest.approx(compiled_loss, abs=1e-5 if dtype == "float32" else 0.01)
+        assert norm == pytest.approx(compiled_norm, rel=1e-4 if dtype == "float32" else 0.02)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # and it was compiled

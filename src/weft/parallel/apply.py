@@ -16,6 +16,7 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
+from weft.models.decoder import Block
 from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.parallel.gradients import NothingToScatter
@@ -69,7 +70,7 @@ def parallelize(
     if compile:
         # The forward, not the module: FSDP's hooks stay outside of the compiled code, and names stay what they are.
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
         if hasattr(model, "token_logprobs"):
             model.token_logprobs = partial(model.token_logprobs, compiled=True)
     _raise_if_shared(model, blocks)
@@ -83,6 +84,16 @@ def parallelize(
     else:
         model.to(world.device)
     return model.train()
+
+
+def compiler_options(block: nn.Module, device: torch.device) -> dict[str, int]:
+    """What Inductor is to be told of a block.
+
+    Side by side, attention's and the MLP's output biases have one gradient. Inductor's code for CPUs (of PyTorch 2.11 to
+    2.13) sums it for both in one loop, declares the sum twice if it is rounded to 16 bits, and does not compile.
+    """
+    both = device.type == "cpu" and isinstance(block, Block) and block.parallel
+    return {"cpp.max_horizontal_fusion_size": 1} if both else {}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
