@@ -137,17 +137,19 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`[rows, width]`, the first expert's first, with `ends` as `grouped_linear`'s -> `[rows, width]`."""
         gate, up = grouped_linear(x, self.gate_proj, ends), grouped_linear(x, self.up_proj, ends)
-        which = None
+        own = None
         if self.gate_bias is not None:
+            # By a product, not an index: its gradient is a product too, and no sum of one row after another.
             which = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
-            gate, up = gate + self.gate_bias[which], up + self.up_bias[which]
+            own = F.one_hot(which, len(ends)).to(x.dtype)  # [rows, experts]
+            gate, up = gate + own @ self.gate_bias, up + own @ self.up_bias
         if self.limit is None:
             inner = self.activation(gate) * up
         else:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         out = grouped_linear(inner, self.down_proj, ends)
-        return out if which is None else out + self.down_bias[which]
+        return out if own is None else out + own @ self.down_bias
 
 
 def dispatch(experts: nn.Module, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
