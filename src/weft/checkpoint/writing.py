@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint import files
-from weft.checkpoint.huggingface.making import new_folder
+from weft.checkpoint.huggingface.making import in_threads, new_folder
 from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
 from weft.config.headers import copy_tokenizer
@@ -47,16 +46,8 @@ def write_checkpoint(
             console.warning(doubt)
         groups = cut(entries, FILE_BYTES)
         names = [f"shard-00001-model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
-        done = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress.update(min(done, needed))
-
-        with ThreadPoolExecutor(min(4, files.threads())) as pool:
-            write = partial(_write, made, on_bytes=on_bytes)
-            digests = dict(zip(names, pool.map(write, names, groups), strict=True))
+        written = in_threads(partial(_write, made), names, groups, progress=progress, total=needed)
+        digests = dict(zip(names, written, strict=True))
         contents = {
             files.INDEX: _index(names, groups),
             files.OPTIMIZER: None,
@@ -69,7 +60,7 @@ def write_checkpoint(
     return len(groups)
 
 
-def _write(made: Path, name: str, entries: list[Entry], *, on_bytes: Any) -> files.Digest:
+def _write(made: Path, name: str, entries: list[Entry], on_bytes: Any) -> files.Digest:
     # The header of a DCP shard: each tensor is whole in its file.
     offsets = {entry.name: {"saved_offsets": [0] * len(entry.shape)} for entry in entries}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}

@@ -7,10 +7,12 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import NoReturn, TextIO
 
 from weft import __version__
+from weft.cli.stopping import Terminated, terminable
 
 # Verb -> its module (with HELP, add_arguments, run) and its line in `weft --help`, by group.
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
@@ -36,6 +38,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 TABLE = {verb: entry for group in VERBS.values() for verb, entry in group.items()}
+SAVES_FIRST = ("train", "quickstart")  # at SIGTERM: training has a handler of its own
 
 HELP = """\
 usage: weft VERB ... | weft --help | weft --version
@@ -153,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 2 for a mistake in the input or a standard output that cannot be written, each told in one
-        line; 130 after Ctrl-C; or the verb's own.
+        line; 130 after Ctrl-C, 143 after SIGTERM; or the verb's own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -164,9 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = dispatch(argv)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as leaving:
+        terminated = isinstance(leaving, Terminated)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
     except BrokenPipeError:
         # The reader left (`weft config show | head`): that is no mistake. Python must not try to flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -224,7 +228,8 @@ def dispatch(argv: list[str]) -> int:
     from weft.config.errors import ConfigError, UserError
 
     try:
-        return int(module.run(args) or 0)
+        with nullcontext() if verb in SAVES_FIRST else terminable():
+            return int(module.run(args) or 0)
     except UserError as error:
         # All ranks read the same file: of those on one machine, the first speaks of what is wrong in it.
         alike = isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0"

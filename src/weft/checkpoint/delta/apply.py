@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from weft.checkpoint import files
 from weft.checkpoint.delta.format import FOLDER, Line, Manifest, decode, frames, is_delta, read_manifest
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.making import new_folder
+from weft.checkpoint.huggingface.making import in_threads, new_folder
 from weft.checkpoint.load import read_json
 from weft.checkpoint.tensor_file import Entry, byte_view, dtype_name, write_safetensors
 from weft.checkpoint.tensors import MODEL_PREFIX
@@ -150,18 +149,11 @@ def _write_folder(out: Path, entries: dict[str, Entry], manifest: Manifest, besi
 
 def write_files(made: Path, places: dict[str, list[Entry]], needed: int, progress: Any) -> None:
     """Safetensors files of Hugging Face's kind: a name, and what it holds."""
-    done = 0
 
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        progress.update(min(done, needed))
-
-    def write(name: str) -> None:
+    def write(name: str, on_bytes: Callable[[int], None]) -> None:
         write_safetensors(made / name, places[name], {"format": "pt"}, on_bytes)
 
-    with ThreadPoolExecutor(min(4, files.threads())) as pool:
-        list(pool.map(write, places))
+    in_threads(write, list(places), progress=progress, total=needed)
 
 
 def write_index(made: Path, places: dict[str, list[Entry]], needed: int) -> None:

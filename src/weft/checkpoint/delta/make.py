@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +16,7 @@ from typing import BinaryIO
 from weft.checkpoint import files
 from weft.checkpoint.delta.format import FOLDER, MANIFEST, Base, Line, Manifest, comparable, encode, manifest_text
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.making import new_folder
+from weft.checkpoint.huggingface.making import in_threads, new_folder
 from weft.checkpoint.load import read_json, tokenizer_folder
 from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import byte_view, dtype_name
@@ -66,17 +65,10 @@ def make(
     with new_folder(out, 0) as made, console.progress(total, "comparing", unit="B") as progress:
         for line in told(ours, theirs, removed):
             console.line(line)
-        done = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress.update(min(done, total))
-
         names = [f"delta-{number + 1:05d}-of-{len(groups):05d}.bin" for number in range(len(groups))]
-        with ThreadPoolExecutor(min(4, files.threads())) as pool:
-            write = partial(_write, made, ours, theirs, on_bytes)
-            lines = [line for found in pool.map(write, names, groups) for line in found]
+        write = partial(_write, made, ours, theirs)
+        written = in_threads(write, names, groups, progress=progress, total=total)
+        lines = [line for found in written for line in found]
         (made / FOLDER).mkdir()
         copy_beside(theirs, made / FOLDER)
         beside = {
@@ -118,7 +110,7 @@ def _groups(model: Weights) -> list[list[str]]:
 
 
 def _write(
-    made: Path, base: Weights, model: Weights, on_bytes, file_name: str, names: list[str]
+    made: Path, base: Weights, model: Weights, file_name: str, names: list[str], on_bytes
 ) -> list[tuple[str, Line, bool]]:
     with open(made / file_name, "wb") as file:
         found = [

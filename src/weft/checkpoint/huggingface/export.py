@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import groups
 from weft.checkpoint.huggingface.foreign import foreign_documents, foreign_entries
 from weft.checkpoint.huggingface.import_ import Made
-from weft.checkpoint.huggingface.making import new_folder, tokenizer_doubts
+from weft.checkpoint.huggingface.making import in_threads, new_folder, tokenizer_doubts
 from weft.checkpoint.load import read_json, resolve, tokenizer_folder
 from weft.checkpoint.model import architecture
 from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
@@ -74,20 +74,14 @@ def export(
     with new_folder(out, needed) as made, console.progress(needed, "exporting", unit="B") as progress:
         for doubt in doubts:
             console.warning(f"{checkpoint}: {doubt}")
-        shards, done = cut(entries, shard_bytes), 0
+        shards = cut(entries, shard_bytes)
 
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            progress.update(min(done, needed))
-
-        def write(name: str, shard: list[Entry]) -> None:
+        def write(name: str, shard: list[Entry], on_bytes: Callable[[int], None]) -> None:
             write_safetensors(made / name, shard, {"format": "pt"}, on_bytes)
 
         several = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
         names = several if len(shards) > 1 else [SINGLE]
-        with ThreadPoolExecutor(min(4, files.threads())) as pool:
-            list(pool.map(write, names, shards))
+        in_threads(write, names, shards, progress=progress, total=needed)
         if len(shards) > 1:
             weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
             documents[INDEX] = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from weft.checkpoint.files import threads
 from weft.config.errors import UserError
 from weft.config.headers import read_tokenizer
 from weft.config.model import ModelSection
@@ -26,16 +30,20 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
         needed: bytes that will be written.
 
     Raises:
-        UserError: `out` is there already or cannot be made, or the disk has no room.
+        UserError: `out` is there already or cannot be made, another process makes it, or the disk has no room.
     """
     if out.name in ("", ".."):
         raise UserError(f"{out}: a name is needed for what is made; such as {out / 'new'}")
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("exists already; name another folder, or move it away", out)
+    _refuse_taken(out)
     partial = out.with_name(f".{out.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed one left
-        partial.mkdir(parents=True)
+        lock = _claim(partial, out)
+    except OSError as error:
+        raise UserError(f"cannot be written: {error.strerror or error}; nothing was made", out) from error
+    try:
+        _refuse_taken(out)  # another process may have finished it just now
+        for left in partial.iterdir():  # by one that was killed
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"no room on the disk: {needed:,} bytes needed, {free:,} free")
@@ -53,6 +61,67 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _refuse_taken(out: Path) -> None:
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError("exists already; name another folder, or move it away", out)
+
+
+def _claim(partial: Path, out: Path) -> int:
+    """Make the hidden folder, or take what is there, and lock it for as long as the returned descriptor is open."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # its owner has just finished
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError("another process is making it now; wait for that, or name another folder", out) from None
+        except OSError:
+            pass  # a network's disk without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(partial)):
+                return lock
+        os.close(lock)  # of one that its owner renamed or deleted meanwhile
+
+
+_Result = TypeVar("_Result")
+
+
+def in_threads(write: Callable[..., _Result], *columns: Sequence[Any], progress: Any, total: int) -> list[_Result]:
+    """`write(first, second, ..., on_bytes)` for each row of `columns`, on a few threads.
+
+    When one of them fails, or Ctrl-C ends the work, the others end at the next bytes that they tell `on_bytes` of.
+
+    Args:
+        progress: is told of the bytes of all, up to `total`.
+    """
+    done, ended, counting = 0, threading.Event(), threading.Lock()
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        if ended.is_set():
+            raise _Ended
+        with counting:
+            done += count
+            progress.update(min(done, total))
+
+    with ThreadPoolExecutor(min(4, threads())) as pool:
+        try:
+            return list(pool.map(lambda *row: write(*row, on_bytes), *columns))
+        except BaseException:
+            ended.set()
+            raise
+
+
+class _Ended(Exception):
+    """Nobody waits for this work any more."""
 
 
 def tokenizer_doubts(folder: Path | None, section: ModelSection, config: Mapping[str, Any]) -> list[str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
 from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
+from weft.cli.stopping import Terminated, terminable
 
 if TYPE_CHECKING:
     from weft.data.packing.pack import Packed
@@ -45,10 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_conversation_options(parser)
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: it ends a pack as Ctrl-C does."""
-
-
 def run(args: argparse.Namespace) -> int:
     try:
         with terminable():
@@ -57,24 +51,6 @@ def run(args: argparse.Namespace) -> int:
         terminated = isinstance(leaving, Terminated)
         print(f"{'terminated' if terminated else 'interrupted'}; the same command goes on", file=sys.stderr, flush=True)
         return 143 if terminated else 130
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Within it, SIGTERM raises Terminated: workers are ended, and what is done is kept."""
-
-    def terminate(number: int, frame: object) -> None:
-        raise Terminated
-
-    try:
-        before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: signals are another's
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def pack_documents(args: argparse.Namespace) -> int:

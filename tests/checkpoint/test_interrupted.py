@@ -1,0 +1,88 @@
+"""Verbs that make folders, stopped half way or started twice at once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_huggingface import folder, theirs, weft_command
+
+from weft.checkpoint.huggingface.making import new_folder
+from weft.config.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A Hugging Face folder, and what import and delta make of it."""
+    path = tmp_path_factory.mktemp("made")
+    folder(path / "hf", theirs())
+    assert weft_command("import", path / "hf", path / "ours") == 0
+    assert weft_command("delta", "make", path / "hf", path / "hf", path / "delta") == 0
+    return path
+
+
+VERBS = {
+    "import": ("weft.checkpoint.tensor_file", ["import", "hf"]),
+    "export": ("weft.checkpoint.tensor_file", ["export", "ours"]),
+    "resize": ("weft.checkpoint.tensor_file", ["resize", "ours", "--vocab-size", "600"]),
+    "delta make": ("weft.checkpoint.delta.make", ["delta", "make", "hf", "hf"]),
+    "delta apply": ("weft.checkpoint.tensor_file", ["delta", "apply", "hf", "delta"]),
+}
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.parametrize("verb", VERBS)
+def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, code, word):
+    module, words = VERBS[verb]
+    real = getattr(sys.modules[module], "byte_view")
+    calls = []
+
+    def slow(tensor):
+        calls.append(tensor)
+        if len(calls) == 5:
+            os.kill(os.getpid(), getattr(signal, number))
+        time.sleep(0.02 if len(calls) < 5 else 0.2)
+        return real(tensor)
+
+    monkeypatch.setattr(f"{module}.byte_view", slow)
+    monkeypatch.chdir(made)
+    before = signal.getsignal(signal.SIGTERM)
+    assert weft_command(*words, tmp_path / "out") == code
+    assert signal.getsignal(signal.SIGTERM) == before
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == word
+    done, total = map(float, re.search(r"([\d.]+)/([\d.]+) MB  .*took", said[-2]).groups())
+    assert done <= total / 2, said
+    assert len(calls) < 10
+    assert not list(tmp_path.iterdir())
+
+
+MAKING = """
+import sys, time
+from pathlib import Path
+from weft.checkpoint.huggingface.making import new_folder
+with new_folder(Path(sys.argv[1]), 0) as made:
+    (made / "file").touch()
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_at_once(tmp_path):
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    with subprocess.Popen([sys.executable, "-c", MAKING, out], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "begun\n"
+        with pytest.raises(UserError, match="out: another process is making it now; wait for that"):
+            with new_folder(out, 0):
+                pass
+        assert (partial / "file").exists()
+        other.kill()
+    (partial / "folder").mkdir()
+    with new_folder(out, 0) as made:  # what a killed one left is in nobody's way
+        assert not list(made.iterdir())
+        (made / "mine").touch()
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert not partial.exists()
