@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from weft.config.errors import UserError
-from weft.data.sources.values import template_parts
+from weft.data.sources.template import template_parts
 
 FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet", "arrow")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from weft.config.errors import UserError
-
-if TYPE_CHECKING:
-    from weft.data.sources.reading import Reading
+from weft.data.sources.reading import Reading
+from weft.data.sources.template import template_parts
 
 Take = Callable[[Any], Any]
 
@@ -20,28 +17,6 @@ class Unfit(Exception):
     def __init__(self, reason: str, hint: str = ""):
         self.reason, self.hint = reason, hint
         super().__init__(reason)
-
-
-def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """(literal, the field behind it) pairs.
-
-    Raises:
-        UserError: braces that name no field.
-    """
-    help_ = 'write {field}, as in "{title}\\n{content}", and {{ or }} for a brace itself'
-    try:
-        parsed = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UserError(f"template {template!r}: {error}; {help_}") from None
-    parts = []
-    for literal, name, spec, conversion in parsed:
-        if name is not None and (not name.strip() or "[" in name or spec or conversion):
-            shown = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise UserError(f"template {template!r}: {{{shown}}} names no field; {help_}")
-        parts.append((literal, name))
-    if not any(name for _, name in parts):
-        raise UserError(f"template {template!r}: it names no field; {help_}")
-    return parts
 
 
 def fields_of(reading: Reading) -> list[str] | None:
