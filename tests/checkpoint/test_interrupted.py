@@ -37,7 +37,7 @@ VERBS = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, code, word):
     module, words = VERBS[verb]
-    real = getattr(sys.modules[module], "byte_view")
+    real = sys.modules[module].byte_view
     calls = []
 
     def slow(tensor):
@@ -75,9 +75,9 @@ def test_two_at_once(tmp_path):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     with subprocess.Popen([sys.executable, "-c", MAKING, out], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "begun\n"
-        with pytest.raises(UserError, match="out: another process is making it now; wait for that"):
-            with new_folder(out, 0):
-                pass
+        told = "out: another process is making it now; wait for that"
+        with pytest.raises(UserError, match=told), new_folder(out, 0):
+            pass
         assert (partial / "file").exists()
         other.kill()
     (partial / "folder").mkdir()

@@ -72,7 +72,8 @@ def resize(
     _check(source, old, new, tokens, shrink)
     section = section.model_copy(update={"vocab_size": new, "from_": None, "load_optimizer": False})
     origin = _origin(weights, section, Path(tokenizer) if tokenizer is not None else None)
-    doubts = [
+    doubts = [f"{source}: {note}" for note in weights.notes]
+    doubts += [
         f"{beside or source}: {doubt}"
         for doubt in tokenizer_doubts(beside, section, origin["config"] if origin else {})
     ]
@@ -80,7 +81,7 @@ def resize(
     documents: dict[str, Any] = {files.MODEL: section.model_dump(mode="json", by_alias=True)}
     if origin is not None:
         documents[files.ORIGIN] = origin
-    write_checkpoint(out, entries, documents, beside, [f"{source}: {doubt}" for doubt in doubts], "resizing", console)
+    write_checkpoint(out, entries, documents, beside, doubts, "resizing", console)
     return old, new
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint import files
 from weft.checkpoint.huggingface.export import their_entries
-from weft.checkpoint.huggingface.folder import HuggingFaceFolder, headers, open_folder
+from weft.checkpoint.huggingface.folder import HuggingFaceFolder, file_notes, headers, open_folder
 from weft.checkpoint.huggingface.pickled import opened
 from weft.checkpoint.load import read_json, resolve
 from weft.checkpoint.model import architecture
@@ -53,12 +53,14 @@ class Weights:
         huggingface: whether names and shapes are those of Hugging Face's files; else the decoder's own.
         tensors: all of them, in their order.
         file: of Hugging Face's files, where each tensor lies.
+        notes: what of the files is not taken as it is.
     """
 
     path: Path
     huggingface: bool
     tensors: Mapping[str, Saved]
     file: Mapping[str, str]
+    notes: Sequence[str] = ()
 
 
 def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pickle: bool = False) -> Weights:
@@ -81,10 +83,10 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
         found = {
             name: Saved(one.dtype, one.shape, _slices(path / one.file, name, one.shape)) for name, one in stored.items()
         }
-        return Weights(path, True, found, file)
+        return Weights(path, True, found, file, file_notes(path))
     if theirs:
         folder = open_folder(path, allow_pickle=allow_pickle)
-        return Weights(path, False, {name: _translated(folder, name) for name in folder.sources}, {})
+        return Weights(path, False, {name: _translated(folder, name) for name in folder.sources}, {}, folder.notes)
     if not by_theirs:
         return Weights(path, False, dict(_of_checkpoint(path)), {})
     section = architecture(path)

@@ -6,9 +6,11 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 from weft import __version__
@@ -228,7 +230,7 @@ def dispatch(argv: list[str]) -> int:
     from weft.config.errors import ConfigError, UserError
 
     try:
-        with nullcontext() if verb in SAVES_FIRST else terminable():
+        with one_line_warnings(), nullcontext() if verb in SAVES_FIRST else terminable():
             return int(module.run(args) or 0)
     except UserError as error:
         # All ranks read the same file: of those on one machine, the first speaks of what is wrong in it.
@@ -236,6 +238,22 @@ def dispatch(argv: list[str]) -> int:
         if not (error.quiet or alike):
             print(error, file=sys.stderr, flush=True)
         return 2
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Within it a warning that Weft gives is one line; those of libraries keep the place that they are about."""
+    before, here = warnings.formatwarning, str(Path(__file__).parent.parent)
+
+    def told(message, category, filename, lineno, line=None) -> str:
+        ours = filename.startswith(here)
+        return f"warning: {message}\n" if ours else before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = told
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def unknown(command: str, kind: str, given: str, known: list[str]) -> int:

@@ -21,6 +21,7 @@ DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 FLOAT_CODES = (6, 7)
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json")
+TEMPLATES = "additional_chat_templates"  # NAME.jinja each, beside chat_template.jinja
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ def copy_tokenizer(path: str | Path, into: Path) -> None:
     for name in (*BESIDE_TOKENIZER, "chat_template.jinja", "chat_template.json"):
         if (file.parent / name).exists():
             shutil.copy(file.parent / name, into / name)
+    for template in sorted((file.parent / TEMPLATES).glob("*.jinja")):
+        (into / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copy(template, into / TEMPLATES / template.name)
 
 
 def read_tokenizer_header(path: str | Path) -> TokenizerHeader:

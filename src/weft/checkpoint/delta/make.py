@@ -21,8 +21,8 @@ from weft.checkpoint.load import read_json, tokenizer_folder
 from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import byte_view, dtype_name
 from weft.checkpoint.weights import Saved, Weights, open_weights
-from weft.config.headers import copy_tokenizer
-from weft.config.huggingface import INDEX
+from weft.config.headers import TEMPLATES, copy_tokenizer
+from weft.config.huggingface import INDEX, SINGLE
 from weft.observe.console import Console
 
 # What holds weights, or is about training, in a Hugging Face folder; all other files go along.
@@ -63,6 +63,9 @@ def make(
     total = sum(saved.bytes for saved in theirs.tensors.values())
     groups = _groups(theirs)
     with new_folder(out, 0) as made, console.progress(total, "comparing", unit="B") as progress:
+        for weights in (ours, theirs) if ours.path != theirs.path else (ours,):
+            for note in weights.notes:
+                console.warning(f"{weights.path}: {note}")
         for line in told(ours, theirs, removed):
             console.line(line)
         names = [f"delta-{number + 1:05d}-of-{len(groups):05d}.bin" for number in range(len(groups))]
@@ -177,6 +180,8 @@ def copy_beside(model: Weights, into: Path) -> None:
             copy_tokenizer(tokenizer, into / "tokenizer")
         return
     for path in sorted(model.path.iterdir()):
-        index = path.name.endswith(".index.json") and path.name != INDEX
+        index = path.name.endswith(".index.json") and (path.name != INDEX or (model.path / SINGLE).is_file())
         if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHTS and not index:
             shutil.copyfile(path, into / path.name)
+    if (model.path / TEMPLATES).is_dir():
+        shutil.copytree(model.path / TEMPLATES, into / TEMPLATES)

@@ -120,7 +120,7 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
     further = _further(config, section, stored)
     sources = _match(path, section, {name: one for name, one in stored.items() if name not in further})
     packed = [name for name, one in stored.items() if one.packed is not None and name not in further]
-    notes = []
+    notes = file_notes(path)
     if packed:
         notes.append(f"{len(packed):,} tensors are quantized ({quantization(config)}) and read as bfloat16")
     if further:
@@ -174,14 +174,27 @@ def headers(path: Path, *, allow_pickle: bool = False) -> dict[str, Stored]:
     return found
 
 
+_KINDS = ((INDEX, SINGLE, ".safetensors"), (pickled.INDEX, pickled.SINGLE, pickled.SUFFIX))
+
+
+def file_notes(path: Path) -> list[str]:
+    """What is to be said of the choice among a folder's files, which is transformers' own."""
+    for index, single, _ in _KINDS:
+        if (path / single).is_file():
+            both = (path / index).is_file()
+            return [f"both {single} and {index} are here; the first is read, as transformers does"] if both else []
+        if (path / index).is_file():
+            break
+    return []
+
+
 def _files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
     """The files of a folder that hold tensors, and which tensors the index says are in each."""
-    kinds = [(INDEX, SINGLE, ".safetensors"), (pickled.INDEX, pickled.SINGLE, pickled.SUFFIX)]
-    for index, single, suffix in kinds[: 2 if allow_pickle else 1]:
-        if (path / index).is_file():
-            return _indexed(path / index, suffix)
+    for index, single, suffix in _KINDS[: 2 if allow_pickle else 1]:
         if (path / single).is_file():
             return {single: set()}
+        if (path / index).is_file():
+            return _indexed(path / index, suffix)
     others = sorted(found.name for found in path.iterdir())
     shards = [name for name in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
     if shards:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.checkpoint.huggingface.folder import BUFFERS, Stored, headers
+from weft.checkpoint import ranks
+from weft.checkpoint.huggingface.folder import BUFFERS, Stored, file_notes, headers
 from weft.checkpoint.huggingface.parts import Source, read_part
 from weft.checkpoint.tensor_file import Entry, dtype_name
 from weft.checkpoint.tensors import model_tensors
@@ -52,6 +54,8 @@ def fill_foreign(model: nn.Module, section: ForeignModelSection) -> None:
     """
     path = Path(section.path or "")
     stored = dict(headers(path))
+    for note in file_notes(path) if ranks.rank() == 0 else ():
+        warnings.warn(f"{path}: {note}", stacklevel=2)
     plain = build_model(section)  # a sharded one has not its class's name, by which the tables are found
     groups, wrong = _groups(plain, stored)
     shapes = {name: tuple(tensor.shape) for name, tensor in plain.state_dict().items()}

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from weft.checkpoint.files import threads
 from weft.config.errors import UserError
-from weft.config.headers import read_tokenizer
+from weft.config.headers import BESIDE_TOKENIZER, read_json, read_tokenizer
 from weft.config.model import ModelSection
+from weft.data.conversations.template import template_doubts
 from weft.data.folders import sync_entry
 
 _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -135,6 +136,8 @@ def tokenizer_doubts(folder: Path | None, section: ModelSection, config: Mapping
         UserError: it is broken, or another model's: its vocabulary is larger than the embedding.
     """
     rows = section.vocab_size or 0
+    if folder is not None:
+        _check_beside(folder)
     doubts = []
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         ids = config.get(key) if isinstance(config.get(key), list) else [config.get(key)]
@@ -162,4 +165,16 @@ def tokenizer_doubts(folder: Path | None, section: ModelSection, config: Mapping
         doubts.append(
             "the tokenizer states no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
         )
-    return doubts
+    return [*doubts, *template_doubts(folder)]
+
+
+def _check_beside(folder: Path) -> None:
+    """Raise UserError if one of the files beside a tokenizer and a model is damaged: it would go along."""
+    for name in (*BESIDE_TOKENIZER, "chat_template.json", "generation_config.json"):
+        file = folder / name
+        if not file.exists():
+            continue
+        if file.is_file() and not file.stat().st_size:
+            raise UserError("the file is empty; download it again", file)
+        if not isinstance(read_json(file), dict):
+            raise UserError("a mapping belongs here; the file is damaged: download it again", file)

@@ -74,19 +74,43 @@ def find_template(folder: Path, stated: str | None = None) -> TemplateText:
     else:
         text = _of_folder(folder, stated)
     for source in (text.source, text.with_tools):
-        if source is not None:
-            try:
-                _environment(None).from_string(source)
-            except jinja2.TemplateSyntaxError as error:
-                raise UserError(
-                    f"not a chat template: {error.message}; mend it, or state another by --chat-template",
-                    text.origin,
-                    error.lineno,
-                ) from None
+        mistake = None if source is None else _mistake(source)
+        if mistake is not None:
+            what = f"not a chat template: {mistake.message}; mend it, or state another by --chat-template"
+            raise UserError(what, text.origin, mistake.lineno)
     return text
 
 
-def _of_folder(folder: Path, stated: str | None) -> TemplateText:
+def template_doubts(folder: Path) -> list[str]:
+    """What is wrong with the chat templates of a tokenizer's folder, in words; none if it has none.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    named, origin = _in_folder(folder)
+    doubts = []
+    for name, source in named.items():
+        mistake = _mistake(source)
+        if mistake is not None:
+            which = "the chat template" if name == "default" else f"the chat template {name!r}"
+            doubts.append(f"{which} ({origin.name}) is none: line {mistake.lineno}: {mistake.message}; mend it")
+    for name in () if named else ("tokenizer_config.json", "chat_template.json"):
+        found = read_json(folder / name) if (folder / name).is_file() else None
+        if isinstance(found, dict) and found.get("chat_template") is not None:
+            doubts.append(f"chat_template in {name} is neither a text nor a list of named ones, so there is none")
+    return doubts
+
+
+def _mistake(source: str) -> jinja2.TemplateSyntaxError | None:
+    try:
+        _environment(None).from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        return error
+    return None
+
+
+def _in_folder(folder: Path) -> tuple[dict[str, str], Path]:
+    """The templates of a tokenizer's folder by their names, and where they are."""
     named: dict[str, str] = {}
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if (folder / "chat_template.jinja").is_file():
@@ -103,6 +127,11 @@ def _of_folder(folder: Path, stated: str | None) -> TemplateText:
                 isinstance(one, dict) and {"name", "template"} <= {*one} for one in found
             ):
                 named, origin = {one["name"]: one["template"] for one in found}, file
+    return named, origin
+
+
+def _of_folder(folder: Path, stated: str | None) -> TemplateText:
+    named, origin = _in_folder(folder)
     if stated is not None:
         if stated in named:
             return TemplateText(f"{origin} ({stated})", named[stated])
