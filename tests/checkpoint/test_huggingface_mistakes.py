@@ -69,7 +69,8 @@ MISTAKES = {
     "more than ten": (lambda p: tensors(p, eleven), "is missing; and 1 more"),
     "unknown": (
         lambda p: change(p, architectures=["LamaForCausalLM"]),
-        "config.json: architectures: unknown architecture 'LamaForCausalLM'; did you mean 'LlamaForCausalLM'",
+        "config.json: architectures: unknown architecture 'LamaForCausalLM'; `model: .type: hf, path: ....` trains any "
+        ".*, data parallel only; .* closest by name is LlamaForCausalLM\n",
     ),
     "quantized": (lambda p: change(p, quantization_config={"quant_method": "gptq"}), "quantized .gptq."),
     "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),

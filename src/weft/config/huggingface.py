@@ -16,7 +16,6 @@ from typing import Any
 
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.config.suggest import did_you_mean
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -122,10 +121,9 @@ def family_of(config: dict[str, Any]) -> ModuleType:
             "model's, or train it with `model: {type: hf, path: ...}`"
         )
     near = difflib.get_close_matches(str(named[0]), known, 1, cutoff=0.0)
-    closest = did_you_mean(str(named[0]), known) or f"; the closest known is {near[0]}"
     raise UserError(
-        f"architectures: unknown architecture {named[0]!r}{closest} (there are {', '.join(sorted(known))}); any other "
-        "that transformers has can be trained, data parallel only, with `model: {type: hf, path: ...}`"
+        f"architectures: unknown architecture {named[0]!r}; `model: {{type: hf, path: ...}}` trains any that "
+        f"transformers has, data parallel only; of those here (`weft models` lists them) closest by name is {near[0]}"
     )
 
 
