@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoint_cases import write
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.config.errors import UserError
@@ -55,6 +56,39 @@ def test_dtype(tmp_path):
     loaded = weft.load_model(tmp_path, dtype=torch.bfloat16)
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name].bfloat16()) for name, value in loaded.state_dict().items())
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that was made with memory."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not found.is_meta:
+            self.bytes = max(self.bytes, found.nbytes)
+        return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("norms", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float64])
+def test_every_tensor_has_its_dtype_from_the_beginning(tmp_path, tied, norms, asked):
+    """None is made in float32 first, which takes twice the memory of bfloat16."""
+    section = ModelSection(**TINY | {"vocab_size": 1000}, tie_word_embeddings=tied)
+    model = build_model(section)
+    initialize(model, seed=3)
+    model.bfloat16()
+    model.norm.to(norms)
+    write(tmp_path, model, None, architecture=section.model_dump(mode="json", by_alias=True))
+    with Largest() as largest:
+        loaded = weft.load_model(tmp_path, dtype=asked)
+    assert largest.bytes == 1000 * 16 * (asked or torch.bfloat16).itemsize
+    expected, found = model.state_dict(), loaded.state_dict()
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == (asked or value.dtype), name
+        assert torch.equal(found[name], value.to(found[name].dtype)), name
 
 
 def test_a_model_of_the_users_own(tmp_path):

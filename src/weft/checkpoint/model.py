@@ -42,17 +42,21 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         from weft.models.foreign import materialize
 
         model = build_model(section)
+        _cast(model, saved, dtype, rest=False)
         materialize(model, device)
+        model.compute_in(next(model.parameters()).dtype)
     elif isinstance(section, CustomModelSection):
         # The user's class may compute values while it is built: it is built where there are any.
         with torch.device(device):
             model = build_model(section)
         model.to(device)
+        _cast(model, saved, dtype)
     else:
         from weft.models.initialize import initialize_buffers
 
         with torch.device("meta"):
             model = build_model(section)
+        _cast(model, saved, dtype)  # before there is memory: a large model in float32 takes twice as much as it needs
         tied = [names for _, names in model_tensors(model).values()]
         model.to_empty(device=device)
         for first, *others in tied:  # `to_empty` makes two of a tied weight
@@ -60,16 +64,17 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
         initialize_buffers(model)
-    floating = {kind for kind in saved.values() if kind.is_floating_point}
-    if (dtype is not None or len(floating) == 1) and not isinstance(section, ForeignModelSection):
-        model.to(dtype or floating.pop())  # also what no checkpoint holds
-    for name, (tensor, _) in model_tensors(model).items():
-        wanted = saved_as(name, dtype, saved.get(name, tensor.dtype))
-        tensor.data = tensor.data.to(wanted)
-    if isinstance(section, ForeignModelSection):
-        model.compute_in(next(model.parameters()).dtype)
     load(checkpoint, model=model)
     return model.eval()
+
+
+def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | None, *, rest: bool = True) -> None:
+    """Give a model's tensors the dtypes that they are to have; with `rest` also those that no checkpoint holds."""
+    floating = {kind for kind in saved.values() if kind.is_floating_point}
+    if (dtype is not None or len(floating) == 1) and rest:
+        model.to(dtype or floating.pop())
+    for name, (tensor, _) in model_tensors(model).items():
+        tensor.data = tensor.data.to(saved_as(name, dtype, saved.get(name, tensor.dtype)))
 
 
 def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
