@@ -40,6 +40,12 @@ def cut(path, end):
     (path / "model.safetensors").write_bytes(data[:end])
 
 
+def deep(path):
+    """A header of brackets alone, more of them than can be read."""
+    text = b"[" * 100_000
+    replace(path, "model.safetensors", len(text).to_bytes(8, "little") + text)
+
+
 def offsets(path):
     """Two tensors said to be in one place."""
     data = (path / "model.safetensors").read_bytes()
@@ -78,7 +84,10 @@ MISTAKES = {
     "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: broken JSON"),
     "list as config": (lambda p: replace(p, "config.json", b"[]"), "config.json: not a model's config.json"),
     "heads": (lambda p: change(p, num_attention_heads=5, head_dim=None), "do not divide one another"),
-    "negative": (lambda p: change(p, num_hidden_layers=-1), "config.json: num_hidden_layers: .* -1"),
+    "negative": (
+        lambda p: change(p, num_hidden_layers=-1),
+        "config.json: num_hidden_layers: -1 cannot be: ",
+    ),
     "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
     "half": (lambda p: cut(p, -1), r"model.safetensors: half a file: [\d,]+ bytes of [\d,]+; download it again"),
     "half a header": (lambda p: cut(p, 100), "half a file: it ends within its header"),
@@ -90,7 +99,8 @@ MISTAKES = {
     "web page": (lambda p: replace(p, "model.safetensors", b"<html>" * 99), "not a safetensors file"),
     "longer": (lambda p: replace(p, "model.safetensors", (p / "model.safetensors").read_bytes() + b"x"), "bytes where"),
     "offsets": (lambda p: offsets(p), r"model.safetensors: its header puts model.layers.\d.\S+ where it cannot be"),
-    "layers": (lambda p: change(p, num_hidden_layers=10**9), "num_hidden_layers: 1,000,000,000, and the files have 21"),
+    "layers": (lambda p: change(p, num_hidden_layers=9000), "num_hidden_layers: 9,000, and the files have 21"),
+    "header": (lambda p: deep(p), "model.safetensors: not a safetensors file"),
     "architecture": (lambda p: change(p, architectures="Nonsense"), "unknown architecture 'Nonsense'"),
     "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "checkpoint of Weft already"),
     "nothing": (lambda p: shutil.move(p, p.parent / "elsewhere"), "there is no such folder"),

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from weft.config.errors import UserError
+from weft.config.huggingface import family_of
 from weft.config.model import ModelSection
 from weft.config.size import model_size
 from weft.generate.sample import generate
@@ -345,8 +346,8 @@ def test_what_a_family_cannot_say_is_told():
     section = ModelSection(**{k: v for k, v in SHAPE.items() if "token" not in k}, qk_norm=True)
     with pytest.raises(UserError, match=r"model\.qk_norm is True"):
         huggingface.config_of(section)
-    with pytest.raises(UserError, match="did you mean 'LlamaForCausalLM'"):
-        huggingface.family_of({"architectures": ["LlamaForCasualLM"]})
+    with pytest.raises(UserError, match="closest by name is LlamaForCausalLM"):
+        family_of({"architectures": ["LlamaForCasualLM"]})
     with pytest.raises(UserError, match="hidden_act: no nonlinearity 'mish'"):
         huggingface.section_of({**SHAPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "mish"})
     with pytest.raises(UserError, match="hidden_size: missing"):

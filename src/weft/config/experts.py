@@ -52,6 +52,27 @@ class ExpertsSection(Section):
         return (layer + 1) % self.decoder_sparse_step == 0
 
 
+def wrong_experts(experts: int, each: int, groups: int | None, kept: int | None) -> tuple[str, str] | None:
+    """What numbers of experts cannot be together: the key to change and what is wrong; None if all is well.
+
+    Args:
+        experts, each: how many there are, and how many a token goes through.
+        groups, kept: groups of experts, and how many of them a token's are chosen from.
+    """
+    if each > experts:
+        return "num_experts_per_tok", f"{each} of {experts} experts; choose at most {experts}"
+    if not groups or not kept or groups == 1:
+        return None
+    if experts % groups:
+        return "n_group", f"{experts} experts are no multiple of {groups} groups; change one"
+    if kept > groups:
+        return "topk_group", f"{kept} of {groups} groups; choose at most {groups}"
+    if each > experts // groups * kept:
+        what = f"{kept} groups of {experts // groups} experts have no {each} to choose; raise topk_group"
+        return "topk_group", what
+    return None
+
+
 class LatentAttentionSection(Section):
     """Multi-head latent attention: keys and values are made of one short vector a token (DeepSeek-AI, 2024)."""
 

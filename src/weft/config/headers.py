@@ -70,6 +70,8 @@ def read_json(path: Path) -> Any:
         raise UserError(f"broken JSON: {error.msg}; the file is damaged, make it again", path, error.lineno) from None
     except UnicodeDecodeError:
         raise UserError("not UTF-8; the file is damaged, make it again", path) from None
+    except (RecursionError, ValueError):  # a number of thousands of digits, for one
+        raise UserError("nested too deep, or a number too long; the file is damaged, make it again", path) from None
 
 
 def tokenizer_file(path: str | Path) -> Path:

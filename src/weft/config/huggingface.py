@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import ValidationError
+
 from weft.config.errors import UserError
+from weft.config.experts import wrong_experts
 from weft.config.headers import read_json
+from weft.config.model import ModelSection
+from weft.config.size import model_size
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -23,6 +29,9 @@ SINGLE = "model.safetensors"
 _OURS = ("model.json", "index.json", "checksums.json", "checkpoints", "config.yaml")
 _CHECKPOINT = re.compile(r"\.?step-\d{8}")  # a damaged or unfinished one is not taken for a folder of theirs
 _THEIRS = (CONFIG, INDEX, SINGLE, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Names for a family's model_type in files whose repositories bring code of their own for what is the family's.
+_ALSO = {"deepseek_v3": ("kimi_k2",)}
+_MOST_PARAMETERS = 10**15  # beyond a thousand trillion it is a mistake, and sizes of tensors overflow
 _FAMILIES = Path(__file__).resolve().parent.parent / "models"
 
 
@@ -105,12 +114,17 @@ def families() -> dict[str, ModuleType]:
 
 
 def family_of(config: dict[str, Any]) -> ModuleType:
-    """The family file for a config.json, by its `architectures`. Raises UserError if there is none."""
+    """The family file for a config.json, by its `architectures`.
+
+    Raises:
+        UserError: there is none, or `model_type`, which transformers goes by, is another's.
+    """
     known = {name: module for module in families().values() for name in module.ARCHITECTURES}
     named = config.get("architectures") or []
     named = named if isinstance(named, list) else [named]
     for name in named:
-        if name in known:
+        if isinstance(name, str) and name in known:
+            _check_type(config.get("model_type"), name, known[name])
             return known[name]
     if not named:  # a config.json made by hand
         for module in families().values():
@@ -127,6 +141,65 @@ def family_of(config: dict[str, Any]) -> ModuleType:
     )
 
 
+def _check_type(said: Any, architecture: str, family: ModuleType) -> None:
+    if said is not None and said not in (family.MODEL_TYPE, *_ALSO.get(family.MODEL_TYPE, ())):
+        raise UserError(
+            f"model_type: {reprlib.repr(said)}, and architectures names {architecture}, whose model_type is "
+            f"{family.MODEL_TYPE!r}; the two disagree about what model this is: mend the one that is wrong"
+        )
+
+
+def keys_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `ModelSection` for a config.json.
+
+    Raises:
+        UserError: an unknown architecture, or a key's value that is not supported; it names the key.
+    """
+    family = family_of(config)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        said = config.get(key)
+        ids = said if key == "eos_token_id" and isinstance(said, list) else [said]
+        if said is not None and not all(type(one) is int for one in ids):
+            raise UserError(f"{key}: {reprlib.repr(said)} is no token's id, which is a whole number")
+    return family.from_hf(dict(config))
+
+
+def model_of(config: dict[str, Any]) -> ModelSection:
+    """The model that a config.json means, its sizes checked against one another as a run file's are.
+
+    Raises:
+        UserError: as `keys_of`, or for sizes that do not fit together.
+    """
+    try:
+        section = ModelSection(**keys_of(config))
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        key = ".".join(map(str, mistake["loc"]))
+        raise UserError(f"{key}: {mistake['msg']} (it is {reprlib.repr(mistake['input'])})") from None
+    if what := _wrong_sizes(section):
+        raise UserError(f"{what}; if it is not meant so, the file is damaged: download it again")
+    return section
+
+
+def _wrong_sizes(section: ModelSection) -> str | None:
+    """What of a model's sizes cannot be together."""
+    heads, groups, moe = section.num_attention_heads, section.kv_heads, section.moe
+    if heads % groups or (section.head_dim is None and section.mla is None and section.hidden_size % heads):
+        return (
+            f"a width of {section.hidden_size}, {heads} attention heads and {groups} key-value heads do not divide one "
+            "another"
+        )
+    if section.position == "rope" and (section.rotary_dim < 2 or section.rotary_dim % 2):
+        return f"rotations turn pairs of numbers, and {section.rotary_dim} of each head's are rotated"
+    if section.rope_scaling and (unfit := section.rope_scaling.unfit(section.rotary_dim)):
+        return f"rope_scaling: {unfit}"
+    wrong = moe and wrong_experts(moe.num_experts, moe.num_experts_per_tok, moe.n_group, moe.topk_group)
+    if wrong:
+        return ": ".join(wrong)
+    size = model_size(section).parameters
+    return f"its sizes are those of a model of {float(size):.1e} parameters" if size > _MOST_PARAMETERS else None
+
+
 def section_keys(path: str | Path) -> dict[str, Any]:
     """The keys of `ModelSection` that a folder's config.json means.
 
@@ -135,6 +208,6 @@ def section_keys(path: str | Path) -> dict[str, Any]:
     """
     config = read_config(path)
     try:
-        return family_of(config).from_hf(dict(config))
+        return keys_of(config)
     except UserError as error:
         raise UserError(error.what, Path(path) / CONFIG) from None

@@ -7,6 +7,7 @@ import os
 from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
 from weft.config.draft import Draft
 from weft.config.errors import UserError
+from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
 from weft.config.mesh import ParallelSection, mesh_shape
 from weft.config.model import RopeScaling
@@ -98,16 +99,9 @@ def _experts(draft: Draft) -> None:
         return
     if draft.get("model.mlp") == "plain":
         draft.problem("model.mlp", "experts are gated; remove the key, or model.moe", "model.moe")
-    if each > experts:
-        draft.problem("model.moe.num_experts_per_tok", f"{each} of {experts} experts; choose at most {experts}")
-    elif groups and kept and groups > 1:
-        if experts % groups:
-            draft.problem("model.moe.n_group", f"{experts} experts are no multiple of {groups} groups; change one")
-        elif kept > groups:
-            draft.problem("model.moe.topk_group", f"{kept} of {groups} groups; choose at most {groups}")
-        elif each > experts // groups * kept:
-            what = f"{kept} groups of {experts // groups} experts have no {each} to choose; raise topk_group"
-            draft.problem("model.moe.topk_group", what, "model.moe.num_experts_per_tok")
+    if wrong := wrong_experts(experts, each, groups, kept):
+        key, what = wrong
+        draft.problem(f"model.moe.{key}", what, "model.moe.num_experts_per_tok")
 
 
 def _latent(draft: Draft) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
+from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, refuse, same, write, write_rope
+from weft.models.mapping import Weight, read, refuse, same, write
+from weft.models.reading import number
+from weft.models.rotations import read_rope, rope_mapping, write_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
 MODEL_TYPE = "deepseek_v2"
@@ -56,7 +60,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
         config = config | {"n_group": None, "topk_group": None}
     else:
         refuse(config, topk_method="group_limited_greedy")
-    keys = {"family": "deepseek_v2", **read(config, KEYS, DEFAULTS), **rotations(config)}
+    keys = {"family": "deepseek_v2", **read(config, KEYS, DEFAULTS)}
+    keys |= rotations(config, keys["mla"], DEFAULTS)
     keys["moe"] |= {"norm_topk_prob": False}
     return keys
 
@@ -68,14 +73,16 @@ def to_hf(section: ModelSection) -> dict[str, Any]:
     return write_latent(section, KEYS) | {"topk_method": method, "norm_topk_prob": False, "scoring_func": "softmax"}
 
 
-def rotations(config: dict[str, Any]) -> dict[str, Any]:
+def rotations(config: dict[str, Any], mla: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Keys about rotations, and what attention's scores are multiplied by if these are stretched."""
-    keys = read_rope(config)
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "rope_scaling" in keys and given.get("mscale_all_dim"):
-        growth = 0.1 * given["mscale_all_dim"] * math.log(max(keys["rope_scaling"]["factor"], 1.0)) + 1
-        head = config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64)
-        keys["attention_multiplier"] = head**-0.5 * growth**2
+    rotated = mla["qk_rope_head_dim"]
+    if config.get("head_dim", rotated) != rotated:  # where it is stated, transformers rotates so many numbers
+        raise UserError(f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotated}")
+    keys, given = read_rope(config, defaults), rope_mapping(config)
+    if "rope_scaling" in keys and given.get("mscale_all_dim") not in (None, 0):
+        growth = number(given, "mscale_all_dim", 1.0)
+        growth = 0.1 * growth * math.log(max(keys["rope_scaling"]["factor"], 1.0)) + 1
+        keys["attention_multiplier"] = (mla["qk_nope_head_dim"] + rotated) ** -0.5 * growth**2
     return keys
 
 

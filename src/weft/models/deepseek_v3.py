@@ -23,13 +23,16 @@ DEFAULTS = llama.DEFAULTS | {
     "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
     "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "max_position_embeddings": 4096,
 }  # fmt: skip
+_FALSE = ("norm_topk_prob", "rope_interleave")  # where null is as good as that
 WEIGHTS = deepseek_v2.WEIGHTS
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     refuse(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    keys = {"family": "deepseek_v3", **read(config, KEYS, DEFAULTS), **deepseek_v2.rotations(config)}
+    config = {key: False if key in _FALSE and value is None else value for key, value in config.items()}
+    keys = {"family": "deepseek_v3", **read(config, KEYS, DEFAULTS)}
+    keys |= deepseek_v2.rotations(config, keys["mla"], DEFAULTS)
     keys["moe"] |= {"scoring_func": "sigmoid", "correction_bias": True}
     return keys
 

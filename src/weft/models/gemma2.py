@@ -9,16 +9,16 @@ from weft.models import llama
 from weft.models.mapping import (
     Weight,
     attention_multiplier,
-    number,
     read,
     read_layer_types,
-    read_rope,
+    read_window,
     refuse,
     same,
     write,
     write_layer_types,
-    write_rope,
 )
+from weft.models.reading import number
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPE = "gemma2"
@@ -43,8 +43,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     keys = read(config, KEYS, DEFAULTS)
     layers = range(keys["num_hidden_layers"])
-    windows = read_layer_types(config, config.get("sliding_window", 4096), [layer % 2 == 0 for layer in layers])
-    return {"family": "gemma2", **always(config, keys["hidden_size"]), **keys, **read_rope(config), **windows}
+    windows = read_layer_types(config, read_window(config, 4096), [layer % 2 == 0 for layer in layers])
+    return {"family": "gemma2", **always(config, keys["hidden_size"]), **keys, **read_rope(config, DEFAULTS), **windows}
 
 
 def always(config: dict[str, Any], width: int) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from typing import Any
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.models import gemma2
-from weft.models.mapping import Weight, number, read, read_layer_types, read_rope, write, write_layer_types, write_rope
+from weft.models.mapping import Weight, read, read_layer_types, read_window, write, write_layer_types
+from weft.models.reading import mapping, number, whole
+from weft.models.rotations import read_rope, rope_type, write_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 MODEL_TYPE = "gemma3_text"
@@ -15,6 +17,7 @@ MODEL_TYPE = "gemma3_text"
 KEYS = {ours: theirs for ours, theirs in gemma2.KEYS.items() if ours != "attn_logit_softcapping"}
 DEFAULTS = gemma2.DEFAULTS | {
     "vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None,
+    "rope_theta": 1000000.0,
 }  # fmt: skip
 WEIGHTS = (
     *gemma2.WEIGHTS,
@@ -26,18 +29,31 @@ WEIGHTS = (
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     keys = {"qk_norm": True, **read(config, KEYS, DEFAULTS)}
-    pattern = number(config, "sliding_window_pattern", 6)
+    pattern = whole(config, "sliding_window_pattern", 6)
     slides = [(layer + 1) % pattern != 0 for layer in range(keys["num_hidden_layers"])]
-    windows = read_layer_types(config, config.get("sliding_window", 4096), slides)
-    keys |= read_rope(config, theta=1000000.0, layer_type="full_attention")
+    windows = read_layer_types(config, read_window(config, 4096), slides)
+    rope, local = _rotations(config)
     if windows:
-        local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-        if local.get("rope_type") not in (None, "default"):
-            raise UserError("rope_parameters: the rotations of layers with a sliding window cannot be stretched")
-        keys["rope_local_base_freq"] = float(
-            number(local, "rope_theta", number(config, "rope_local_base_freq", 10000.0))
-        )
-    return {"family": "gemma3", **gemma2.always(config, keys["hidden_size"]), **keys, **windows}
+        windows["rope_local_base_freq"] = local
+    return {"family": "gemma3", **gemma2.always(config, keys["hidden_size"]), **keys, **rope, **windows}
+
+
+def _rotations(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Keys about rotations, and `rope_local_base_freq`.
+
+    As in transformers 5 the older `rope_scaling` is laid over what is said of the layers without a window.
+    """
+    given = mapping(config, "rope_parameters")
+    if strange := sorted(set(given) - {"full_attention", "sliding_attention"}):
+        what = "Gemma 3 has one mapping for full_attention and one for sliding_attention"
+        raise UserError(f"rope_parameters: {strange[0]!r} has no meaning here; {what}")
+    full = mapping(given, "full_attention") | mapping(config, "rope_scaling")
+    keys = read_rope(config | {"rope_parameters": full, "rope_scaling": None}, DEFAULTS)
+    local = mapping(given, "sliding_attention")
+    if rope_type(local) != "default":
+        raise UserError("rope_parameters: the rotations of layers with a sliding window cannot be stretched")
+    key, place = ("rope_theta", local) if "rope_theta" in local else ("rope_local_base_freq", config)
+    return keys, float(number(place, key, 10000.0))
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

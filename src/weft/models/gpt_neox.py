@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, refuse, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 MODEL_TYPE = "gpt_neox"
@@ -38,9 +39,14 @@ _ALWAYS = {"family": "gpt_neox", "norm": "layernorm", "mlp": "plain", "mlp_bias"
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    old = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct", 0.25)}
-    rope = read_rope(old | {key: value for key, value in config.items() if value is not None})
-    return {**_ALWAYS, **read(config, KEYS, DEFAULTS), **rope}
+    keys = read(config, KEYS, DEFAULTS)
+    # Its class cuts the width into heads without looking at it, and rotates by it.
+    refuse(config, head_dim=keys["hidden_size"] // keys["num_attention_heads"])
+    own = {
+        "rope_theta": config.get("rotary_emb_base", 10000.0),
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+    }
+    return {**_ALWAYS, **keys, **read_rope(config | own, DEFAULTS, partial=0.25)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -6,17 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import (
-    Weight,
-    read,
-    read_layer_types,
-    read_rope,
-    refuse,
-    same,
-    write,
-    write_layer_types,
-    write_rope,
-)
+from weft.models.mapping import Weight, read, read_layer_types, read_window, refuse, same, write, write_layer_types
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPE = "gpt_oss"
@@ -30,7 +21,7 @@ DEFAULTS = llama.DEFAULTS | {
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True,
     "max_position_embeddings": 131072, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.001, "rope_theta": 150000.0,
 }  # fmt: skip
 _MLP = "model.layers.{n}.mlp"
 _PARTS = ("inner", "inner")
@@ -68,13 +59,13 @@ _YARN = {
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     refuse(config, swiglu_alpha=1.702, hidden_act="silu")
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+    if config.get("rope_parameters") is None:
         config = config | {"rope_parameters": _YARN}
     keys = {"family": "gpt_oss", "attention_sinks": True, **read(config, KEYS, DEFAULTS)}
     keys["moe"] |= {"scoring_func": "softmax_of_chosen", "router_bias": True, "expert_bias": True}
     slides = [layer % 2 == 0 for layer in range(keys["num_hidden_layers"])]
-    windows = read_layer_types(config, config.get("sliding_window", 128), slides)
-    return keys | read_rope(config, theta=150000.0) | windows
+    windows = read_layer_types(config, read_window(config, 128), slides)
+    return keys | read_rope(config, DEFAULTS) | windows
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

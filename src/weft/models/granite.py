@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import read, read_rope, same, write, write_rope
+from weft.models.mapping import read, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("GraniteForCausalLM",)
 MODEL_TYPE = "granite"
@@ -18,7 +19,7 @@ WEIGHTS = llama.WEIGHTS
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    return {"family": "granite", **read(config, KEYS, DEFAULTS), **read_rope(config)}
+    return {"family": "granite", **read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

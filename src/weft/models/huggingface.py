@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.config.errors import UserError
 from weft.config.experts import BALANCE
-from weft.config.huggingface import families, family_of
+from weft.config.huggingface import families, keys_of
 from weft.config.model import ModelSection
 from weft.config.size import inner_width
 from weft.models.decoder import Decoder
@@ -47,7 +47,7 @@ class Transform:
 
 def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported, naming the key."""
-    return family_of(config).from_hf(dict(config))
+    return keys_of(dict(config))
 
 
 def config_of(section: ModelSection) -> dict[str, Any]:

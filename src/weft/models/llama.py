@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.config.model import ModelSection
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 MODEL_TYPE = "llama"
@@ -14,7 +15,7 @@ KEYS = same("head_dim", "hidden_act", "attention_bias", "mlp_bias")
 DEFAULTS = {
     "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048, "hidden_act": "silu",
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "attention_dropout": 0.0, "initializer_range": 0.02,
+    "attention_dropout": 0.0, "initializer_range": 0.02, "rope_theta": 10000.0,
 }  # fmt: skip
 WEIGHTS = (
     Weight("embed_tokens", "model.embed_tokens"),
@@ -34,7 +35,7 @@ WEIGHTS = (
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    return {"family": "llama", **read(config, KEYS, DEFAULTS), **read_rope(config)}
+    return {"family": "llama", **read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -10,6 +11,7 @@ from typing import Any
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.config.size import inner_width
+from weft.models.reading import field, layer_types, whole
 
 # Keys of `ModelSection` that have the same name in most families' config.json.
 SAME = (
@@ -21,22 +23,9 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-_ORIGINAL = "original_max_position_embeddings"
-# The keys of each kind of scaling, beside rope_type.
-_SCALING = {
-    "linear": ("factor",),
-    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
-    ),
-    "dynamic": ("factor",),
-    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
-}  # fmt: skip
-
-
-_WHOLE = {
-    *SAME[:7], "head_dim", "sliding_window", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "n_shared_experts", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+# Where null says that there is none of it, though a family's default is another.
+_NONE = {
+    "num_key_value_heads", "sliding_window", "mla.q_lora_rank", "attn_logit_softcapping", "logit_softcap",
 }  # fmt: skip
 
 
@@ -74,26 +63,33 @@ def same(*more: str, without: tuple[str, ...] = (), **renamed: str) -> dict[str,
 
 
 def read(config: Mapping[str, Any], keys: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `ModelSection` from a config.json.
+    """Keys of `ModelSection` from a config.json, each held to the type and the bounds of its field.
 
     Args:
         keys: ours -> theirs.
-        defaults: of their keys, where config.json leaves one out.
+        defaults: of their keys, where config.json leaves one out; None: null is as good as none.
 
     Raises:
-        UserError: a key is missing that has no default.
+        UserError: a key is missing that has no default, its value is none that the field takes, or it is null where
+            that has no meaning; or `layer_types` has not one known name for each layer.
     """
     found: dict[str, Any] = {}
     for ours, theirs in keys.items():
-        value = config.get(theirs, defaults.get(theirs))  # null is a value: no sliding window, for one
-        if value is None and theirs not in defaults:
-            raise UserError(f"{theirs}: missing; a config.json of {config.get('model_type', 'this kind')} states it")
-        if ours.rpartition(".")[2] in _WHOLE and value is not None and type(value) is not int:
-            raise UserError(f"{theirs}: {value!r} is no whole number")
-        found[ours] = value
-    if found.get("hidden_act") is not None:
-        found["hidden_act"] = activation(found["hidden_act"], keys["hidden_act"])
-    return nested({key: value for key, value in found.items() if value is not None})
+        value = config.get(theirs, defaults.get(theirs))
+        if value is not None:
+            found[ours] = activation(value, theirs) if ours == "hidden_act" else field(ours, value, theirs)
+        elif theirs not in defaults:
+            raise UserError(f"{theirs}: missing; a config.json of {_kind(config)} states it")
+        elif defaults[theirs] is not None and ours not in _NONE:
+            raise UserError(f"{theirs}: null has no meaning here; give a value, or remove the key")
+    if "num_hidden_layers" in found:
+        layer_types(config, found["num_hidden_layers"])
+    return nested(found)
+
+
+def _kind(config: Mapping[str, Any]) -> str:
+    named = config.get("model_type")
+    return named if isinstance(named, str) else "this kind"
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,19 +128,22 @@ def attention_multiplier(section: ModelSection) -> float:
     return section.attention_multiplier or section.qk_head_dim**-0.5
 
 
+def read_window(config: Mapping[str, Any], default: int | None) -> int | None:
+    """`sliding_window`; None where it is null. Raises UserError."""
+    if config.get("sliding_window", default) is None:
+        return None
+    return whole(config, "sliding_window", default or 1)
+
+
 def read_layer_types(config: Mapping[str, Any], window: int | None, default: list[bool]) -> dict[str, Any]:
     """`sliding_window` and `layer_types`; `default` says of each layer whether it slides, unless config.json does."""
-    types = config.get("layer_types")
+    types = layer_types(config, len(default))
     if types is None:
         types = ["sliding_attention" if slides else "full_attention" for slides in default]
-    if window is None or "sliding_attention" not in types:
+    if "sliding_attention" not in types:
         return {}
-    unknown = set(types) - {"sliding_attention", "full_attention"}
-    if unknown or len(types) != len(default):
-        raise UserError(
-            f"layer_types: {len(types)} layers of {', '.join(sorted(set(types)))}; it must have one of full_attention "
-            f"and sliding_attention for each of the {len(default)} layers"
-        )
+    if window is None:
+        raise UserError("sliding_window: none, and some layers have one; state how many tokens they see")
     return {"sliding_window": window, "layer_types": types}
 
 
@@ -157,85 +156,20 @@ def write_layer_types(section: ModelSection) -> dict[str, Any]:
     }
 
 
-def number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A key's number, or the default for none and null. Raises UserError for what is no number above 0."""
-    value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UserError(f"{key}: {value!r} is no number above 0")
-    return value
-
-
 def activation(name: Any, key: str) -> str:
     """Our name of a nonlinearity. Raises UserError for one that there is not."""
-    if name not in _ACTIVATIONS:
-        raise UserError(f"{key}: no nonlinearity {name!r} here; there are {', '.join(_ACTIVATIONS)}")
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
+        raise UserError(f"{key}: no nonlinearity {reprlib.repr(name)} here; there are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
-    """Raise UserError where one of these keys is there and not null, and has another value than the one given."""
-    for key, value in allowed.items():
-        if config.get(key) not in (None, value):
-            raise UserError(f"{key}: {config[key]!r} is not supported, only {value!r}")
+    """Raise UserError where one of these keys is there and has another value than the one given.
 
-
-def read_rope(config: Mapping[str, Any], theta: float = 10000.0, layer_type: str | None = None) -> dict[str, Any]:
-    """Keys of `ModelSection` about rotations, from transformers 5's `rope_parameters` or the older separate keys.
-
-    Args:
-        theta: the family's default base.
-        layer_type: read the part of `rope_parameters` for layers of this type, where it has such parts.
+    Null is as good as none, unless the value is true: it would be taken for false.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"rope_scaling: must be a mapping, not {given!r}")
-    if isinstance(given.get(layer_type), dict):
-        given = given[layer_type]
-    if any(isinstance(given.get(key), dict) for key in ("full_attention", "sliding_attention")):
-        raise UserError("rope_parameters: this family has no other rotations for some of its layers than for the rest")
-    found: dict[str, Any] = {"rope_theta": float(number(given, "rope_theta", number(config, "rope_theta", theta)))}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    partial = number(given, "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        found["partial_rotary_factor"] = partial
-    if kind == "default":
-        return found
-    found["rope_scaling"] = {"rope_type": kind, **_read_scaling(config, given, kind)}
-    return found
-
-
-def _read_scaling(config: Mapping[str, Any], given: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """The keys of `RopeScaling` beside rope_type."""
-    if kind not in _SCALING:
-        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported; there are {', '.join(_SCALING)}")
-    scaling = {key: given[key] for key in _SCALING[kind] if given.get(key) is not None}
-    longest = config.get("max_position_embeddings")
-    if kind == "dynamic":  # transformers stretches from there on, whatever else is stated
-        scaling[_ORIGINAL] = longest
-    elif kind != "linear":  # as in transformers, what stands beside the mapping comes before what stands in it
-        scaling[_ORIGINAL] = config.get(_ORIGINAL) or scaling.get(_ORIGINAL) or longest
-    if "factor" not in scaling and kind in ("yarn", "longrope"):
-        scaling["factor"] = number(config, "max_position_embeddings", 1) / number(scaling, _ORIGINAL, 1)
-    if "factor" not in scaling:
-        raise UserError(f"rope_scaling: a rope_type of {kind!r} needs a factor")
-    for key in ("short_factor", "long_factor") if kind == "longrope" else ():
-        if not isinstance(scaling.get(key), list) or not scaling[key]:
-            raise UserError(f"rope_scaling: a rope_type of 'longrope' needs {key}, a list of numbers")
-        scaling[key] = [float(number({key: factor}, key, 1.0)) for factor in scaling[key]]
-    return scaling
-
-
-def write_rope(section: ModelSection) -> dict[str, Any]:
-    """The same back, in both spellings: `rope_parameters` for transformers 5, the others for what is older."""
-    scaling = {"rope_type": "default"}
-    if section.rope_scaling is not None:
-        stated = section.rope_scaling.model_dump(exclude_none=True)
-        kind = stated["rope_type"]
-        scaling = {"rope_type": kind} | {key: stated[key] for key in _SCALING[kind] if key in stated}
-    written: dict[str, Any] = {"rope_theta": section.rope_theta}
-    if section.rope_scaling is not None:
-        written["rope_scaling"] = dict(scaling)
-    scaling["rope_theta"] = section.rope_theta
-    if section.partial_rotary_factor != 1.0:
-        scaling["partial_rotary_factor"] = written["partial_rotary_factor"] = section.partial_rotary_factor
-    return {**written, "rope_parameters": scaling}
+    for key, value in allowed.items():
+        said = config.get(key, value)
+        alike = said == value and isinstance(said, bool) == isinstance(value, bool)
+        if not alike and (said is not None or value is True):
+            raise UserError(f"{key}: {reprlib.repr(said)} is not supported, only {reprlib.repr(value)}")

@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import read, read_rope, refuse, same, write, write_rope
+from weft.models.mapping import read, refuse, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("MistralForCausalLM",)
 MODEL_TYPE = "mistral"
@@ -21,7 +22,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("layer_types") is not None:  # transformers' Mistral does not look at them
         kind = "sliding_attention" if "sliding_window" in keys else "full_attention"
         refuse(config, layer_types=[kind] * keys["num_hidden_layers"])
-    return {"family": "mistral", **keys, **read_rope(config)}
+    return {"family": "mistral", **keys, **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama, mistral
-from weft.models.mapping import Weight, read, read_rope, refuse, same, write, write_rope
+from weft.models.mapping import Weight, read, refuse, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPE = "mixtral"
@@ -18,6 +19,7 @@ KEYS = same("head_dim", "hidden_act", "sliding_window") | {
 DEFAULTS = mistral.DEFAULTS | {
     "vocab_size": 32000, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "sliding_window": None,
     "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+    "rope_theta": 1000000.0,
 }  # fmt: skip
 _THEIRS = "model.layers.{n}.block_sparse_moe"
 WEIGHTS = (
@@ -32,7 +34,7 @@ WEIGHTS = (
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     refuse(config, router_jitter_noise=0.0)
-    return {"family": "mixtral", **read(config, KEYS, DEFAULTS), **read_rope(config, theta=1000000.0)}
+    return {"family": "mixtral", **read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

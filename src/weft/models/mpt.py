@@ -6,6 +6,7 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models.mapping import Weight, attention_multiplier, read, refuse, same, write
+from weft.models.reading import mapping
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPE = "mpt"
@@ -19,6 +20,12 @@ DEFAULTS = {
     "vocab_size": 50368, "d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048,
     "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
+# Those in `attn_config`: it has one rate for the weights, and for what each part adds.
+_ATTENTION = {
+    "clip_qkv": "clip_qkv", "attention_multiplier": "softmax_scale", "attention_dropout": "attn_pdrop",
+    "hidden_dropout": "attn_pdrop",
+}  # fmt: skip
+_ATTENTION_DEFAULTS = {"clip_qkv": None, "softmax_scale": None, "attn_pdrop": 0.0}
 _QKV, _PARTS = "transformer.blocks.{n}.attn.Wqkv", ("q", "kv", "kv")
 WEIGHTS = (
     Weight("embed_tokens", "transformer.wte"),
@@ -40,17 +47,10 @@ _ALWAYS = {
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    attention = config.get("attn_config") or {}
+    attention = mapping(config, "attn_config")
     refuse(attention, alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
     refuse(config, no_bias=True, expansion_ratio=4, logit_scale=None)
-    keys = {**_ALWAYS, **read(config, KEYS, DEFAULTS)}
-    if attention.get("clip_qkv"):
-        keys["clip_qkv"] = attention["clip_qkv"]
-    if attention.get("softmax_scale"):
-        keys["attention_multiplier"] = attention["softmax_scale"]
-    # transformers' has one rate for the weights, and for what each part adds.
-    keys["attention_dropout"] = keys["hidden_dropout"] = float(attention.get("attn_pdrop") or 0.0)
-    return keys
+    return {**_ALWAYS, **read(config, KEYS, DEFAULTS), **read(attention, _ATTENTION, _ATTENTION_DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 MODEL_TYPE = "olmo2"
@@ -24,7 +25,7 @@ _ALWAYS = {"family": "olmo2", "qk_norm": True, "qk_norm_over": "width", "norm_pl
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    return {**_ALWAYS, **read(config, KEYS, DEFAULTS), **read_rope(config)}
+    return {**_ALWAYS, **read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama, qwen3_moe
-from weft.models.mapping import read, read_rope, same, write, write_rope
+from weft.models.mapping import read, refuse, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("OlmoeForCausalLM",)
 MODEL_TYPE = "olmoe"
@@ -26,8 +27,9 @@ WEIGHTS = qwen3_moe.WEIGHTS
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    keys = {**read(config, KEYS, DEFAULTS), **read_rope(config)}
-    return {"family": "olmoe", "qk_norm": True, "qk_norm_over": "width", **keys}
+    keys = read(config, KEYS, DEFAULTS)
+    refuse(config, head_dim=keys["hidden_size"] // keys["num_attention_heads"])
+    return {"family": "olmoe", "qk_norm": True, "qk_norm_over": "width", **keys, **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from typing import Any
 from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 MODEL_TYPE = "phi3"
 KEYS = same("head_dim", "hidden_act", "sliding_window", hidden_dropout="resid_pdrop", embedding_dropout="embd_pdrop")
 DEFAULTS = llama.DEFAULTS | {
     "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "original_max_position_embeddings": 4096,
 }  # fmt: skip
 _QKV, _FUSED = "model.layers.{n}.self_attn.qkv_proj", ("q", "kv", "kv")
 _GATE_UP = "model.layers.{n}.mlp.gate_up_proj"
@@ -34,12 +35,12 @@ WEIGHTS = (
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    config = {"original_max_position_embeddings": 4096, **config}
+    config = dict(config)
     for key in ("rope_parameters", "rope_scaling"):
         given = config.get(key)
-        if isinstance(given, dict) and (given.get("rope_type") or given.get("type")) in ("su", "yarn"):
+        if isinstance(given, dict) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
             config[key] = given | {"rope_type": "longrope"}  # what older files, and transformers, mean by these
-    rope = read_rope(config)
+    rope = read_rope(config, DEFAULTS, partial=1.0)
     kind = rope["rope_scaling"]["rope_type"] if "rope_scaling" in rope else "longrope"
     if kind != "longrope":
         raise UserError(f"rope_scaling: rope_type {kind!r} is not supported for Phi-3, only 'longrope'")

@@ -6,14 +6,15 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import read, read_layer_types, read_rope, same, write, write_layer_types, write_rope
+from weft.models.mapping import read, read_layer_types, read_window, same, write, write_layer_types
+from weft.models.reading import flag, whole
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 MODEL_TYPE = "qwen2"
 KEYS = same("head_dim", "hidden_act")
 DEFAULTS = llama.DEFAULTS | {
-    "vocab_size": 151936, "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
-    "max_window_layers": 28,
+    "vocab_size": 151936, "num_key_value_heads": 32, "max_position_embeddings": 32768,
 }  # fmt: skip
 WEIGHTS = llama.WEIGHTS
 
@@ -21,7 +22,9 @@ WEIGHTS = llama.WEIGHTS
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     bias = {"attention_bias": True, "attention_output_bias": False}
-    return {"family": "qwen2", **bias, **read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
+    keys = read(config, KEYS, DEFAULTS)
+    windows = read_windows(config, keys["num_hidden_layers"])
+    return {"family": "qwen2", **bias, **keys, **read_rope(config, DEFAULTS), **windows}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:
@@ -29,12 +32,12 @@ def to_hf(section: ModelSection) -> dict[str, Any]:
     return write(section, KEYS) | write_rope(section) | write_windows(section)
 
 
-def read_windows(config: dict[str, Any]) -> dict[str, Any]:
+def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """The window's keys: it is off unless `use_sliding_window`, and then all layers from a certain one on have it."""
-    config = DEFAULTS | config
-    window = config["sliding_window"] if config.get("use_sliding_window") else None
-    first = config["max_window_layers"] or 0
-    return read_layer_types(config, window, [layer >= first for layer in range(config["num_hidden_layers"])])
+    window, first = read_window(config, 4096), whole(config, "max_window_layers", 28, least=0)
+    if not flag(config, "use_sliding_window", False):
+        window = None
+    return read_layer_types(config, window, [window is not None and layer >= first for layer in range(layers)])
 
 
 def write_windows(section: ModelSection) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, same, write
 from weft.models.qwen2 import read_windows, write_windows
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPE = "qwen3"
@@ -24,8 +25,9 @@ WEIGHTS = (
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
-    read_keys = {**read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
-    return {"family": "qwen3", "qk_norm": True, **read_keys}
+    keys = read(config, KEYS, DEFAULTS)
+    windows = read_windows(config, keys["num_hidden_layers"])
+    return {"family": "qwen3", "qk_norm": True, **keys, **read_rope(config, DEFAULTS), **windows}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import qwen3
-from weft.models.mapping import Weight, read, read_rope, write, write_rope
+from weft.models.mapping import Weight, read, write
 from weft.models.qwen2 import read_windows, write_windows
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPE = "qwen3_moe"
@@ -39,8 +40,11 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     if "num_experts" in config:  # transformers 4's name
         config = {"num_local_experts": config["num_experts"], **config}
-    keys = {**read(config, KEYS, DEFAULTS), **read_rope(config), **read_windows(config)}
-    return {"family": "qwen3_moe", "qk_norm": True, **keys}
+    if config.get("mlp_only_layers", []) is None:
+        config = config | {"mlp_only_layers": []}
+    keys = read(config, KEYS, DEFAULTS)
+    windows = read_windows(config, keys["num_hidden_layers"])
+    return {"family": "qwen3_moe", "qk_norm": True, **keys, **read_rope(config, DEFAULTS), **windows}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

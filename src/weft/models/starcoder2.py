@@ -6,7 +6,8 @@ from typing import Any
 
 from weft.config.model import ModelSection
 from weft.models import llama
-from weft.models.mapping import Weight, read, read_rope, same, write, write_rope
+from weft.models.mapping import Weight, read, same, write
+from weft.models.rotations import read_rope, write_rope
 
 ARCHITECTURES = ("Starcoder2ForCausalLM",)
 MODEL_TYPE = "starcoder2"
@@ -29,7 +30,7 @@ WEIGHTS = (
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported."""
     always = {"family": "starcoder2", "norm": "layernorm", "mlp": "plain"}
-    return {**always, **read(config, KEYS, DEFAULTS), **read_rope(config)}
+    return {**always, **read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
 
 
 def to_hf(section: ModelSection) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface import pickled
@@ -20,7 +19,7 @@ from weft.checkpoint.huggingface.quantized import Packed, unpacked
 from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
 from weft.config.headers import read_json
-from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, quantization, read_config, section_keys
+from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, model_of, quantization, read_config
 from weft.config.model import ModelSection
 from weft.models.decoder import Decoder
 from weft.models.huggingface import Transform, invert, names, tensors
@@ -133,24 +132,11 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
 
 def section_of(path: Path) -> ModelSection:
     """The model that a folder's config.json means. Raises UserError, with that file."""
-    keys = section_keys(path)
+    config = read_config(path)
     try:
-        section = ModelSection(**keys)
-    except ValidationError as error:
-        mistake = error.errors()[0]
-        key = ".".join(map(str, mistake["loc"]))
-        raise UserError(f"{key}: {mistake['msg']} (it is {mistake['input']!r})", path / CONFIG) from None
-    heads, groups = section.num_attention_heads, section.kv_heads
-    if heads % groups or (section.head_dim is None and section.mla is None and section.hidden_size % heads):
-        raise UserError(
-            f"a width of {section.hidden_size}, {heads} attention heads and {groups} key-value heads do not divide one "
-            "another; the file is damaged: download it again",
-            path / CONFIG,
-        )
-    unfit = section.rope_scaling and section.rope_scaling.unfit(section.rotary_dim)
-    if unfit:
-        raise UserError(f"rope_scaling: {unfit}; download the file again", path / CONFIG)
-    return section
+        return model_of(config)
+    except UserError as error:
+        raise UserError(error.what, path / CONFIG) from None
 
 
 # ---- the files
@@ -248,7 +234,7 @@ def _header(path: Path) -> dict[str, Stored]:
         }
     except KeyError as error:
         raise UserError(f"its header has {error}, which is not known; download the file again", path) from None
-    except (ValueError, TypeError, AttributeError, IndexError):
+    except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError("not a safetensors file; download it again", path) from None
     end = 0
     for start, stop, name in places:

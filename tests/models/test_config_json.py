@@ -1,0 +1,248 @@
+"""What a config.json may say, and what becomes of it: transformers' meaning, or one line that names the key."""
+
+import itertools
+import json
+import random
+import time
+from functools import cache
+
+import pytest
+import transformers
+from test_families import NESTED, ROWS, longrope, scaled
+
+from weft.checkpoint.huggingface.folder import section_of
+from weft.config.errors import UserError
+from weft.config.huggingface import model_of
+
+
+@cache
+def stated(family, shape=None):
+    """The config.json of one of the shapes that the families are tested with, as transformers writes it."""
+    config = getattr(transformers, f"{family}Config")(**ROWS[family][shape or next(iter(ROWS[family]))])
+    architecture = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    return json.dumps(config.to_dict() | {"architectures": [architecture]}, default=str)
+
+
+def of(family, shape=None, **changed):
+    """A config.json with other keys; `...` takes one out."""
+    whole = json.loads(stated(family, shape)) | changed
+    return {key: value for key, value in whole.items() if value is not ...}
+
+
+def theirs(config):
+    """transformers' configuration for the same file, its rotations standardized as its models have them."""
+    found = transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
+    found.standardize_rope_params()
+    return found
+
+
+# ---- what transformers lets count
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "SmolLM3", "Mixtral", "GptOss", "Gemma2", "DeepseekV3"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 700.0},
+        {"rope_scaling": {**YARN, "rope_theta": 900.0}, "rope_theta": 700.0},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_parameters": {"rope_theta": 5000.0}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}},
+        {"rope_scaling": {}, "rope_parameters": {**YARN, "rope_theta": 5000.0, "truncate": None}},
+        {"rope_parameters": {}},
+        {"rope_parameters": None},
+        {"rope_parameters": None, "rope_theta": 300.0},
+        {"rope_parameters": ...},
+    ],
+)
+def test_the_rotations_that_count(family, keys):
+    config = of(family, **keys)
+    expected, section = theirs(of(family, **keys)).rope_parameters, model_of(config)
+    assert section.rope_theta == expected["rope_theta"]
+    kind = section.rope_scaling.rope_type if section.rope_scaling else "default"
+    assert kind == expected["rope_type"]
+    if kind != "default":
+        assert section.rope_scaling.factor == expected["factor"]
+    if kind == "yarn":
+        assert section.rope_scaling.truncate == bool(expected.get("truncate", True))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 70.0}},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},  # rope_type "default" stands beside it, and counts
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_parameters": None, "rope_theta": 80.0},
+        {"rope_parameters": None, "rope_local_base_freq": 60.0},
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 50.0}, "full_attention": None}},
+    ],
+)
+def test_gemma_3_lays_the_older_block_over_the_newer(keys):
+    config = of("Gemma3Text", **({"rope_parameters": NESTED["rope_parameters"]} | keys))
+    expected, section = theirs(json.loads(json.dumps(config))).rope_parameters, model_of(config)
+    full = expected["full_attention"]
+    assert section.rope_theta == full["rope_theta"]
+    assert section.rope_local_base_freq == expected["sliding_attention"]["rope_theta"]
+    assert (section.rope_scaling.factor if section.rope_scaling else 1.0) == (
+        full["factor"] if full["rope_type"] != "default" else 1.0
+    )
+
+
+@pytest.mark.parametrize("family", sorted(set(ROWS) - {"GPT2", "Mpt", "GPTNeoX", "Phi3", "StableLm", "Gemma3Text"}))
+def test_a_share_of_the_head_that_the_class_ignores(family):
+    plain = scaled("default")["rope_parameters"]
+    for keys in (
+        {"partial_rotary_factor": 0.5, "rope_parameters": plain},
+        {"rope_parameters": {**plain, "partial_rotary_factor": 0.5}},
+    ):
+        assert model_of(of(family, **keys)).partial_rotary_factor == 1.0
+    with pytest.raises(UserError, match=r"^partial_rotary_factor: 0\.5 beside stretched rotations"):
+        model_of(of(family, rope_parameters={**plain, "rope_type": "linear", "factor": 2.0}, partial_rotary_factor=0.5))
+
+
+def test_a_share_of_the_head_that_the_class_takes():
+    for keys in ({"partial_rotary_factor": 0.5, "rope_parameters": None}, scaled("default", partial_rotary_factor=0.5)):
+        assert model_of(of("Phi3", **keys)).partial_rotary_factor == 0.5
+    # GPT-NeoX's has names of its own, and looks at no others.
+    neox = model_of(of("GPTNeoX", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=300, rope_theta=9.0))
+    assert (neox.partial_rotary_factor, neox.rope_theta) == (0.5, 300.0)
+    assert model_of(of("GPTNeoX", rope_parameters=None, partial_rotary_factor=0.5)).partial_rotary_factor == 0.25
+
+
+def test_what_a_missing_key_means():
+    config = of("Phi3", "longrope", max_position_embeddings=...)
+    section = model_of(config)
+    assert section.max_position_embeddings == theirs(config).max_position_embeddings == 4096
+    assert section.rope_scaling.factor == 4096 / 32
+    section = model_of(of("DeepseekV3", norm_topk_prob=None, rope_interleave=None))
+    assert (section.moe.norm_topk_prob, section.mla.rope_interleave) == (False, False)  # as transformers takes null
+
+
+# ---- what is refused, in one line
+
+
+LONG = longrope(32, 4)["rope_parameters"]
+WRONG = [
+    ("Llama", {"model_type": "qwen2"}, "model_type: 'qwen2', and architectures names LlamaForCausalLM"),
+    ("Llama", {"model_type": []}, "model_type: []"),
+    ("Llama", {"rms_norm_eps": None}, "rms_norm_eps: null"),
+    ("Llama", {"rms_norm_eps": "x"}, "rms_norm_eps: 'x' is no number"),
+    ("Llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
+    ("Llama", {"rope_parameters": None, "rope_theta": float("inf")}, "rope_theta: inf is too large"),
+    ("Llama", {"vocab_size": None}, "vocab_size: missing"),
+    ("GPT2", {"vocab_size": None}, "vocab_size: null"),
+    ("Llama", {"vocab_size": 10**18}, "vocab_size: 1000000000000000000 is too large"),
+    ("Llama", {"hidden_size": int(1e30)}, "hidden_size: "),
+    ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is too large"),
+    ("Llama", {"intermediate_size": 2**31 - 1, "hidden_size": 6 * 2**28, "num_hidden_layers": 9999}, "its sizes are"),
+    ("Llama", {"tie_word_embeddings": "x"}, "tie_word_embeddings: 'x' is neither true nor false"),
+    ("Llama", {"hidden_act": [1, 2]}, "hidden_act: no nonlinearity [1, 2]"),
+    ("Llama", {"rope_parameters": {"rope_type": [1]}}, "rope_scaling: rope_type [1] is not supported"),
+    ("Llama", {"rope_parameters": [1]}, "rope_parameters: must be a mapping"),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: a rope_type of 'llama3'"),
+    ("Llama", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types: 4 layers of chunked_att"),
+    ("Llama", {"eos_token_id": [0, "x"]}, "eos_token_id: [0, 'x'] is no token's id"),
+    ("Llama", {"bos_token_id": [0]}, "bos_token_id: [0] is no token's id"),
+    ("Llama", {"pad_token_id": 1.5}, "pad_token_id: 1.5 is no token's id"),
+    ("Llama", {"architectures": [[1]]}, "architectures: unknown architecture [1]"),
+    ("GPT2", {"scale_attn_weights": None}, "scale_attn_weights: None is not supported"),
+    ("GPT2", {"activation_function": {}}, "activation_function: no nonlinearity {}"),
+    ("GPTNeoX", {"head_dim": -1}, "head_dim: -1 is not supported, only 8"),
+    ("GPTNeoX", {"rotary_pct": None, "rope_parameters": None}, "partial_rotary_factor: None is no number"),
+    ("DeepseekV3", {"head_dim": 2.5}, "head_dim: 2.5 is not qk_rope_head_dim, 8"),
+    ("DeepseekV3", {"head_dim": None}, "head_dim: None is not qk_rope_head_dim, 8"),
+    ("DeepseekV3", {"n_group": 4}, "n_group: 6 experts are no multiple of 4 groups"),
+    ("Gemma3Text", {"sliding_window": None}, "sliding_window: none, and some layers have one"),
+    ("Gemma3Text", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: must be a mapping"),
+    ("Gemma3Text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: 'rope_type' has no meaning here"),
+    ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding_window: none, and some layers"),
+    ("Qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types: 3 layers of full_attention"),
+    ("Qwen2", {"max_window_layers": "x"}, "max_window_layers: 'x' is no whole number"),
+    ("GptOss", {"layer_types": 3}, "layer_types: 3"),
+    ("GptOss", {"layer_types": []}, "layer_types: "),
+    ("GptOss", {"num_hidden_layers": None}, "num_hidden_layers: null"),
+    ("GptOss", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta: 1 beside"),
+    ("Mpt", {"attn_config": "x"}, "attn_config: must be a mapping"),
+    ("Mpt", {"attn_config": {"attn_pdrop": "x"}}, "attn_pdrop: 'x' is no number"),
+    ("SmolLM3", {"no_rope_layers": 3}, "no_rope_layers: 3 is no list"),
+    ("SmolLM3", {"no_rope_layers": [1, "x", 1, 1]}, "no_rope_layers: [1, 'x', 1, 1] is no list of such"),
+    ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers: 1 entries for 4 layers"),
+    ("Qwen3Moe", {"num_experts_per_tok": ...}, "num_experts_per_tok: 8 of 6 experts"),
+    ("Phi3", {"rope_parameters": 0}, "rope_parameters: must be a mapping, not 0"),
+    ("Phi3", {"rope_parameters": {"rope_type": None}}, "rope_scaling: rope_type None is not supported"),
+    ("Phi3", {"original_max_position_embeddings": None, "rope_scaling": LONG}, "original_max_position_embeddings"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys", "said"), WRONG, ids=[f"{f} {next(iter(k))}" for f, k, _ in WRONG])
+def test_one_line_names_the_key(family, keys, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(of(family, **keys)))
+    with pytest.raises(UserError) as error:
+        section_of(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path}/config.json: {said}"), str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_hold(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json"):
+        section_of(tmp_path)
+
+
+def test_other_names_that_a_model_may_have():
+    assert model_of(of("DeepseekV3", model_type="kimi_k2")) == model_of(of("DeepseekV3"))
+    assert model_of(of("Mpt", architectures=["MPTForCausalLM"])) == model_of(of("Mpt"))
+    assert model_of(of("Llama", model_type=...)) == model_of(of("Llama"))
+
+
+# ---- anything at all
+
+
+ANYTHING = [
+    None,
+    -1,
+    0,
+    1,
+    "x",
+    [],
+    {},
+    1e9,
+    10**9,
+    10**18,
+    1e30,
+    True,
+    False,
+    2.5,
+    [1, 2],
+    [[]],
+    {"a": 1},
+    float("nan"),
+]
+FURTHER = (
+    "rope_scaling", "rope_theta", "head_dim", "sliding_window", "layer_types", "partial_rotary_factor", "hidden_act",
+    "num_key_value_heads", "no_rope_layers", "rope_parameters",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_anything_under_any_key(family):
+    """A model, or a UserError in one line, and at once: nothing is left to chance of what Python makes of a value."""
+    config = of(family)
+    places = [(key,) for key in (*config, *(key for key in FURTHER if key not in config))]
+    places += [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+    tried = random.Random(family).sample(list(itertools.product(places, ANYTHING)), 300)
+    started, said = time.process_time(), []
+    for place, value in tried:
+        changed = json.loads(json.dumps(config))
+        (changed if len(place) == 1 else changed[place[0]])[place[-1]] = value
+        try:
+            model_of(changed)
+        except UserError as error:
+            said.append(str(error))
+    assert time.process_time() - started < 5, "a size was counted up to"
+    assert not any("\n" in line or len(line) > 400 for line in said)
