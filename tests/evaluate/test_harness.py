@@ -158,12 +158,13 @@ def scores(results):
     }
 
 
-def test_the_same_scores_of_local_tasks(both, folders, tasks, tmp_path, monkeypatch, capsys):
+def test_the_same_scores_of_local_tasks(both, folders, tasks, tmp_path, monkeypatch, capfd):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # two seconds each
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)  # no git repository
     said = both[1].generate_until(requests(*((text, {"until": ["\n"], "max_gen_toks": 5}) for text in TEXTS[:2])))
     folder = tasks([*said, "something else"])
     out = tmp_path / "scores.json"
@@ -173,7 +174,9 @@ def test_the_same_scores_of_local_tasks(both, folders, tasks, tmp_path, monkeypa
     if chat:
         words.append("--apply-chat-template")
     assert main([str(word) for word in words]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capfd.readouterr()
+    assert "fatal" not in told
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # two seconds
     theirs = lm_eval.simple_evaluate(
         both[1],
         tasks=list(TASKS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def on_tasks(
     if chat:
         lm.chat_template(True)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # ours is for the results
+        with contextlib.redirect_stdout(sys.stderr), _no_surroundings():  # ours is for the results
             found = lm_eval.simple_evaluate(
                 lm,
                 tasks=list(tasks),
@@ -124,6 +124,23 @@ def on_tasks(
         ) from error
     assert found is not None
     return {task: _scores(task, found) for task in found["results"]}
+
+
+@contextlib.contextmanager
+def _no_surroundings() -> Iterator[None]:
+    """Within it the harness does not look at the machine, for seconds, and the git repository around, where git
+    complains if there is none: nothing of that is kept."""
+    from lm_eval import evaluator
+
+    names = ("get_git_commit_hash", "add_env_info")
+    before = {name: getattr(evaluator, name) for name in names}
+    for name in names:
+        setattr(evaluator, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(evaluator, name, function)
 
 
 def _scores(task: str, found: Any) -> dict[str, Any]:
