@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_huggingface import SMALL, folder, logits, theirs, weft_command
 
@@ -131,3 +132,26 @@ def test_a_folder_without_tokenizer_is_named_once(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"warning: {path}: there is no tokenizer.json" in said
     assert said.count(str(path)) == 1
+
+
+@pytest.mark.parametrize(("held", "most"), [(2**30, 30), (0, 200)])
+def test_a_file_of_many_experts_is_not_opened_for_each(tmp_path, monkeypatch, held, most):
+    """But again after so many bytes, since pages that were read stay in memory until it is closed."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.OlmoeConfig(num_hidden_layers=2, num_experts=16, num_experts_per_tok=2, **sizes)
+    torch.manual_seed(0)
+    model = transformers.OlmoeForCausalLM(config).eval()
+    path = folder(tmp_path / "hf", model)
+    opens = []
+
+    def counted(*args, **kwargs):
+        opens.append(args)
+        return safe_open(*args, **kwargs)
+
+    monkeypatch.setattr("weft.checkpoint.huggingface.pickled.safe_open", counted)
+    monkeypatch.setattr("weft.checkpoint.huggingface.parts._HELD", held)
+    assert weft_command("import", path, tmp_path / "out") == 0
+    assert most / 2 < len(opens) < most
+    tokens = torch.arange(20)[None]
+    for made in (tmp_path / "out", path):
+        assert (logits(weft.load_model(made), tokens) - logits(model, tokens)).abs().max() < 1e-5

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.parts import Source, read_part
+from weft.checkpoint.huggingface.parts import Held, Source, read_part
 from weft.checkpoint.huggingface.quantized import Packed, unpacked
 from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
@@ -71,16 +71,20 @@ class HuggingFaceFolder:
 
     def read(self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None):
         """One of our parameters, or the rectangle of it that begins at `start` and measures `size`."""
+        shape = self.sources[name].shape
+        with Held() as held:
+            return self._read(name, start or (0,) * len(shape), size or shape, held)
+
+    def _read(self, name: str, start: tuple[int, ...], size: tuple[int, ...], held: Held) -> torch.Tensor:
         source = self.sources[name]
-        start, size = start or (0,) * len(source.shape), size or source.shape
         if not source.experts:
-            return self._part(source, start, size)
+            return self._part(source, start, size, held)
         chosen = source.experts[start[0] : start[0] + size[0]]
         if not chosen:
             return torch.empty(size, dtype=self.dtype(name))
         stack = torch.empty(size, dtype=self.dtype(name))  # filled in place: no second copy of a large stack
         for place, one in zip(stack, chosen, strict=True):
-            place.copy_(self._part(one, start[1:], size[1:]))
+            place.copy_(self._part(one, start[1:], size[1:], held))
         return stack
 
     def pieces(
@@ -92,14 +96,17 @@ class HuggingFaceFolder:
         if len(shape) < 3:
             yield self.read(name, start, size)
             return
-        for row in range(size[0]):
-            yield self.read(name, (start[0] + row, *start[1:]), (1, *size[1:]))
+        with Held() as held:
+            for row in range(size[0]):
+                yield self._read(name, (start[0] + row, *start[1:]), (1, *size[1:]), held)
 
-    def _part(self, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    def _part(self, source: Source, start: tuple[int, ...], size: tuple[int, ...], held: Held) -> torch.Tensor:
         stored = self.stored[source.theirs]
         file = self.path / stored.file
         try:
-            return read_part(stored.packed or file, source, start, size)
+            found = read_part(stored.packed or file, source, start, size, held)
+            held.count(found)
+            return found
         except SafetensorError as error:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
 

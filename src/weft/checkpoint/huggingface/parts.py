@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import torch
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
 from weft.checkpoint.huggingface.quantized import DTYPE, Packed
 from weft.models.huggingface import Transform
+
+_HELD = 32 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,51 @@ class Source:
     experts: tuple[Source, ...] = ()
 
 
-def read_part(file: Path | Packed, source: Source, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+class Held:
+    """Opens files for one reader and leaves the last one open for the next tensor in it, which saves reading its
+    header again for each of thousands of experts.
+
+    Pages that are read stay in this process's memory until their file is closed: that happens after `_HELD` bytes.
+    """
+
+    def __init__(self) -> None:
+        self._stack, self._file, self._found, self._bytes = contextlib.ExitStack(), None, None, 0
+
+    @contextlib.contextmanager
+    def __call__(self, file: Path) -> Iterator[Any]:
+        if file != self._file or self._bytes > _HELD:
+            self.close()
+            self._found, self._file = self._stack.enter_context(open_tensors(file)), file
+        yield self._found
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Say what was read."""
+        self._bytes += tensor.nbytes
+
+    def close(self) -> None:
+        self._stack.close()
+        self._file, self._found, self._bytes = None, None, 0
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_part(
+    file: Path | Packed,
+    source: Source,
+    start: tuple[int, ...],
+    size: tuple[int, ...],
+    open_tensors: Callable[[Path], AbstractContextManager[Any]] = open_tensors,
+) -> torch.Tensor:
     """The rectangle of ours that begins at `start` and measures `size`, on the CPU, as it is stored.
 
     `file` is a tensor's numbers and scales where it is quantized, and what they stand for is read.
 
-    The file is opened for each call: pages of it that were read do not stay in this process's memory.
+    The file is opened for each call, unless `open_tensors` is a `Held`: pages of it that were read do not stay in this
+    process's memory.
     """
     if 0 in size and isinstance(file, Packed):
         return torch.empty(size, dtype=DTYPE)
