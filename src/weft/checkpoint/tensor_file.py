@@ -75,7 +75,7 @@ def write_safetensors(
     Args:
         entries: their names differ.
         metadata: strings for the header.
-        on_bytes: is told how many bytes were written since it was last called.
+        on_bytes: is told how many bytes of tensors were written since it was last called.
     """
     # The widest first: then every tensor starts at a multiple of its element size.
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
@@ -96,7 +96,6 @@ def write_safetensors(
             file.write(data)
             digest.update(data)
             size += len(data)
-            on_bytes(len(data))
 
         write(len(text).to_bytes(8, "little"))
         write(text)
@@ -106,6 +105,7 @@ def write_safetensors(
                 data = byte_view(piece.detach().to("cpu", entry.dtype))
                 for start in range(0, len(data), _BLOCK):
                     write(data[start : start + _BLOCK])
+                    on_bytes(min(_BLOCK, len(data) - start))
                 del data, piece
             if size - before != entry.bytes or (isinstance(found, torch.Tensor) and tuple(found.shape) != entry.shape):
                 raise RuntimeError(f"{entry.name}: {size - before:,} bytes where {list(entry.shape)} was planned")
