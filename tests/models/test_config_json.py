@@ -13,6 +13,8 @@ from test_families import NESTED, ROWS, longrope, scaled
 from weft.checkpoint.huggingface.folder import section_of
 from weft.config.errors import UserError
 from weft.config.huggingface import model_of
+from weft.models.huggingface import config_of
+from weft.models.mapping import spelled_as
 
 
 @cache
@@ -198,6 +200,15 @@ def test_other_names_that_a_model_may_have():
     assert model_of(of("DeepseekV3", model_type="kimi_k2")) == model_of(of("DeepseekV3"))
     assert model_of(of("Mpt", architectures=["MPTForCausalLM"])) == model_of(of("Mpt"))
     assert model_of(of("Llama", model_type=...)) == model_of(of("Llama"))
+
+
+def test_the_name_of_a_nonlinearity_stays():
+    """Of two names with one meaning; transformers' logits differ by them in the last digits."""
+    written = config_of(model_of(of("Llama", hidden_act="gelu_new")))
+    assert written["hidden_act"] == "gelu_pytorch_tanh"
+    assert spelled_as(written, {"hidden_act": "gelu_new"}) == written | {"hidden_act": "gelu_new"}
+    for other in ("gelu", "silu", "nonsense", None, []):
+        assert spelled_as(written, {"hidden_act": other}) == written
 
 
 # ---- anything at all

@@ -23,6 +23,7 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 # Where null says that there is none of it, though a family's default is another.
 _NONE = {
     "num_key_value_heads", "sliding_window", "mla.q_lora_rank", "attn_logit_softcapping", "logit_softcap",
@@ -161,6 +162,16 @@ def activation(name: Any, key: str) -> str:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UserError(f"{key}: no nonlinearity {reprlib.repr(name)} here; there are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def spelled_as(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the nonlinearity's name that another has, where both mean the same one.
+
+    transformers sums `gelu_new` in another order than `gelu_pytorch_tanh`, so its logits differ in the last digits.
+    """
+    names = {key: origin[key] for key in written if key in _ACTIVATION_KEYS and isinstance(origin.get(key), str)}
+    alike = {key: name for key, name in names.items() if _ACTIVATIONS.get(name) == _ACTIVATIONS.get(written[key])}
+    return written | alike
 
 
 def refuse(config: Mapping[str, Any], **allowed: Any) -> None:

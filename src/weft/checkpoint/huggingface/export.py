@@ -25,6 +25,7 @@ from weft.config.headers import copy_tokenizer, read_tokenizer
 from weft.config.huggingface import CONFIG, INDEX, SINGLE, is_huggingface
 from weft.config.model import ModelSection
 from weft.models.huggingface import Transform, config_of, invert, saved_as
+from weft.models.mapping import spelled_as
 from weft.observe.console import Console
 
 SHARD_BYTES = 5_000_000_000
@@ -168,6 +169,7 @@ def _documents(
     origin = read_json(checkpoint, files.ORIGIN) if (checkpoint / files.ORIGIN).is_file() else {}
     if origin:
         special = {key: origin["config"][key] for key in _SPECIAL if key in origin["config"]}
+        config = spelled_as(config, origin["config"])
     else:
         special = special_ids(tokenizer, section)
     kind = dtype_name(max((entry.dtype for entry in entries), key=lambda one: sum(e.dtype == one for e in entries)))
