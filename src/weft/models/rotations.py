@@ -21,10 +21,11 @@ _SCALING = {
     "dynamic": ("factor",),
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
+_LISTS = ("short_factor", "long_factor")
 # Those of them without which transformers refuses it too.
 _NEEDED = {
     "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": (),
-    "dynamic": ("factor",), "longrope": ("short_factor", "long_factor"),
+    "dynamic": ("factor",), "longrope": _LISTS,
 }  # fmt: skip
 
 
@@ -91,7 +92,8 @@ def _read_scaling(
         if given.get(key) is not None:
             scaling[key] = field(key, given[key], f"rope_scaling.{key}", RopeScaling)
         elif key in _NEEDED[kind]:
-            raise UserError(f"rope_scaling: a rope_type of {kind!r} needs {key}")
+            said = f"{key}, a list of numbers" if key in _LISTS else key
+            raise UserError(f"rope_scaling: a rope_type of {kind!r} needs {said}")
         elif key == "truncate" and key in given:
             scaling[key] = False  # as transformers takes null
     if kind == "dynamic":  # transformers stretches from there on, whatever else is stated
@@ -101,7 +103,7 @@ def _read_scaling(
         scaling[_ORIGINAL] = whole(beside or given, _ORIGINAL, longest)
     if "factor" not in scaling:
         scaling["factor"] = longest / scaling[_ORIGINAL]
-    for key in ("short_factor", "long_factor"):
+    for key in _LISTS:
         if key in scaling:
             scaling[key] = [float(number({key: factor}, key, 1.0)) for factor in scaling[key]]
     return scaling
