@@ -89,8 +89,8 @@ def parallelize(
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, int]:
     """What Inductor is to be told of a block.
 
-    Side by side, attention's and the MLP's output biases have one gradient. Inductor's code for CPUs (of PyTorch 2.11 to
-    2.13) sums it for both in one loop, declares the sum twice if it is rounded to 16 bits, and does not compile.
+    Side by side, attention's and the MLP's output biases have one gradient. Inductor's code for CPUs (of PyTorch 2.11
+    to 2.13) sums it for both in one loop, declares the sum twice if it is rounded to 16 bits, and does not compile.
     """
     both = device.type == "cpu" and isinstance(block, Block) and block.parallel
     return {"cpp.max_horizontal_fusion_size": 1} if both else {}

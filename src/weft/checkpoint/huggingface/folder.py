@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.parts import Held, Source, read_part
-from weft.checkpoint.huggingface.quantized import Packed, unpacked
+from weft.checkpoint.huggingface.quantized import Stored, unpacked
 from weft.checkpoint.tensor_file import DTYPES
 from weft.config.errors import UserError
 from weft.config.headers import read_json
@@ -34,16 +34,6 @@ _CONVERT = (
     "weights as .bin are pickled, and a pickle can run any program while it is read, so none is loaded; look for a "
     "copy with safetensors, or, where you trust this one: weft import {path} OUT --allow-pickle"
 )
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file of theirs; or, with `packed`, what a quantized one stands for."""
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    packed: Packed | None = None
 
 
 @dataclass(frozen=True)

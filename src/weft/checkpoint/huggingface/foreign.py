@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.checkpoint import ranks
-from weft.checkpoint.huggingface.folder import BUFFERS, Stored, file_notes, headers
+from weft.checkpoint.huggingface.folder import BUFFERS, file_notes, headers
 from weft.checkpoint.huggingface.parts import Source, read_part
+from weft.checkpoint.huggingface.quantized import Stored
 from weft.checkpoint.tensor_file import Entry, dtype_name
 from weft.checkpoint.tensors import model_tensors
 from weft.config.errors import UserError

@@ -10,16 +10,13 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
 from weft.config.errors import UserError
 from weft.config.huggingface import quantization
-
-if TYPE_CHECKING:
-    from weft.checkpoint.huggingface.folder import Stored
 
 DTYPE = torch.bfloat16
 _SHARING = 32  # numbers that share a scale in MXFP4
@@ -83,6 +80,16 @@ class Packed:
     def opened(self) -> Iterator[_Opened]:
         """As a file that holds this tensor and no other."""
         yield _Opened(self)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file of theirs; or, with `packed`, what a quantized one stands for."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
