@@ -44,7 +44,7 @@ def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, cod
         calls.append(tensor)
         if len(calls) == 5:
             os.kill(os.getpid(), getattr(signal, number))
-        time.sleep(0.02 if len(calls) < 5 else 0.2)
+        time.sleep(0.02 if len(calls) < 5 else 1.0)  # on a busy machine the signal is noticed late
         return real(tensor)
 
     monkeypatch.setattr(f"{module}.byte_view", slow)

@@ -103,6 +103,8 @@ def test_the_residual_stream_may_be_wider_than_the_matrices(norm_placement):
 
 
 def test_traced_code_serves_every_cut_into_documents():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     model = decoder()
     ways(model, "traced")
     for lengths in (LENGTHS, [[32]] * 3, [[4] * 8] * 3, [[1] * 32] * 3):
