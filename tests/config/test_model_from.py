@@ -33,6 +33,24 @@ def test_every_preset_is_a_whole_model(name):
             assert getattr(section, key) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "key", "value"),
+    [
+        ("gemma2-2b", "hidden_size=64", "embedding_multiplier", 8.0),
+        ("gemma3-1b", "head_dim=64", "attention_multiplier", 0.125),
+        ("deepseek-v2-lite", "mla.qk_nope_head_dim=-8", "attention_multiplier", None),
+        ("deepseek-v2-lite", "mla.qk_nope_head_dim=32", "attention_multiplier", 0.1147213867929261 * 2**0.5),
+        ("gemma2-2b", "embedding_multiplier=3", "embedding_multiplier", 3.0),
+    ],
+)
+def test_multipliers_that_follow_from_a_width_follow_another_one(name, change, key, value):
+    text = f"model: {name}\n{REST}"
+    if value is None:
+        assert "qk_nope_head_dim" in problems(text, f"model.{change}")[0]
+    else:
+        assert getattr(load(text, f"model.{change}").model, key) == pytest.approx(value)
+
+
 def test_unknown_presets_are_told_with_all_there_are():
     (found,) = problems(f"model: {{preset: zzz}}\n{REST}")
     assert found.startswith("run.yaml:1: model.preset: unknown preset 'zzz'; choose one (there are ")

@@ -54,6 +54,14 @@ def test_heads(model, said):
             "mlp: plain, moe: {num_experts: 8, num_experts_per_tok: 3}",
             "model.mlp: experts are gated; remove the key, or model.moe",
         ),
+        (
+            "moe: {num_experts: 4, num_experts_per_tok: 2, mlp_only_layers: [0, 7]}",
+            "model.moe.mlp_only_layers: there is no layer 7; they are counted from 0 to 0",
+        ),
+        (
+            "moe: {num_experts: 4, num_experts_per_tok: 2, first_k_dense_replace: 1}",
+            "model.moe.first_k_dense_replace: 1 of 1 layers have an MLP, so none has experts; lower it",
+        ),
         ("moe: {num_experts: 4, num_expert_per_tok: 5}", "model.moe.num_expert_per_tok: unknown key; did you mean"),
         (
             "qk_norm: true, mla: {kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",

@@ -343,6 +343,10 @@ def test_older_spellings_of_rotations():
 
 
 def test_what_a_family_cannot_say_is_told():
+    shape = {key: value for key, value in SHAPE.items() if "token" not in key}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with pytest.raises(UserError, match=r"model\.moe\.moe_intermediate_size is 32, .* there it would be 100;"):
+        huggingface.config_of(ModelSection(**shape, family="mixtral", moe=moe))
     section = ModelSection(**{k: v for k, v in SHAPE.items() if "token" not in k}, qk_norm=True)
     with pytest.raises(UserError, match=r"model\.qk_norm is True"):
         huggingface.config_of(section)

@@ -14,6 +14,7 @@ TOGETHER = 16  # prompts that are continued at once
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues PROMPTs with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face folder. "
+        "A blank at a prompt's end is taken for the beginning of its next word, where tokens begin with blanks. "
         "A single prompt's text streams to the terminal as it is written; several are continued at once, "
         f"up to {TOGETHER}, and shown when done."
     )

@@ -99,6 +99,14 @@ def _experts(draft: Draft) -> None:
         return
     if draft.get("model.mlp") == "plain":
         draft.problem("model.mlp", "experts are gated; remove the key, or model.moe", "model.moe")
+    layers, dense = draft.get("model.num_hidden_layers"), get("first_k_dense_replace")
+    far = [layer for layer in get("mlp_only_layers") or [] if layers is not None and not 0 <= layer < layers]
+    if far and layers is not None:
+        what = f"there is no layer {far[0]}; they are counted from 0 to {layers - 1}"
+        draft.problem("model.moe.mlp_only_layers", what, "model.num_hidden_layers")
+    elif layers is not None and dense is not None and dense >= layers:
+        what = f"{dense} of {layers} layers have an MLP, so none has experts; lower it, or remove model.moe"
+        draft.problem("model.moe.first_k_dense_replace", what, "model.num_hidden_layers")
     if wrong := wrong_experts(experts, each, groups, kept):
         key, what = wrong
         draft.problem(f"model.moe.{key}", what, "model.moe.num_experts_per_tok")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,37 @@ def _from_preset(model: Node, preset: Node, problems: list[Problem]) -> Node | N
             preset.problem("model.preset", f"a preset is the decoder's, not {chosen.value}'s; remove one of them")
         )
         return None
+    multipliers = _multipliers(known[preset.value], merge(base, model, types=_TYPES).plain())
+    base = merge(base, node_of(multipliers, preset, f"preset {preset.value}"))
     return merge(base, model, types=_TYPES)
+
+
+def _multipliers(preset: dict[str, Any], model: dict[str, Any]) -> dict[str, float]:
+    """Those that a preset has because of its width or its heads' size, for a model of another."""
+    found = {}
+    width, wanted = preset["hidden_size"], model.get("hidden_size")
+    if (
+        isinstance(wanted, int)
+        and wanted > 0
+        and math.isclose(preset.get("embedding_multiplier", 1.0), math.sqrt(width))
+    ):
+        found["embedding_multiplier"] = math.sqrt(wanted)
+    scale, own, other = preset.get("attention_multiplier"), _head_size(preset), _head_size(model)
+    if scale is not None and own is not None and other is not None and own != other:
+        found["attention_multiplier"] = scale * math.sqrt(own / other)
+    return found
+
+
+def _head_size(model: dict[str, Any]) -> int | None:
+    """Numbers of a query's head; None if its keys are not yet known to be right."""
+    latent = model.get("mla")
+    keys = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")] if isinstance(latent, dict) else []
+    keys = keys or [model.get("head_dim")]
+    if keys == [None]:
+        width, heads = model.get("hidden_size"), model.get("num_attention_heads")
+        return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads <= width else None
+    sizes = [key for key in keys if isinstance(key, int) and key > 0]
+    return sum(sizes) if len(sizes) == len(keys) else None
 
 
 def _from_folder(model: Node, problems: list[Problem]) -> Node | None:

@@ -62,14 +62,23 @@ def config_of(section: ModelSection) -> dict[str, Any]:
     _raise_if_own(section)
     written = {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPE, **family.to_hf(section)}
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
-    for key, value in there.items():
-        if value != back.get(key):
-            raise UserError(
-                f"model.{key} is {value!r}, and Hugging Face's {written['architectures'][0]} cannot have that "
-                f"(there it is {back.get(key)!r}); name a family that can"
-            )
+    for key, (value, other) in _differences(there, back):
+        raise UserError(
+            f"model.{key} is {value!r}, and Hugging Face's {written['architectures'][0]} cannot have that beside the "
+            f"other keys: there it would be {other!r}; train with that, or name a family that can"
+        )
     # Which ids are special is the tokenizer's to say: transformers' defaults are those of one published model.
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **written}
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The keys, with dots where they are a part's, whose values differ."""
+    for key, value in ours.items():
+        other = theirs.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            yield from ((f"{key}.{name}", pair) for name, pair in _differences(value, other))
+        elif value != other:
+            yield key, (value, other)
 
 
 def _raise_if_own(section: ModelSection) -> None:
