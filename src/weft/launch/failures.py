@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from weft.config.errors import UserError
+from weft.config.own import OWN_PARTS
 
 MISTAKE, OWN, INTERNAL = "mistake", "own", "internal"  # of the user's input; in the user's code; in ours, or beneath it
 EXIT_LOST = 3
@@ -196,11 +197,13 @@ def _part(frames: list[FrameType], config: Mapping[str, Any]) -> str:
 
 
 def _own_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every `type: module:Class` of a config, with the key of its section."""
+    """Every `type: module:Class` of a config, with the key of its section, and every part of the model that is one."""
     if isinstance(tree, Mapping):
         if ":" in str(tree.get("type", "")):
             yield key, tree["type"]
         for name, value in tree.items():
+            if key == "model" and name in OWN_PARTS and ":" in str(value):
+                yield f"model.{name}", value
             yield from _own_types(value, f"{key}.{name}" if key else name)
     elif isinstance(tree, list | tuple):
         for number, value in enumerate(tree):

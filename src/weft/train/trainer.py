@@ -18,6 +18,7 @@ from weft.config.training import TrainingSection
 from weft.kernels.flash import flash_usable
 from weft.kernels.masks import flex_usable
 from weft.models.roles import parameter_roles
+from weft.models.trial import try_parts
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
@@ -56,6 +57,7 @@ class Trainer:
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)
             examine_attention(config, world, self.console)
+            examine_parts(config, world)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
             step = world.agree(lambda: restore(config, run, model, optimizer))
@@ -137,6 +139,20 @@ def examine_attention(config: RunConfig, world: World, console: Console) -> None
         console.warning(
             "model.attention_implementation: flex attention is for GPUs, with 16 or 32 bits and heads of 16 or more; "
             "here the same masks are applied whole"
+        )
+
+
+def examine_parts(config: RunConfig, world: World) -> None:
+    """Try the decoder's parts that are the user's own, each alone, before anything is built or sharded.
+
+    Raises:
+        UserError: a part gives what the decoder cannot use.
+    """
+    if isinstance(config.model, ModelSection):
+        model, device, dtype = config.model, world.device, DTYPES[config.training.dtype]
+        documents, seq = config.data.document_attention, config.data.sequence_length or 16
+        world.agree(
+            lambda: try_parts(model, seed=config.run.seed, seq=seq, documents=documents, dtype=dtype, device=device)
         )
 
 

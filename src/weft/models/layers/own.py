@@ -10,15 +10,21 @@ import torch
 from torch import nn
 
 from weft.config.components import load_class
+from weft.config.errors import UserError
 
 
 def own_part(type_: str, room: str, *arguments: Any) -> Any:
     """Make the part that `module:Class` means.
 
     A module remembers how it was made: a decoder is built without values, and its initial ones come from another.
+
+    Raises:
+        UserError: a norm or a position scheme that is no nn.Module.
     """
     make = partial(load_class(type_, room), *arguments)
     part = make()
+    if room in ("norm", "position") and not isinstance(part, nn.Module):
+        raise UserError(f"model.{room}: {type_} is no nn.Module; derive the class from torch.nn.Module")
     if isinstance(part, nn.Module):
         part.weft_make = make
     return part

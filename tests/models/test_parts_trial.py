@@ -1,0 +1,165 @@
+"""The trial of parts of the user's own before a run: what is wrong with one is told in one line, by key and class."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from part_cases import OWN, PATTERNS, SHAPE
+from running import QUIET, train
+
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.models.trial import try_parts
+
+HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
+KEYS = {
+    "norm": "width, eps", "hidden_act": "", "position": "config", "attention_implementation": "config",
+}  # fmt: skip
+# Key, what the class does, what is said after `model.KEY: odd:Odd (odd.py:6)`.
+FORWARD = [
+    ("norm", "x", "x[..., :-1]", " gave a tensor of (2, 16, 31), wanted (2, 16, 32)"),
+    ("norm", "x", "x[:, :1]", " gave a tensor of (2, 1, 32), wanted (2, 16, 32)"),
+    ("norm", "x", "None", " gave None, wanted (2, 16, 32)"),
+    ("norm", "x", "(x,)", " gave a tuple, wanted (2, 16, 32)"),
+    ("norm", "x", "x > 0", " gave a bool tensor of (2, 16, 32), wanted (2, 16, 32)"),
+    ("hidden_act", "x", "x.chunk(2, -1)[0]", " gave a tensor of (2, 16, 24), wanted (2, 16, 48)"),
+    ("position", "q, k, positions", "q", " forward gave a tensor of (2, 4, 16, 8), wanted two tensors, the queries"),
+    ("position", "q, k, positions", "(k, q)", " forward gave, as queries, a tensor of (2, 2, 16, 8), wanted (2, 4, 16"),
+    ("position", "q, k, positions", "(q, q)", " forward gave, as keys, a tensor of (2, 4, 16, 8), wanted (2, 2, 16"),
+    ("attention_implementation", "q, k, v, mask", "q.flatten(1)", " gave a tensor of (2, 512), wanted (2, 4, 16, 8)"),
+    ("attention_implementation", "q, k, v, mask", "q.transpose(1, 2)", " gave a tensor of (2, 16, 4, 8), wanted (2, 4"),
+    (
+        "attention_implementation", "q, k, v, mask", "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)",
+        " looks at later tokens: with no mask (None), which means causal, its output for a token changes",
+    ),
+]  # fmt: skip
+MASKLESS = "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)"
+INIT = [
+    ("self.w = nn.Parameter(torch.tensor(1.0))", ": its parameter w has no dimension, and so cannot be sharded; make"),
+    (
+        "self.w = torch.randn(width)",
+        ": its attribute w is a plain tensor, which has no values where a decoder is first",
+    ),
+    ("self.w = [torch.randn(width)]", ": its attribute w is a plain tensor"),
+    ("self.w = float(torch.randn(1))", " cannot be made on the meta device, where a decoder is first built without"),
+]
+PATTERN = [
+    ("1.0 * (query >= key)", " gave a tensor of (2, 16, 16), wanted a bool tensor of (2, 16, 16)"),
+    ("query - key", " gave a int64 tensor of (2, 16, 16), wanted a bool tensor of (2, 16, 16)"),
+    ("True", " gave a bool, wanted a bool tensor of (2, 16, 16)"),
+    ("torch.ones(3, 3, dtype=torch.bool)", " gave a bool tensor of (3, 3), wanted a bool tensor of (2, 16, 16)"),
+]
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    """Write `odd:Odd`, and make a model section with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd", raising=False)
+
+    def write(key, body, base="nn.Module", **more):
+        code = HEAD + f"class Odd({base}):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        Path("odd.py").write_text(code)
+        chosen = {"type": "odd:Odd"} if key == "attention_pattern" else "odd:Odd"
+        return ModelSection(**SHAPE | {key: chosen} | more)
+
+    yield write
+    sys.modules.pop("odd", None)
+
+
+def module(key, called, result, init="pass"):
+    takes = ", ".join(["self", *filter(None, [KEYS[key]])])
+    body = f"def __init__({takes}):\n    super().__init__()\n    {init}\n"
+    return body + f"def {'embed' if called == 'x, positions' else 'forward'}(self, {called}):\n    return {result}\n"
+
+
+def said(section, **settings):
+    state = torch.random.get_rng_state()
+    with pytest.raises(UserError) as error:
+        try_parts(section, **settings)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("key", "called", "result", "wanted"), FORWARD)
+def test_what_a_part_gives_is_compared_with_what_is_wanted(odd, key, called, result, wanted):
+    assert said(odd(key, module(key, called, result))).startswith(f"model.{key}: odd:Odd (odd.py:6){wanted}")
+
+
+def test_an_embedding_of_positions_of_another_shape_is_told(odd):
+    section = odd("position", module("position", "x, positions", "x[:, :3]"))
+    assert said(section).endswith("(odd.py:6) embed gave a tensor of (2, 3, 32), wanted (2, 16, 32)")
+
+
+def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
+    key = "attention_implementation"
+    section = odd(key, module(key, "q, k, v, mask", MASKLESS))
+    try_parts(section)
+    assert " looks at keys that the mask hides: with a mask, its output" in said(section, documents=True)
+
+
+@pytest.mark.parametrize(("init", "wanted"), INIT)
+def test_what_cannot_be_sharded_or_built_without_memory_is_told(odd, init, wanted):
+    section = odd("norm", module("norm", "x", "x", init))
+    assert said(section).startswith(f"model.norm: odd:Odd (odd.py:6){wanted}")
+
+
+@pytest.mark.parametrize(("result", "wanted"), PATTERN)
+def test_a_pattern_gives_a_bool_tensor_of_all_pairs(odd, result, wanted):
+    section = odd("attention_pattern", f"def __call__(self, query, key):\n    return {result}\n", "object")
+    assert said(section) == f"model.attention_pattern: odd:Odd (odd.py:6){wanted}"
+
+
+@pytest.mark.parametrize("key", ["norm", "position"])
+def test_a_part_that_must_be_a_module_is_told(odd, key):
+    takes, called = KEYS[key], "x" if key == "norm" else "q, k, positions"
+    section = odd(key, f"def __init__(self, {takes}):\n    pass\ndef __call__(self, {called}):\n    pass\n", "object")
+    assert said(section) == f"model.{key}: odd:Odd is no nn.Module; derive the class from torch.nn.Module"
+
+
+def test_a_class_of_a_package_that_does_not_fit_is_told():
+    section = ModelSection(**SHAPE | {"hidden_act": "torch.nn:GLU"})
+    assert said(section) == "model.hidden_act: torch.nn:GLU gave a tensor of (2, 16, 24), wanted (2, 16, 48)"
+    section = ModelSection(**SHAPE | {"norm": "torch.nn:Linear"})
+    assert said(section).startswith("model.norm: torch.nn:Linear ")
+
+
+@pytest.mark.usefixtures("my_parts")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parts_that_fit_pass(dtype):
+    mla = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    for more in (
+        {},
+        {"position": "my_parts:Learned"},
+        {"mla": mla, "num_key_value_heads": 4},
+        {"norm": "my_parts:Noisy"},
+    ):
+        for seq in (2, 4, 64, 4096):
+            section = ModelSection(**SHAPE | OWN | {"attention_pattern": PATTERNS[-1]} | more)
+            try_parts(section, dtype=dtype, seq=seq, documents=True)
+
+
+def test_a_run_ends_at_once_with_one_line(odd, run_yaml, capsys):
+    odd("norm", module("norm", "x", "x[..., :-1]"))
+    model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    file = run_yaml("run.yaml", model=model | {"norm": "odd:Odd"}, log=QUIET)
+    assert train(file) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("model.norm: odd:Odd (odd.py:6) gave a tensor of (2, ")
+    assert error.count("\n") == 1
+
+
+def test_what_a_part_raises_itself_is_shown_with_its_key(odd, run_yaml, capsys):
+    odd("norm", module("norm", "x", "x.no_such"))
+    model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    file = run_yaml("run.yaml", model=model | {"norm": "odd:Odd"}, log=QUIET)
+    assert train(file) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "odd.py:11: AttributeError: 'Tensor' object has no attribute 'no_such' (in odd:Odd, model.norm)\n"
+    )
+    assert error.count("\n") < 15
