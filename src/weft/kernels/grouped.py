@@ -66,12 +66,18 @@ def _in_steps(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and len(x) > 0
 
 
+def _size(count: int) -> int:
+    """A count, up to the next of few: multiples of 32, of more than 256 four for each doubling."""
+    step = max(_STEP, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
 def _stepped(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Each expert's rows times its matrix `[in, out]`, with a few rows of the next ones, whose own results follow."""
     rows, start = len(x), 0
     out = x.new_empty(rows, matrices.shape[2])
     for matrix, end in zip(matrices, ends.tolist(), strict=True):
-        size = min(-(-(end - start) // _STEP) * _STEP, rows)
+        size = min(_size(end - start), rows)
         if start + size <= rows:
             torch.mm(x[start : start + size], matrix, out=out[start : start + size])
         else:  # none follow: take some that went before
@@ -84,7 +90,7 @@ def _stepped_weights(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, 
     """The gradient of the weights `[experts, out, in]`; rows of other experts are multiplied by zeros."""
     rows, start, out = len(x), 0, torch.empty_like(weight)
     for of_weight, end in zip(out, ends.tolist(), strict=True):
-        size = min(-(-(end - start) // _STEP) * _STEP, rows)
+        size = min(_size(end - start), rows)
         first = min(start, rows - size)
         own = grad.new_zeros(size, grad.shape[1])
         own[start - first : end - first] = grad[start:end]
