@@ -40,9 +40,10 @@ INIT = [
     ("self.w = nn.Parameter(torch.tensor(1.0))", ": its parameter w has no dimension, and so cannot be sharded; make"),
     (
         "self.w = torch.randn(width)",
-        ": its attribute w is a plain tensor, which has no values where a decoder is first",
+        ": its attribute w is a plain tensor, or holds some, which never get values: a",
     ),
     ("self.w = [torch.randn(width)]", ": its attribute w is a plain tensor"),
+    ("self.w = [nn.Linear(width, width)]", ": its attribute w is a plain tensor, or holds some"),
     ("self.w = float(torch.randn(1))", " cannot be made on the meta device, where a decoder is first built without"),
 ]
 PATTERN = [
@@ -125,7 +126,14 @@ def test_a_class_of_a_package_that_does_not_fit_is_told():
     section = ModelSection(**SHAPE | {"hidden_act": "torch.nn:GLU"})
     assert said(section) == "model.hidden_act: torch.nn:GLU gave a tensor of (2, 16, 24), wanted (2, 16, 48)"
     section = ModelSection(**SHAPE | {"norm": "torch.nn:Linear"})
-    assert said(section).startswith("model.norm: torch.nn:Linear ")
+    assert said(section).startswith("model.norm: torch.nn:Linear cannot be used: TypeError: ")
+    section = ModelSection(**SHAPE | {"norm": "torch:tensor"})
+    assert said(section).startswith("model.norm: 'torch:tensor' is no class but a ")
+
+
+def test_what_is_listed_beside_its_place_in_the_module_passes(odd):
+    init = "self.a = nn.Linear(width, width); self.all = [self.a]"
+    try_parts(odd("norm", module("norm", "x", "self.all[0](x)", init)))
 
 
 @pytest.mark.usefixtures("my_parts")

@@ -144,26 +144,33 @@ def _try_meta(part: Own) -> None:
             f"{part} cannot be made on the meta device, where a decoder is first built without values: {_said(error)}; "
             "hold what __init__ computes from tensors in a buffer (register_buffer), or compute it without tensors"
         ) from error
-    for module in made.modules() if isinstance(made, nn.Module) else [made]:
+    whole = isinstance(made, nn.Module)
+    known = {id(parameter) for parameter in made.parameters()} if whole else set()
+    for module in made.modules() if whole else [made]:
         for name, value in getattr(module, "__dict__", {}).items():
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value):
+            if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value, known):
                 remedy = (
-                    f'self.register_buffer("{name}", ..., persistent=False)'
-                    if isinstance(module, nn.Module)
+                    f'hold it in a buffer, self.register_buffer("{name}", ..., persistent=False), or as a parameter or '
+                    "a module of its own (nn.ParameterList, nn.ModuleList)"
+                    if whole
                     else "make the class an nn.Module with a buffer (register_buffer), or compute it when called"
                 )
                 raise UserError(
-                    f"{part}: its attribute {name} is a plain tensor, which has no values where a decoder is first "
-                    f"built (the meta device); {remedy}"
+                    f"{part}: its attribute {name} is a plain tensor, or holds some, which never get values: a decoder "
+                    f"is first built on the meta device; {remedy}"
                 )
 
 
-def _holds_meta(value: Any) -> bool:
+def _holds_meta(value: Any, known: set[int]) -> bool:
+    """Whether these are tensors without values that moving the module does not reach; `known`: its parameters' ids."""
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(isinstance(one, torch.Tensor) and one.is_meta for one in value)
-    return isinstance(value, torch.Tensor) and value.is_meta
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, nn.Module) and any(p.is_meta and id(p) not in known for p in one.parameters()):
+            return True
+        if isinstance(one, torch.Tensor) and one.is_meta:
+            return True
+    return False
 
 
 def _try_elementwise(part: Own, made: Any, x: torch.Tensor) -> None:

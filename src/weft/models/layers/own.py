@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.config.components import load_class
 from weft.config.errors import UserError
+from weft.config.own import OWN_PARTS
 
 
 def own_part(type_: str, room: str, *arguments: Any) -> Any:
@@ -19,9 +20,14 @@ def own_part(type_: str, room: str, *arguments: Any) -> Any:
     A module remembers how it was made: a decoder is built without values, and its initial ones come from another.
 
     Raises:
-        UserError: a norm or a position scheme that is no nn.Module.
+        UserError: there is no such class; or a norm or a position scheme that is no nn.Module.
     """
-    make = partial(load_class(type_, room), *arguments)
+    try:
+        found = load_class(type_, room)
+    except UserError as error:
+        key = next(key for key, kind in OWN_PARTS.items() if kind == room)
+        raise UserError(f"model.{key}: {error}") from None
+    make = partial(found, *arguments)
     part = make()
     if room in ("norm", "position") and not isinstance(part, nn.Module):
         raise UserError(f"model.{room}: {type_} is no nn.Module; derive the class from torch.nn.Module")
