@@ -24,6 +24,15 @@ def made(tmp_path_factory):
     return path
 
 
+@pytest.fixture(autouse=True)
+def as_a_shell_starts_it():
+    """Python's own handling of Ctrl-C; the elastic launcher, run in this process by another test, left its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+
+
 VERBS = {
     "import": ("weft.checkpoint.tensor_file", ["import", "hf"]),
     "export": ("weft.checkpoint.tensor_file", ["export", "ours"]),
