@@ -168,6 +168,18 @@ def test_a_folder_of_presets_of_another_kind(tmp_path):
         presets.__wrapped__(tmp_path)
 
 
+def test_a_preset_made_from_another_one(tmp_path):
+    base = "'a': {'hidden_size': 3, 'moe': {'num_experts': 4, 'n_group': 2}, 'mla': {'kv_lora_rank': 2}}"
+    own = "'b': {'preset': 'a', 'moe': {'num_experts': 8}, 'mla': None}, 'c': {'preset': 'b', 'hidden_size': 5}"
+    (tmp_path / "family.py").write_text(f"PRESETS = {{{base}, {own}}}\n")
+    found = presets.__wrapped__(tmp_path)
+    assert found["b"] == {"hidden_size": 3, "moe": {"num_experts": 8, "n_group": 2}, "mla": None}
+    assert found["c"] == found["b"] | {"hidden_size": 5}
+    (tmp_path / "family.py").write_text(f"PRESETS = {{{own}}}\n")
+    with pytest.raises(ValueError, match="'b' is made from 'a', which does not stand before it"):
+        presets.__wrapped__(tmp_path)
+
+
 def test_errors_are_user_errors():
     with pytest.raises(ConfigError):
         load(f"model: {{from: nowhere}}\n{REST}")

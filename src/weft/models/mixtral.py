@@ -58,15 +58,12 @@ PRESETS = {
     },
     # 141B, of which a token goes through 39B.
     "mixtral-8x22b": {
-        "family": "mixtral",
-        "vocab_size": 32000,
+        "preset": "mixtral-8x7b",
         "hidden_size": 6144,
         "num_hidden_layers": 56,
         "num_attention_heads": 48,
-        "num_key_value_heads": 8,
         "intermediate_size": 16384,
         "max_position_embeddings": 65536,
-        "rope_theta": 1000000.0,
-        "moe": {"num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
+        "moe": {"router_aux_loss_coef": 0.001},
     },
 }

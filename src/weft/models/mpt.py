@@ -83,17 +83,10 @@ PRESETS = {
     },
     # 30.0B.
     "mpt-30b": {
-        "family": "mpt",
-        "vocab_size": 50432,
+        "preset": "mpt-7b",
         "hidden_size": 7168,
         "num_hidden_layers": 48,
         "num_attention_heads": 64,
         "max_position_embeddings": 8192,
-        "position": "alibi",
-        "norm": "layernorm",
-        "norm_bias": False,
-        "mlp": "plain",
-        "hidden_act": "gelu",
-        "tie_word_embeddings": True,
     },
 }

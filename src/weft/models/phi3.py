@@ -73,15 +73,12 @@ PRESETS = {
     },
     # Phi-3 medium with 4k positions: 14.0B.
     "phi3-medium": {
-        "family": "phi3",
-        "vocab_size": 32064,
+        "preset": "phi3-mini",
         "hidden_size": 5120,
         "num_hidden_layers": 40,
         "num_attention_heads": 40,
         "num_key_value_heads": 10,
         "intermediate_size": 17920,
-        "max_position_embeddings": 4096,
-        "sliding_window": 2047,
     },
     # Phi-4: 14.7B.
     "phi4": {

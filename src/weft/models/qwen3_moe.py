@@ -77,23 +77,11 @@ PRESETS = {
     },
     # 235B parameters, of which a token goes through 22B.
     "qwen3-235b-a22b": {
-        "family": "qwen3_moe",
-        "vocab_size": 151936,
+        "preset": "qwen3-30b-a3b",
         "hidden_size": 4096,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
         "intermediate_size": 12288,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-06,
-        "qk_norm": True,
-        "moe": {
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1536,
-            "router_aux_loss_coef": 0.001,
-        },
+        "moe": {"moe_intermediate_size": 1536},
     },
 }

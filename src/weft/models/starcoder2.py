@@ -60,21 +60,12 @@ PRESETS = {
     },
     # 7.17B.
     "starcoder2-7b": {
-        "family": "starcoder2",
-        "vocab_size": 49152,
+        "preset": "starcoder2-3b",
         "hidden_size": 4608,
         "num_hidden_layers": 32,
         "num_attention_heads": 36,
         "num_key_value_heads": 4,
         "intermediate_size": 18432,
-        "max_position_embeddings": 16384,
         "rope_theta": 1000000.0,
-        "sliding_window": 4096,
-        "norm": "layernorm",
-        "mlp": "plain",
-        "hidden_act": "gelu_tanh",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
     },
 }
