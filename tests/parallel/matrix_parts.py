@@ -1,0 +1,45 @@
+"""The parts of the matrix' runs that are the tests' own: an optimizer that keeps its gradients, and data."""
+
+import numpy as np
+import torch
+
+
+class PlainSGD(torch.optim.Optimizer):
+    """w -= lr * gradient; its state is the gradient, so that a checkpoint has every gradient of its step."""
+
+    def __init__(self, params, *, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
+                kept = self.state[parameter].setdefault("gradient", torch.zeros_like(parameter))
+                kept.copy_(parameter.grad)
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Sequences:
+    """Seeded tokens; `masked`: several documents a sequence, kept apart, some tokens and some whole rows unlearned."""
+
+    def __init__(self, *, count: int = 64, length: int = 32, vocabulary: int = 256, masked: bool = False):
+        self.count, self.length, self.vocabulary, self.masked = count, length, vocabulary, masked
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        chooser = np.random.default_rng([7, index])
+        # Some tokens are common, as in a language, so that experts have very different loads.
+        drawn = (self.vocabulary * chooser.random(self.length + 1) ** 2).astype(np.int64)
+        sample = {"tokens": drawn[:-1], "labels": drawn[1:]}
+        if not self.masked:
+            return sample
+        begins = chooser.random(self.length) < 0.12
+        begins[0] = True
+        segments = np.cumsum(begins) - 1
+        positions = np.arange(self.length) - np.flatnonzero(begins)[segments]
+        weight = (chooser.random(self.length) < chooser.random()).astype(np.float32) * (index % 5 != 3)
+        return sample | {"segments": segments, "positions": positions, "weight": weight}
