@@ -372,7 +372,9 @@ class Runner:
         """The run of one process that a case must be equal to."""
         key = (case.model, case.way, steps)
         if key not in self.references:
-            self.references[key] = self.run(Case(case.model, case.way), steps=steps, name=f"{'-'.join(key[:2])}-{steps}")
+            self.references[key] = self.run(
+                Case(case.model, case.way), steps=steps, name=f"{'-'.join(key[:2])}-{steps}"
+            )
         return self.references[key]
 
     def compare(self, case: Case) -> Difference:

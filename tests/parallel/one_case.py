@@ -56,7 +56,9 @@ def parsed(text: str) -> dict:
     mesh: dict = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
-        mesh[key.strip()] = int(value) if value.lstrip("-").isdigit() else {"true": True, "false": False}.get(value, value)
+        mesh[key.strip()] = (
+            int(value) if value.lstrip("-").isdigit() else {"true": True, "false": False}.get(value, value)
+        )
     return mesh
 
 

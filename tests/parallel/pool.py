@@ -37,14 +37,13 @@ class RanksFailed(AssertionError):
 class Pool:
     """Calls functions in processes that see themselves as ranks of a job, with torchrun's environment.
 
-    Every case has process groups of its own, made through a store that the first process keeps: no port is chosen
-    by us. After a case that failed all processes are new.
+    Every case has process groups and a store of its own, whose port the system chooses. After a case that failed all
+    processes are new.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         self.workers: list[tuple[multiprocessing.Process, Connection]] = []
-        self.cases = self.port = 0
 
     def run(self, file: Path, ranks: int, *, fresh: bool = False, seconds: float = 60) -> None:
         """`Trainer(RunConfig.load(file)).fit()` in `ranks` processes, or in one that knows of no others.
@@ -61,10 +60,13 @@ class Pool:
             RanksFailed: any of them raised, died or took longer than `seconds`.
         """
         self._start(ranks)
-        self.cases += 1
-        for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-            pipe.send((_environment(rank, ranks, self.port, self.cases), function, arguments))
-        answers = self._answers(ranks, seconds)
+        self.workers[0][1].send(({}, open_store, ()))
+        answers = self._answers(1, seconds)
+        if answers.get(0, (False,))[0]:
+            port = answers[0][1]
+            for rank, (_, pipe) in enumerate(self.workers[:ranks]):
+                pipe.send((_environment(rank, ranks, port), function, arguments))
+            answers = self._answers(ranks, seconds)
         if all(good for good, _ in answers.values()) and len(answers) == ranks:
             return [answers[rank][1] for rank in range(ranks)]
         text = self._account(answers, ranks, seconds)
@@ -96,8 +98,12 @@ class Pool:
                 theirs.close()
                 self.workers.append((process, ours))
         for number in new:
-            said = self.workers[number][1].recv()  # ready; from the first: where its store listens
-            self.port = said or self.port
+            try:
+                self.workers[number][1].recv()  # ready
+            except EOFError:
+                text = f"process {number} did not start: {self._said(number)}"
+                self.close()
+                raise RanksFailed(text) from None
 
     def _answers(self, ranks: int, seconds: float) -> dict[int, tuple[bool, Any]]:
         """What each rank answered: whether it went well, and the result or a traceback. Some may be missing."""
@@ -149,7 +155,7 @@ def fit(file: Path, fresh: bool) -> None:
     Trainer(RunConfig.load(file), fresh=fresh).fit()
 
 
-def _environment(rank: int, ranks: int, port: int, case: int) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """torchrun's, with the pool's store in the place of the agent's; none for a process alone."""
     if ranks == 1:
         return {}
@@ -161,7 +167,7 @@ def _environment(rank: int, ranks: int, port: int, case: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(case),  # a prefix of the keys: cases do not see each other's
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
@@ -178,6 +184,8 @@ def _environ(**values: str):
 
 # ---- in the processes
 
+_stores: list[Any] = []
+
 
 def _serve(pipe: Connection, number: int, folder: Path) -> None:
     """Be a rank whenever asked, until the pipe is closed."""
@@ -191,12 +199,7 @@ def _serve(pipe: Connection, number: int, folder: Path) -> None:
     for module in IMPORTS:
         importlib.import_module(module)
     _no_measuring()
-    store = None
-    if number == 0:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port if store is not None else None)
+    pipe.send("ready")
     own = dict(os.environ)
     while True:
         try:
@@ -206,6 +209,14 @@ def _serve(pipe: Connection, number: int, folder: Path) -> None:
         os.environ.clear()
         os.environ.update(own | environment)
         pipe.send(_answer(function, arguments))
+
+
+def open_store() -> int:
+    """Keep the store of the next case, in place of the last one's; its port."""
+    from torch.distributed import TCPStore
+
+    _stores[:] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    return _stores[0].port
 
 
 def _answer(function: Callable[..., Any], arguments: tuple) -> tuple[bool, Any]:
