@@ -1,61 +1,162 @@
-"""`parallel:` how many ranks each way of sharing the work gets, and which meshes are legal."""
+"""`parallel:` how many ranks each way of sharing the work gets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from pydantic import Field
 
 from weft.config.errors import UserError
 from weft.config.section import Section
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: neighbours talk most
+Schedule = Literal[
+    "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
+]
+V_SHAPED = ("zbv_zero_bubble", "dualpipev")  # a rank has one stage from each end
+SEVERAL_STAGES = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", *V_SHAPED)
+SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
+
 
 class ParallelSection(Section):
     """Sizes of the mesh axes, outer to inner. One of them may be -1: what is left of the ranks."""
 
+    pp: int = Field(1, ge=-1, description="pipeline stages' ranks: each has some of the layers")
     dp_replicate: int = Field(1, ge=-1, description="copies of the sharded model (HSDP)")
     dp_shard: int = Field(-1, ge=-1, description="ranks that share one copy of the parameters (FSDP2)")
-    reshard_after_forward: bool = Field(True, description="free gathered parameters between forward and backward")
+    cp: int = Field(1, ge=-1, description="ranks that share each sequence (context parallel)")
+    tp: int = Field(1, ge=-1, description="ranks that share each layer's matrices (tensor and sequence parallel)")
+    ep: int = Field(1, ge=1, description="ranks that share the experts, taken from dp_shard x cp")
+
+    zero_stage: Literal[1, 2, 3] | None = Field(
+        None,
+        description="DeepSpeed's words for the next two. 1: parameters are gathered and gradients reduced once; "
+        "2: gradients are reduced with every micro-batch; 3: and parameters are gathered anew for backward. Default: "
+        "as 3, with gradients reduced once",
+    )
+    reshard_after_forward: bool | int | None = Field(
+        None,
+        description="free gathered parameters between forward and backward; a number: keep them cut over so many "
+        "ranks. Default: true",
+    )
+    reduce_gradients: Literal["last", "every"] | None = Field(
+        None,
+        description="sum gradients over the ranks with the last micro-batch alone, which keeps them whole in between, "
+        "or with every one. Default: last",
+    )
+    layers_per_unit: int = Field(1, ge=1, description="layers that are gathered together (FSDP2)")
+    prefetch: int = Field(0, ge=0, description="units gathered ahead of need; 0: as PyTorch does by itself")
+    offload: Literal["none", "parameters", "optimizer"] = Field(
+        "none", description="what lives on the host between uses: parameters with all their state, or the optimizer's"
+    )
+
+    context: Literal["auto", "all_to_all", "all_gather"] = Field(
+        "auto",
+        description="cp: exchange heads for tokens (Ulysses), or gather keys and values. auto: the first, where the "
+        "heads of a tensor rank divide by cp",
+    )
+    schedule: Schedule = Field("1f1b", description="pp: the order of forwards and backwards")
+    stages_per_rank: int | None = Field(
+        None, ge=1, description="pp: default: 2 for schedules with several stages a rank, 1 for the others"
+    )
+    stage_layers: list[int] | None = Field(
+        None, description="pp: layers of each stage, first to last; default: balanced by what they cost"
+    )
+
+    @property
+    def reshards(self) -> bool | int:
+        """What FSDP2 is told as `reshard_after_forward`."""
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.zero_stage in (None, 3)
+
+    @property
+    def reduces_every(self) -> bool:
+        """Whether each micro-batch's gradients are summed over the ranks."""
+        if self.reduce_gradients is not None:
+            return self.reduce_gradients == "every"
+        return self.zero_stage in (2, 3)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages on each pipeline rank."""
+        return self.stages_per_rank or (2 if self.schedule in SEVERAL_STAGES else 1)
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of all axes; their product is the number of ranks."""
+    """The sizes of all axes; the product of all but `ep` is the number of ranks."""
 
-    dp_replicate: int
-    dp_shard: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different data."""
+        """Ranks that see different rows."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> ranks."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one rank"
+
+
+def least_ranks(section: ParallelSection) -> int:
+    """The smallest number of ranks that a mesh can be of."""
+    known = math.prod(max(1, getattr(section, axis)) for axis in AXES)
+    if -1 in (section.dp_shard, section.cp):  # experts' ranks are taken from these
+        inner = max(1, section.dp_shard) * max(1, section.cp)
+        known = known // inner * math.lcm(inner, section.ep)
+    return known
 
 
 def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
-    """The legal mesh that `section` means on `ranks` ranks.
+    """The mesh that `section` means on `ranks` ranks.
 
     Raises:
         UserError: sizes that do not multiply to `ranks`, with the nearest legal choice.
     """
-    replicate, shard = section.dp_replicate, section.dp_shard
-    for name, size in (("dp_replicate", replicate), ("dp_shard", shard)):
+    sizes = {axis: getattr(section, axis) for axis in AXES}
+    for name, size in sizes.items():
         if size == 0:
             raise UserError(f"parallel.{name}: 0 ranks; use 1 for an axis that is not wanted, or -1 to fill it")
-    if replicate == -1 and shard == -1:
+    filled = [axis for axis, size in sizes.items() if size == -1]
+    if len(filled) > 1:
         raise UserError(
-            "parallel: only one of dp_replicate and dp_shard can be -1; set the other, for example dp_replicate: 1"
+            f"parallel: only one of {' and '.join(filled)} can be -1; set the others, for example {filled[0]}: 1"
         )
-    known = shard if replicate == -1 else replicate
-    if replicate == -1 or shard == -1:
+    known = math.prod(max(1, size) for size in sizes.values())
+    if filled:
         if ranks % known:
             raise UserError(
-                f"parallel: {known} does not divide the {ranks} ranks; start a multiple of {known}, or set "
-                f"{'dp_shard' if replicate == -1 else 'dp_replicate'} to a divisor of {ranks}"
+                f"parallel: {known} does not divide the {ranks} ranks; start a multiple of {known}, or make the axes "
+                f"that are set multiply to a divisor of {ranks}"
             )
-        replicate, shard = (ranks // shard, shard) if replicate == -1 else (replicate, ranks // replicate)
-    if replicate * shard != ranks:
+        sizes[filled[0]] = ranks // known
+    elif known != ranks:
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis.startswith("dp"))
         raise UserError(
-            f"parallel: dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}, but there are {ranks}; "
-            f"set dp_shard: -1 to fill, or start {replicate * shard} (--nproc {replicate * shard})"
+            f"parallel: {product} = {known}, but there are {ranks}; set dp_shard: -1 to fill, or start {known} "
+            f"(--nproc {known})"
         )
-    return MeshShape(replicate, shard)
+    shape = MeshShape(**sizes, ep=section.ep)
+    if shape.fsdp % shape.ep:
+        raise UserError(
+            f"parallel.ep: {shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from whose ranks it "
+            f"is taken; set it to a divisor of {shape.fsdp}"
+        )
+    return shape

@@ -9,7 +9,7 @@ from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
-from weft.config.mesh import ParallelSection, mesh_shape
+from weft.config.mesh import AXES, ParallelSection, least_ranks, mesh_shape
 from weft.config.model import RopeScaling
 from weft.config.own import check_parts
 
@@ -31,6 +31,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     samples = check_headers(draft) if check_data else None
     _warm_up(draft, samples)
     _only_rows(draft)
+    _recomputed(draft)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.problem(
             "samples.prompts", "there is no tokenizer to read them with; set tokenizer, or remove the prompts"
@@ -208,18 +209,15 @@ def _name(draft: Draft) -> None:
 
 
 def _mesh(draft: Draft) -> None:
-    keys = ("dp_replicate", "dp_shard")
+    keys = (*AXES, "ep")
     sizes = {key: draft.get(f"parallel.{key}") for key in keys}
     if None in sizes.values():
         return
     ranks = os.environ.get("WORLD_SIZE", "")
     known = int(ranks) if ranks.isdigit() and int(ranks) > 0 else None
     try:
-        if known is not None:
-            mesh_shape(ParallelSection(**sizes), known)
-        else:  # legal on some number of ranks?
-            whole = max(1, sizes["dp_replicate"]) * max(1, sizes["dp_shard"])
-            mesh_shape(ParallelSection(**sizes), whole)
+        section = ParallelSection(**sizes)
+        mesh_shape(section, known or least_ranks(section))  # legal on these ranks, or on some number of them
     except UserError as error:
         key, _, what = error.what.partition(": ")
         draft.problem(key, what, *(f"parallel.{name}" for name in keys))
@@ -244,6 +242,14 @@ def _only_rows(draft: Draft) -> None:
     elif draft.get("model.load_optimizer"):
         what = "that optimizer's state is of all parameters, and training.only_rows_from trains rows of two; remove one"
         draft.problem("model.load_optimizer", what)
+
+
+def _recomputed(draft: Draft) -> None:
+    mode, layers = draft.get("training.activation_checkpointing"), draft.get("model.num_hidden_layers")
+    kind, _, each = (mode or "").partition("-")
+    if kind == "every" and layers is not None and int(each) > layers:
+        what = f"{mode}, and the model has {layers} layers, so none would be recomputed; lower it, or set none"
+        draft.problem("training.activation_checkpointing", what, "model.num_hidden_layers")
 
 
 def _warm_up(draft: Draft, samples: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,16 @@ KEPT_ELEMENTS = 1 << 27  # logits held from forward to backward at most; of more
 # 32,000 words take 229 ms in place of 262, of 4,096 words 31 in place of 50; compiled 209 and 26 (width 384, bf16,
 # 4 cores). `F.linear_cross_entropy` takes 196 and 24, with losses rounded to bfloat16: 0.06 off.
 CHUNK_ELEMENTS = {"cpu": 1 << 20}
+
+
+class Vocabulary(Protocol):
+    """Where the head's rows are some of the vocabulary's, and other ranks have the others."""
+
+    first: int  # the number of the head's first row
+
+    def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token, the labels' logits added up over all ranks, and the logarithm of all sums together."""
+        ...
 
 
 def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -35,6 +46,7 @@ def token_logprobs(
     softcap: float | None = None,
     *,
     compiled: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
     """log softmax(cap(hidden weight'))[label] for each position.
 
@@ -44,19 +56,25 @@ def token_logprobs(
         labels: `[...]`, int64.
         softcap: see `cap`.
         compiled: fuse what is done to each logit with `torch.compile`.
+        vocabulary: `weight` has some rows only; then the gradient of `hidden` is theirs alone.
 
     Returns:
         `[...]`, float32 (float64 for float64). The products are in the inputs' dtype, everything after them is not.
     """
-    logprobs = _Logprobs.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), softcap, compiled)
-    return logprobs.view(labels.shape)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return _Logprobs.apply(flat, weight, labels.reshape(-1), softcap, compiled, vocabulary).view(labels.shape)
 
 
 class _Logprobs(torch.autograd.Function):
     """Logits stay in the inputs' dtype and become their own gradient; wider ones exist a few rows at a time."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, softcap, compiled):
+    def forward(ctx, hidden, weight, labels, softcap, compiled, vocabulary):
+        own = None  # which labels are among the rows that are here
+        if vocabulary is not None:
+            labels = labels - vocabulary.first
+            own = (labels >= 0) & (labels < len(weight))
+            labels = labels.where(own, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         normalizers = torch.empty_like(logprobs)  # log of the sum of exp(logits)
@@ -67,7 +85,10 @@ class _Logprobs(torch.autograd.Function):
             for rows in _chunks(logits, compiled):
                 parts = normalize(logits[rows], labels[block][rows], softcap)
                 logprobs[block][rows], normalizers[block][rows] = parts
-        ctx.save_for_backward(hidden, weight, labels, normalizers)
+        if vocabulary is not None:
+            chosen, normalizers = vocabulary.join((logprobs + normalizers) * own, normalizers)
+            logprobs = chosen - normalizers
+        ctx.save_for_backward(hidden, weight, labels, normalizers, own)
         # Not among the saved: backward writes over them, and a second one (retain_graph) computes them again.
         ctx.kept = logits if len(blocks) == 1 else None
         ctx.softcap, ctx.compiled = softcap, compiled
@@ -76,7 +97,8 @@ class _Logprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        hidden, weight, labels, normalizers = ctx.saved_tensors
+        hidden, weight, labels, normalizers, own = ctx.saved_tensors
+        of_label = gradient if own is None else gradient * own
         kept, ctx.kept = ctx.kept, None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
@@ -86,9 +108,8 @@ class _Logprobs(torch.autograd.Function):
             logits = F.linear(hidden[block], weight) if kept is None else kept
             for rows in _chunks(logits, ctx.compiled):
                 # In the logits' own place: what they were is not needed any more.
-                differentiate(
-                    logits[rows], labels[block][rows], normalizers[block][rows], gradient[block][rows], ctx.softcap
-                )
+                of_tokens = (x[block][rows] for x in (labels, normalizers, gradient, of_label))
+                differentiate(logits[rows], *of_tokens, ctx.softcap)
             if for_hidden:
                 torch.mm(logits, weight, out=to_hidden[block])
             if not for_weight:
@@ -98,7 +119,7 @@ class _Logprobs(torch.autograd.Function):
                 part = part.to(normalizers.dtype)
             to_weight = part if to_weight is None else to_weight.add_(part)
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
-        return to_hidden if for_hidden else None, to_weight, None, None, None
+        return to_hidden if for_hidden else None, to_weight, None, None, None, None
 
 
 def _normalize(logits, labels, softcap):
@@ -108,12 +129,11 @@ def _normalize(logits, labels, softcap):
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers, normalizers
 
 
-def _differentiate(logits, labels, normalizers, gradient, softcap):
+def _differentiate(logits, labels, normalizers, gradient, of_label, softcap):
     """Put gradient x (onehot(label) - softmax(logits)) in the place of the logits `[rows, vocab]`."""
     capped = cap(logits.to(normalizers.dtype), softcap)
-    scale = gradient.unsqueeze(-1)
-    result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(-scale)
-    result.scatter_add_(-1, labels.unsqueeze(-1), scale)
+    result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(-gradient.unsqueeze(-1))
+    result.scatter_add_(-1, labels.unsqueeze(-1), of_label.unsqueeze(-1))
     if softcap is not None:
         result.mul_(1 - (capped / softcap).square())
     logits.copy_(result)

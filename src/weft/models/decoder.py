@@ -130,7 +130,8 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        self.token_logprobs = token_logprobs  # a seam: compiled, or over a split vocabulary
+        self.token_logprobs, self.logits = token_logprobs, F.linear  # seams: compiled, or over a split vocabulary
+        self.heads = slice(None)  # a seam: those of attention's heads that are computed here
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
     def forward(
@@ -185,7 +186,7 @@ class Decoder(nn.Module):
             x = x / config.logits_scaling
         if labels is not None:
             return self.token_logprobs(x, head, labels, config.logit_softcap)
-        logits = F.linear(x, head)
+        logits = self.logits(x, head)
         return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
 
     def masks(
@@ -203,7 +204,9 @@ class Decoder(nn.Module):
             if self.pattern is not None:
                 full = pattern_rows(self.pattern, positions, cache.length + seq, full)
             return full, full if window is None else cache.mask(seq, tokens.device, window)
-        alibi = config.position == "alibi"
+        slopes = None
+        if config.position == "alibi":
+            slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, tokens.device)[self.heads]
         make = partial(
             attention_mask,
             tokens,
@@ -213,7 +216,7 @@ class Decoder(nn.Module):
             dropout=config.attention_dropout if self.training else 0.0,
             pattern=self.pattern,
             plain=config.attn_logit_softcapping is None and not config.attention_sinks,
-            slopes=alibi_slopes(config.num_attention_heads, config.alibi_bias_max, tokens.device) if alibi else None,
+            slopes=slopes,
             implementation=config.attention_implementation,
         )
         full = make()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -16,11 +14,15 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.models.build import build_model
-from weft.models.decoder import Block
+from weft.models.decoder import Block, Decoder
 from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
-from weft.parallel.gradients import NothingToScatter
+from weft.models.layers.experts import Experts
+from weft.models.sharding import decoder_sharding
+from weft.parallel.experts import exchange_tokens
+from weft.parallel.fsdp import shard
 from weft.parallel.old_rows import freeze_all_but_rows
+from weft.parallel.tensor import cut_parameters, local_parts, share_parts
 from weft.parallel.world import World
 
 
@@ -64,16 +66,24 @@ def parallelize(
     if only_rows_from is not None:
         freeze_all_but_rows(model, only_rows_from)
     blocks = repeated_blocks(model)
-    if activation_checkpointing == "full":
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if compile:
-        # The forward, not the module: FSDP's hooks stay outside of the compiled code, and names stay what they are.
-        for block in blocks:
-            block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
-        if hasattr(model, "token_logprobs"):
-            model.token_logprobs = partial(model.token_logprobs, compiled=True)
+    cut(model, world)
     _raise_if_shared(model, blocks)
+    experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
+    for block in blocks:
+        # The forward, not the module: FSDP's hooks stay outside, and names stay what they are. Compiled code is given
+        # a rank's parts; what is computed again in backward has to find them again.
+        if not compile:
+            block.forward = local_parts(block.forward, block, experts)
+        if activation_checkpointing == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if compile:
+            block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
+            block.forward = local_parts(block.forward, block, experts)
+    for one in experts:
+        one.forward = local_parts(one.forward, one)
+    model.forward = local_parts(model.forward, model, blocks)
+    if compile and hasattr(model, "token_logprobs"):
+        model.token_logprobs = partial(model.token_logprobs, compiled=True)
     shard(model, blocks, parallel, world, dtype)
 
     if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
@@ -84,6 +94,19 @@ def parallelize(
     else:
         model.to(world.device)
     return model.train()
+
+
+def cut(model: nn.Module, world: World) -> None:
+    """Cut matrices over `tp` and experts over `ep`, and have the model's parts talk accordingly."""
+    tp = world.mesh["tp"] if world.shape.tp > 1 else None
+    if tp is None and world.experts is None:
+        return
+    table = decoder_sharding(model.config) if isinstance(model, Decoder) else type(model).weft_sharding
+    if tp is not None:
+        share_parts(model, table, tp)
+    if world.experts is not None:
+        exchange_tokens(model, world.experts.get_group("ep"))
+    cut_parameters(model, table, tp, world.experts)
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, int]:
@@ -116,40 +139,6 @@ def _raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
                 )
 
 
-def shard(
-    model: nn.Module, blocks: list[nn.Module], parallel: ParallelSection, world: World, dtype: torch.dtype
-) -> None:
-    """FSDP2 (Zhao et al., 2023) over `dp_shard`, replicated over `dp_replicate`; a mesh of one keeps its parameters."""
-    mesh = world.mesh if world.shape.dp_replicate > 1 else world.mesh["dp_shard"]
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=torch.promote_types(dtype, torch.float32),
-        output_dtype=torch.promote_types(dtype, torch.float32),
-        cast_forward_inputs=False,
-    )
-    keep = world.shape.dp_shard == 1  # nothing is shared, so there is nothing to free
-    options = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": parallel.reshard_after_forward and not keep,
-    }
-    inner = options
-    if isinstance(model, ForeignModel):
-        # The decoder's residual stream is wide; transformers' layers want it in their weights' dtype.
-        inner = {**options, "mp_policy": replace(policy, output_dtype=None)}
-    for block in blocks:
-        fully_shard(block, **inner)
-    fully_shard(model, **{**options, "reshard_after_forward": False})  # its parts are needed at once in backward
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if world.data_ranks > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it
-                module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
-            module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
-            module.weft_keeps_parameters = keep
-            if keep:
-                module.set_custom_reduce_scatter(NothingToScatter())
-
-
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
     """Give every parameter its initial value: drawn whole, by name, then cut to this rank's part."""
@@ -162,15 +151,3 @@ def fill(model: nn.Module, seed: int) -> None:
             )
         parameter.copy_(value)
     initialize_buffers(model, seed)
-
-
-def on_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Say before each backward whether it is the step's last: gradients are summed over the ranks once a step.
-
-    Where nothing is sharded, gathered (cast) parameters are also kept from one micro-batch to the next.
-    """
-    model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module.weft_keeps_parameters:
-            module.set_reshard_after_backward(last, recurse=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.models.layers.experts import Router
@@ -32,8 +31,7 @@ class ExpertBalance:
         if not self.routers:
             return None
         loads = torch.stack([router.load for router in self.routers]).to(torch.float64)  # [layers, experts]
-        if self.world.ranks > 1:
-            dist.all_reduce(loads)
+        self.world.sum_tokens(loads)
         means = loads.mean(1, keepdim=True)
         for router, load, mean in zip(self.routers, loads, means, strict=True):
             if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router stays as it is

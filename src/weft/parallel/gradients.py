@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 class NothingToScatter:
@@ -49,7 +49,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         axes: tuple = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
+            axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
         squares[axes].append(torch.linalg.vector_norm(part).to(torch.float64).square())
     total = torch.zeros((), dtype=torch.float64, device=local[0].device)
     for axes, values in squares.items():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.config.errors import UserError
-from weft.config.mesh import MeshShape, ParallelSection, mesh_shape
+from weft.config.mesh import AXES, MeshShape, ParallelSection, mesh_shape
 
 # Ranks may wait for one another while one of them writes a checkpoint or compiles; nobody tokenizes inside a run.
 T = TypeVar("T")
@@ -28,31 +28,66 @@ class World:
     Attributes:
         rank: this process, of `ranks`.
         device: where its tensors are.
-        mesh: axes `dp_replicate` and `dp_shard`; all sizes may be 1.
-        data_rank: which part of the global batch it sees, of `data_ranks`.
+        mesh: axes `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`; all sizes may be 1.
+        fsdp: the axis that parameters are sharded over, `dp_shard` x `cp`; with `dp_replicate` before it if there are
+            several copies.
+        experts: axes `ep` and, if there is one, `tp`: what experts are cut over; None without `ep`.
+        experts_fsdp: as `fsdp`, for the ranks that have the same experts; None without `ep`.
     """
 
     rank: int
     ranks: int
     device: torch.device
-    mesh: DeviceMesh
     shape: MeshShape
+    mesh: DeviceMesh
+    fsdp: DeviceMesh
+    experts: DeviceMesh | None = None
+    experts_fsdp: DeviceMesh | None = None
+    tokens: dist.ProcessGroup | None = None
+
+    def place(self, axis: str) -> int:
+        """This rank's number on an axis."""
+        return self.mesh.get_local_rank(axis)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one on an axis alone."""
+        return self.mesh.get_group(axis)
 
     @property
     def data_rank(self) -> int:
-        return self.rank
+        """Which rows of the global batch it sees, of `data_ranks`."""
+        return self.place("dp_replicate") * self.shape.dp_shard + self.place("dp_shard")
 
     @property
     def data_ranks(self) -> int:
+        """Ranks that see different rows."""
         return self.shape.data_ranks
 
-    def sum(self, *values: float | torch.Tensor) -> list[float]:
-        """The sums of scalars over all data ranks, in float64, in one collective."""
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for all that have the same tokens: its fellows on `tp` and `pp`."""
+        return self.place("tp") == 0 and self.place("pp") == 0
+
+    def sum(self, *values: float | torch.Tensor, votes: Sequence[float] = ()) -> list[float]:
+        """The sums of scalars over the ranks that have different tokens, in float64, in one collective.
+
+        Args:
+            values: what tokens count for: the same on all ranks of `tp` and `pp` that have the same ones.
+            votes: summed over all ranks.
+        """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
+        given = [*values, *votes]
+        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in given])
         if self.ranks > 1:
+            if not self.counts:
+                total[: len(values)] = 0
             dist.all_reduce(total)
         return total.tolist()
+
+    def sum_tokens(self, tensor: torch.Tensor) -> None:
+        """Add up in place what ranks with different tokens have counted; each stage and tensor rank for itself."""
+        if self.shape.data_ranks * self.shape.cp > 1:
+            dist.all_reduce(tensor, group=self.tokens)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
         """Do `act` on all ranks (or on the first, whose result all get) and raise together what any of them raises.
@@ -132,7 +167,28 @@ def start_world(section: ParallelSection) -> World:
         else:
             # No port, no host name: a run of one process needs no network.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(
-        device.type, (shape.dp_replicate, shape.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
-    return World(rank, ranks, device, mesh, shape)
+    return World(rank, ranks, device, shape, **meshes(shape, device))
+
+
+def meshes(shape: MeshShape, device: torch.device) -> dict[str, Any]:
+    """The mesh of all axes, and those made of it that work is shared over: `World`'s attributes.
+
+    Experts have a mesh of their own, of the same ranks: `dp_shard` x `cp` is `efsdp` x `ep` there.
+    """
+    sizes = [shape.sizes[axis] for axis in AXES]
+    mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
+    made: dict[str, Any] = {"mesh": mesh}
+    shard = "dp_shard"
+    if shape.cp > 1:
+        shard = "fsdp"
+        mesh["dp_shard", "cp"]._flatten(shard)
+    made["fsdp"] = mesh["dp_replicate", shard] if shape.dp_replicate > 1 else mesh[shard]
+    if shape.pp * shape.tp > 1 and shape.data_ranks * shape.cp > 1:
+        made["tokens"] = mesh["dp_replicate", "dp_shard", "cp"]._flatten("tokens").get_group()
+    if shape.ep > 1:
+        axes = ("pp", "dp_replicate", "efsdp", "ep", "tp")
+        sizes = (shape.pp, shape.dp_replicate, shape.fsdp // shape.ep, shape.ep, shape.tp)
+        experts = init_device_mesh(device.type, sizes, mesh_dim_names=axes)
+        made["experts"] = experts["ep", "tp"] if shape.tp > 1 else experts["ep"]
+        made["experts_fsdp"] = experts["dp_replicate", "efsdp"] if shape.dp_replicate > 1 else experts["efsdp"]
+    return made

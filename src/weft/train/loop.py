@@ -22,8 +22,8 @@ from weft.generate.sample import generate
 from weft.models.forward import forward_of
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
-from weft.parallel.apply import on_last_micro_batch
 from weft.parallel.balance import ExpertBalance
+from weft.parallel.fsdp import on_last_micro_batch
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
 from weft.parallel.world import World
@@ -90,7 +90,7 @@ class Loop:
                 self.recorder.data_arrived()
                 # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
                 weight, learned, *votes = self.world.sum(
-                    self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), *stop.votes
+                    self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
                 )
                 if (received := stop.agreed(votes)) is not None:
                     if saved_at != step:
@@ -146,7 +146,7 @@ class Loop:
         # Length warm-up cuts sequences into rows: a micro-batch has as many more of them.
         micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
         for number, micro_batch in enumerate(micro_batches, start=1):
-            on_last_micro_batch(self.model, number == len(micro_batches))
+            on_last_micro_batch(self.model, number == len(micro_batches), self.config.parallel)
             self.seed(step, micro_batch)
             micro_batch = micro_batch.to(self.world.device)
             inputs = self.objective.inputs(micro_batch)

@@ -88,7 +88,7 @@ class Recorder:
             run.path,
             config.as_dict(),
             ranks=world.ranks,
-            mesh={"dp_replicate": world.shape.dp_replicate, "dp_shard": world.shape.dp_shard},
+            mesh=world.shape.sizes,
             parameters=parameters,
             matmul_parameters=matmul,
             flops_per_token=self.flops_per_token,

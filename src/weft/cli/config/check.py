@@ -143,8 +143,9 @@ def _outline(config, open_data: bool) -> list[str]:
 
 def _data_ranks(config) -> int:
     """Ranks as torchrun says, or as the mesh needs at least."""
-    from weft.config.mesh import mesh_shape
+    from weft.config.mesh import least_ranks, mesh_shape
 
-    whole = max(1, config.parallel.dp_replicate) * max(1, config.parallel.dp_shard)
     world = os.environ.get("WORLD_SIZE", "")
-    return mesh_shape(config.parallel, int(world) if world.isdigit() and int(world) else whole).data_ranks
+    return mesh_shape(
+        config.parallel, int(world) if world.isdigit() and int(world) else least_ranks(config.parallel)
+    ).data_ranks

@@ -73,6 +73,7 @@ class Attend(nn.Module):
         heads, chosen = config.num_attention_heads, config.attention_implementation
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
+        self.all_heads, self.heads = heads, slice(None)  # a seam: `heads` are those that are computed here
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.own = own_part(chosen, "attention", config) if ":" in chosen else None
@@ -81,7 +82,9 @@ class Attend(nn.Module):
         """`attention` of `[batch, heads, seq, head_dim]`; the mask is as in `Block.forward`."""
         if self.own is not None:
             return self.own(q, k, v, mask).to(v.dtype)
-        slopes = None if self.alibi_bias_max is None else alibi_slopes(q.shape[1], self.alibi_bias_max, q.device)
+        slopes = None
+        if self.alibi_bias_max is not None:
+            slopes = alibi_slopes(self.all_heads, self.alibi_bias_max, q.device)[self.heads]
         return attention(
             q,
             k,

@@ -109,7 +109,8 @@ class Router(nn.Module):
         chosen = chosen.flatten(1)
         had = scores.new_zeros(len(chosen), config.num_experts)
         had = had.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=had.dtype))  # [batch, experts]
-        self.load += (had * (shares > 0).unsqueeze(1)).sum(0)
+        # Run again in backward it adds nothing, and by the same operations: what is kept of them is found by counting.
+        self.load.add_((had * (shares > 0).unsqueeze(1)).sum(0), alpha=0 if _recomputing() else 1)
         losses = []
         if config.router_aux_loss_coef:
             likely = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
@@ -126,7 +127,7 @@ class Experts(nn.Module):
 
     def __init__(self, width: int, inner: int, config: ExpertsSection, hidden_act: str):
         super().__init__()
-        experts = config.num_experts
+        experts = self.num_experts = config.num_experts
         self.gate_proj = nn.Parameter(torch.empty(experts, inner, width))
         self.up_proj = nn.Parameter(torch.empty(experts, inner, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, inner))
@@ -156,7 +157,7 @@ def dispatch(experts: nn.Module, x: torch.Tensor, weights: torch.Tensor, chosen:
     """Sort tokens by expert, run the experts, and sum what belongs to one token.
 
     Args:
-        experts: `(rows, ends) -> rows`.
+        experts: `(rows, ends) -> rows`, of `num_experts`.
         x: `[tokens, width]`.
         weights, chosen: `[tokens, experts per token]`.
 
@@ -165,15 +166,20 @@ def dispatch(experts: nn.Module, x: torch.Tensor, weights: torch.Tensor, chosen:
     """
     tokens, each = chosen.shape
     by_expert, order = chosen.flatten().sort(stable=True)
-    numbers = torch.arange(experts.gate_proj.shape[0], device=x.device)
+    numbers = torch.arange(experts.num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True).to(torch.int32)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     rows = x.unsqueeze(1).expand(-1, each, -1).reshape(tokens * each, -1)
-    out = _Permuted.apply(experts(_Permuted.apply(rows, order, back), ends), back, order)
+    out = Permuted.apply(experts(Permuted.apply(rows, order, back), ends), back, order)
     return (out.view(tokens, each, -1) * weights.unsqueeze(-1)).sum(1)
 
 
-class _Permuted(torch.autograd.Function):
+def _recomputing() -> bool:
+    """Whether a forward runs inside of backward, as activation checkpointing has it. Compiled code runs each once."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+class Permuted(torch.autograd.Function):
     """`x[order]`, with a gradient that is a permutation too: indexing's own adds up, in an order that may change."""
 
     @staticmethod

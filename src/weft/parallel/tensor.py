@@ -1,0 +1,208 @@
+"""Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022), by a model's table.
+
+Parameters are DTensors: cut over `tp`, or whole on each of its ranks. Inside a layer's forward the rank's own part
+stands in their place, so the model's plain code computes with it. One rule gives all gradients: between parts a rank
+has its slice of the sequence and inside a part a summand of the output, so what a whole parameter gets on one rank is
+always one summand of its gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from weft.models.decoder import Decoder
+from weft.models.layers.attention import Attend
+from weft.models.layers.experts import Experts, MixtureOfExperts
+from weft.models.layers.latent import LatentAttention
+from weft.models.layers.norm import RMSNorm
+from weft.models.sharding import Cut, cut_of
+from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
+
+SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between parts
+
+
+def cut_parameters(
+    model: nn.Module, table: dict[str, Cut], tp: DeviceMesh | None, experts: DeviceMesh | None = None
+) -> None:
+    """Make parameters on the meta device DTensors, cut as the table says.
+
+    Args:
+        tp: the axis `tp`; None: there is none, and only experts are cut.
+        experts: the axes `ep` and, beside a `tp`, that: experts' first dimension is cut over `ep`.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = cut_of(table, f"{path}.{name}".lstrip("."))
+            if parameter not in replaced:
+                along = Shard(cut) if isinstance(cut, int) else Replicate()
+                mesh, placements = tp, [along]
+                if experts is not None and isinstance(module, Experts):
+                    mesh, placements = experts, [Shard(0)] + ([along] if tp is not None else [])
+                whole = parameter.detach()
+                if mesh is not None:
+                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+                replaced[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            setattr(module, name, replaced[parameter])
+            if tp is not None and cut == "added":
+                module.weft_shares = {**getattr(module, "weft_shares", {}), name: 1 / tp.size()}
+
+
+def local_parts(forward: Callable, unit: nn.Module, apart: Collection[nn.Module] = ()) -> Callable:
+    """`forward`, with this rank's parts in the place of all DTensors that are parameters of `unit`.
+
+    Args:
+        unit: one of FSDP2's, whose parameters are gathered when `forward` is called.
+        apart: modules inside it that are units of their own.
+    """
+    others = {id(module) for one in apart for module in one.modules()}
+    places = [
+        (module, name, getattr(module, "weft_shares", {}).get(name))
+        for module in unit.modules()
+        if id(module) not in others
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+
+    @functools.wraps(forward)
+    def call(*arguments, **named):
+        before = [module._parameters[name] for module, name, _ in places]
+        try:
+            for (module, name, share), parameter in zip(places, before, strict=True):
+                part = local_part(parameter)
+                module._parameters[name] = part if share is None else part * share
+            return forward(*arguments, **named)
+        finally:
+            for (module, name, _), parameter in zip(places, before, strict=True):
+                module._parameters[name] = parameter
+
+    return call if places else forward
+
+
+def local_part(parameter: DTensor) -> torch.Tensor:
+    """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
+    placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
+
+
+def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None:
+    """Have each module that the table names gather and sum over the ranks of `tp`."""
+    group, rank = tp.get_group(), tp.get_local_rank()
+    for path, module in model.named_modules():
+        kind = cut_of(table, path) if path else None
+        if kind == "part":
+            module.forward = _part(module, module.forward, group)
+        elif kind == "embedding":
+            module.forward = _embedding(module, group)
+        elif kind == "positions":
+            module.forward = _sliced(module.forward, group)
+        elif kind == "norm":
+            module.forward = _norm(module, group)
+        if isinstance(module, Attend):
+            each = module.all_heads // tp.size()
+            module.heads = slice(rank * each, (rank + 1) * each)
+        elif isinstance(module, LatentAttention):
+            module.heads //= tp.size()
+    if isinstance(model, Decoder):
+        each = model.config.num_attention_heads // tp.size()
+        model.heads = slice(rank * each, (rank + 1) * each)
+        model.token_logprobs = _token_logprobs(model.token_logprobs, group)
+        model.logits = _logits(group)
+    else:
+        model.forward = _whole_output(model.forward, group)
+
+
+# A module of the table, in other words: the closures below keep to functions that torch.compile can follow.
+
+
+def _part(module: nn.Module, forward: Callable, group: dist.ProcessGroup) -> Callable:
+    """All tokens in, a summand out. A balance of experts is reckoned by every rank: each adds its share of it."""
+    balances, ranks = isinstance(module, MixtureOfExperts), group.size()
+
+    def call(x, *arguments, **named):
+        if balances:
+            arguments = tuple(shares if shares is None else shares / ranks for shares in arguments)
+        out = forward(gather(x, SEQUENCE, group), *arguments, **named)
+        return scatter_sum(out, SEQUENCE, group)
+
+    return call
+
+
+def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable:
+    """The rows of ids that are here, zero for the others, summed."""
+    first = group.rank() * (module.num_embeddings // group.size())
+
+    def call(ids):
+        own = ids - first
+        elsewhere = (own < 0) | (own >= module.weight.shape[0])
+        found = F.embedding(own.masked_fill(elsewhere, 0), module.weight)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
+
+    return call
+
+
+def _sliced(forward: Callable, group: dist.ProcessGroup) -> Callable:
+    def call(positions):
+        return forward(positions.chunk(group.size(), SEQUENCE)[group.rank()])
+
+    return call
+
+
+def _norm(module: nn.Module, group: dist.ProcessGroup) -> Callable:
+    """The RMS norm of a vector whose parts the ranks have."""
+    assert isinstance(module, RMSNorm)
+
+    def call(x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = sum_parts(wide.square().sum(-1, keepdim=True), group) / (wide.shape[-1] * group.size())
+        return (wide * torch.rsqrt(mean + module.eps) * module.scale(wide.dtype)).to(module.weight.dtype)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _CutVocabulary:
+    """`weft.kernels.cross_entropy.Vocabulary` over a group."""
+
+    first: int
+    group: dist.ProcessGroup
+
+    def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One gathering of two numbers a token and rank."""
+        all_of_them = gather_copies(torch.stack((chosen, normalizers)).unsqueeze(0), 0, self.group)
+        return all_of_them[:, 0].sum(0), all_of_them[:, 1].logsumexp(0)
+
+
+def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
+    """Of all tokens by all words, a part of which each rank has: log-probabilities that all ranks have."""
+
+    def call(hidden, weight, labels, softcap=None, **options):
+        vocabulary = _CutVocabulary(group.rank() * len(weight), group)
+        hidden = gather(hidden, SEQUENCE, group)
+        return function(hidden, weight, labels, softcap, vocabulary=vocabulary, **options)
+
+    return call
+
+
+def _logits(group: dist.ProcessGroup) -> Callable:
+    def call(hidden, weight):
+        return gather_copies(F.linear(gather(hidden, SEQUENCE, group), weight), -1, group)
+
+    return call
+
+
+def _whole_output(forward: Callable, group: dist.ProcessGroup) -> Callable:
+    @functools.wraps(forward)
+    def call(*arguments, **named):
+        return gather_copies(forward(*arguments, **named), SEQUENCE, group)
+
+    return call
