@@ -20,7 +20,7 @@ from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.run import RunConfig
-from weft.config.section import Component, OwnClass
+from weft.config.section import Component, OwnClass, Spelled
 from weft.config.signature import MISSING, Argument
 from weft.config.size import in_words, model_size
 from weft.config.values import describe, spell
@@ -219,7 +219,7 @@ def _table(rows: list[str]) -> str:
 
 def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     """A type with its bounds, in words."""
-    if kind == OwnClass:
+    if kind == OwnClass or any(isinstance(part, Spelled) for part in get_args(kind)):
         return describe(kind)
     origin = get_origin(kind)
     if origin is Annotated:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StringConstraints
 
 # `module:Class` of the user's own, beside the names of built-ins.
 OwnClass = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+
+
+@dataclass(frozen=True)
+class Spelled(StringConstraints):
+    """A text of some form: its `pattern`, and `words` that tell people of it."""
+
+    words: str = ""
 
 
 class Section(BaseModel):

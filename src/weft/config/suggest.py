@@ -174,7 +174,7 @@ NOTES = {
     "training.batch_tokens": "tokens per step over all ranks, sequences x sequence_length",
     "training.micro_batch_size": "sequences per forward and rank",
     "training.dtype": "bfloat16, float32 or auto",
-    "training.activation_checkpointing": "none or full",
+    "training.activation_checkpointing": "none, full, selective, every-N or budget-F",
     "data.train": "one store, or a list of {store: ..., weight: ...}",
     "data.packing": "concatenate or best_fit",
     "data.document_attention": "true or false",

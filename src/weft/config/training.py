@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.section import Section
+from weft.config.section import Section, Spelled
+
+EveryOrBudget = Annotated[
+    str,
+    Spelled(
+        pattern=r"^(every-([2-9]|[1-9][0-9]+)|budget-0?\.[0-9]*[1-9][0-9]*)$",
+        words="every-N (as every-2) or budget-F (as budget-0.5, more than 0 and less than 1)",
+    ),
+]
 
 
 class TrainingSection(Section):
@@ -25,8 +33,11 @@ class TrainingSection(Section):
     )
     compile: bool = Field(False, description="compile each block with torch.compile")
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no clipping")
-    activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="full: recompute each block in backward"
+    activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = Field(
+        "none",
+        description="what backward computes again in place of keeping it. full: each block; every-N: every N-th block; "
+        "selective: all but matrix products, attention and communication; budget-F: so much that about the share F is "
+        "kept (docs/memory.md)",
     )
     only_rows_from: int | None = Field(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 
 from weft.config.errors import Problem
-from weft.config.section import OwnClass
+from weft.config.section import OwnClass, Spelled
 from weft.config.suggest import did_you_mean
 from weft.config.tree import COMMAND_LINE, Node
 
@@ -201,6 +202,8 @@ def _broken(value: Any, bound: Any) -> str | None:
     ):
         if isinstance(bound, kind) and not holds(value, getattr(bound, name)):
             return f"{words} {getattr(bound, name)}"
+    if isinstance(bound, Spelled) and re.fullmatch(str(bound.pattern), value) is None:
+        return f"be {bound.words}"
     if isinstance(bound, at.MinLen) and len(value) < bound.min_length:
         return f"have at least {bound.min_length} items"
     if isinstance(bound, at.MaxLen) and len(value) > bound.max_length:
@@ -212,7 +215,10 @@ def describe(kind: Any) -> str:
     """A type in words."""
     if kind == OwnClass:
         return "module:Class"
-    kind, _ = _unwrap(kind)
+    kind, bounds = _unwrap(kind)
+    spelled = next((bound for bound in bounds if isinstance(bound, Spelled)), None)
+    if spelled is not None:
+        return spelled.words
     origin = get_origin(kind)
     if origin is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
