@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def main() -> int:
-    from matrix import FAMILIES, MODELS, WAYS, WITHIN, Case, Runner, mesh_name, unknown
+    from compare import Runner
+    from matrix import FAMILIES, MODELS, WAYS, WITHIN, Case, mesh_name, unknown
     from pool import RanksFailed
 
     parser = argparse.ArgumentParser(description=__doc__)
