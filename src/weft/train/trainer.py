@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -40,6 +41,9 @@ class Trainer:
         console: where to speak; by default stderr, by the first rank.
     """
 
+    loop: Callable[..., Loop] = Loop  # what takes the steps, and what tells of them: `weft profile` has its own
+    recorder: Callable[..., Recorder] = Recorder
+
     def __init__(self, config: RunConfig, *, fresh: bool = False, console: Console | None = None):
         self.config, self.fresh = config, fresh
         self.console = console or Console(speaks=int(os.environ.get("RANK", 0)) == 0)
@@ -66,7 +70,9 @@ class Trainer:
                 world.close()
                 return Outcome("finished", step, None, {})
             examine_foreign(config, world, model, self.console)
-            loop = wire(config, world, run, data, model, optimizer, step, self.console)
+            loop = wire(
+                config, world, run, data, model, optimizer, step, self.console, loop=self.loop, recorder=self.recorder
+            )
             with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
                 outcome = loop.run(step, stop)
                 loop.recorder.ended(outcome.status, outcome.step)
@@ -196,16 +202,19 @@ def wire(
     optimizer: torch.optim.Optimizer,
     step: int,
     console: Console,
+    *,
+    loop: Callable[..., Loop] = Loop,
+    recorder: Callable[..., Recorder] = Recorder,
 ) -> Loop:
     """Put the parts together, and write down what this run is."""
     world.agree(lambda: run.write_config(config), only_first=True)
     tokenizer = run.tokenizer()
-    recorder = Recorder(config, world, run, data.length, model, step, data.digests, console, data.plan)
+    records = recorder(config, world, run, data.length, model, step, data.digests, console, data.plan)
     schedule = load_class(config.schedule, "schedule")(data.length.steps, **config.schedule.arguments)
     prompts = config.samples.prompts
     if prompts and tokenizer is None:
         raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
-    return Loop(
+    return loop(
         config=config,
         length=data.length,
         world=world,
@@ -217,7 +226,7 @@ def wire(
         objective=load_class(config.objective, "objective")(**config.objective.arguments),
         optimizer=optimizer,
         schedule=schedule,
-        recorder=recorder,
+        recorder=records,
         prompts=[tokenizer.prompt(text) for text in prompts] if tokenizer else [],
         stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
         decode=tokenizer.decode if tokenizer else None,
