@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from weft.config.compress import CompressSection
 from weft.config.errors import UserError
 from weft.config.section import Section
 
@@ -63,6 +64,10 @@ class ParallelSection(Section):
     )
     stage_layers: list[int] | None = Field(
         None, description="pp: layers of each stage, first to last; default: balanced by what they cost"
+    )
+
+    compress: CompressSection | None = Field(
+        None, description="dp_replicate: approximate gradients for slow links between copies; default: exact ones"
     )
 
     @property
@@ -158,5 +163,10 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
         raise UserError(
             f"parallel.ep: {shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from whose ranks it "
             f"is taken; set it to a divisor of {shape.fsdp}"
+        )
+    if section.compress is not None and shape.dp_replicate == 1:
+        raise UserError(
+            "parallel.compress: it makes smaller what copies of the model tell one another, and there is one copy; set "
+            "dp_replicate, or remove it"
         )
     return shape

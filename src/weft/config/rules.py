@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from weft.config.compress import CompressSection
 from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
 from weft.config.draft import Draft
 from weft.config.errors import UserError
@@ -12,6 +13,7 @@ from weft.config.foreign import longest as longest_foreign
 from weft.config.mesh import AXES, ParallelSection, least_ranks, mesh_shape
 from weft.config.model import RopeScaling
 from weft.config.own import check_parts
+from weft.config.precision import check_precision
 
 
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
@@ -32,6 +34,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _warm_up(draft, samples)
     _only_rows(draft)
     _recomputed(draft)
+    check_precision(draft, samples)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.problem(
             "samples.prompts", "there is no tokenizer to read them with; set tokenizer, or remove the prompts"
@@ -216,7 +219,8 @@ def _mesh(draft: Draft) -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     known = int(ranks) if ranks.isdigit() and int(ranks) > 0 else None
     try:
-        section = ParallelSection(**sizes)
+        told = (known or sizes["dp_replicate"] != -1) and draft.get("parallel.compress.rank") is not None
+        section = ParallelSection(**sizes, compress=CompressSection() if told else None)
         mesh_shape(section, known or least_ranks(section))  # legal on these ranks, or on some number of them
     except UserError as error:
         key, _, what = error.what.partition(": ")

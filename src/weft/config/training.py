@@ -27,9 +27,27 @@ class TrainingSection(Section):
     micro_batch_size: int | None = Field(
         None, ge=1, description="sequences per forward and rank; default: up to 8,192 tokens"
     )
-    dtype: Literal["auto", "float64", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of computing; state is float32 (float64 if that). auto: bfloat16 where the device is faster in it",
+        description="of computing; state is float32 (float64 if that). auto: bfloat16 where the device is faster in "
+        "it. With float16 the loss is scaled",
+    )
+    reduce_dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of gradients while they are summed over micro-batches and ranks: fewer bits are fewer bytes to "
+        "send. auto: float32, float64 for float64",
+    )
+    initial_loss_scale: float | None = Field(
+        None,
+        ge=1,
+        description="float16: what the loss is multiplied by at first; halved when gradients overflow. Default: 65536",
+    )
+    loss_scale_window: int | None = Field(
+        None, ge=1, description="float16: steps without overflow before the scale is doubled. Default: 2000"
+    )
+    fp8: bool = Field(
+        False,
+        description="multiply by the layers' matrices in 8 bits (torchao; NVIDIA from compute capability 8.9 on)",
     )
     compile: bool = Field(False, description="compile each block with torch.compile")
     grad_clip: float | None = Field(1.0, gt=0, description="largest norm of the gradient; null: no clipping")

@@ -13,7 +13,12 @@ import torch
 
 from weft.config.training import TrainingSection
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
