@@ -30,19 +30,26 @@ def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tenso
     return starts if window is None else torch.maximum(starts, places - window + 1)
 
 
-def segment_mask(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def segment_mask(
+    segments: torch.Tensor,
+    window: int | None = None,
+    queries: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Which keys each query may see: its document's, up to itself. The plain reference of all forms here.
 
     Args:
         segments: `[batch, seq]`, a number for each token's document.
         window: the most keys that a query sees, its own with them.
+        queries, keys: places of those that the mask is for; default: all, in order.
 
     Returns:
-        bool `[batch, 1, seq, seq]`, true where a query (third axis) sees a key (fourth).
+        bool `[batch, 1, queries, keys]`, true where a query (third axis) sees a key (fourth).
     """
-    keys = torch.arange(segments.shape[1], device=segments.device)
-    queries = keys.unsqueeze(1)  # [seq, 1]
-    return ((keys <= queries) & (keys >= run_starts(segments, window).unsqueeze(2))).unsqueeze(1)
+    places = torch.arange(segments.shape[1], device=segments.device)
+    queries, keys = places if queries is None else queries, places if keys is None else keys
+    starts = run_starts(segments, window)[:, queries].unsqueeze(2)
+    return ((keys <= queries.unsqueeze(1)) & (keys >= starts)).unsqueeze(1)
 
 
 def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:

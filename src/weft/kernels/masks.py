@@ -91,30 +91,47 @@ def flex_usable(device: torch.device, dtype: torch.dtype, head_dim: int, dropout
     return device.type == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
 
 
-def with_penalties(seen: torch.Tensor, slopes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def with_penalties(
+    seen: torch.Tensor,
+    slopes: torch.Tensor,
+    dtype: torch.dtype,
+    queries: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What is added to scores: ALiBi's penalties (Press et al., 2022), and minus infinity for keys that are not seen.
 
     Args:
         seen: bool `[batch or 1, 1, seq, seq]`.
         slopes: `[heads]`.
         dtype: of the queries.
+        queries, keys: as `segment_mask`'s.
 
     Returns:
-        `[batch or 1, heads, seq, seq]`, at least float32.
+        `[batch or 1, heads, queries, keys]`, at least float32.
     """
     places = torch.arange(seen.shape[3], device=seen.device)
-    distances = (places.unsqueeze(1) - places).to(torch.promote_types(dtype, torch.float32))
+    queries, keys = places if queries is None else queries, places if keys is None else keys
+    distances = (queries.unsqueeze(1) - keys).to(torch.promote_types(dtype, torch.float32))
     penalties = -slopes.to(distances.dtype).view(-1, 1, 1) * distances
     return penalties.masked_fill(~seen, float("-inf"))
 
 
-def pattern_mask(pattern: Pattern, segments: torch.Tensor) -> torch.Tensor:
-    """A sparse pattern within each document, as bool `[batch, 1, seq, seq]`. The plain reference of the forms below."""
+def pattern_mask(
+    pattern: Pattern,
+    segments: torch.Tensor,
+    queries: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A sparse pattern within each document, as bool `[batch, 1, queries, keys]`: the reference of the forms below.
+
+    Args:
+        queries, keys: as `segment_mask`'s.
+    """
     places = torch.arange(segments.shape[1], device=segments.device)
+    queries, keys = places if queries is None else queries, places if keys is None else keys
     places = places - run_starts(segments)  # [batch, seq], in each token's document
-    looks = pattern(places.unsqueeze(2), places.unsqueeze(1)).unsqueeze(1)
-    own = torch.eye(segments.shape[1], dtype=torch.bool, device=segments.device)
-    return segment_mask(segments) & looks | own
+    looks = pattern(places[:, queries].unsqueeze(2), places[:, keys].unsqueeze(1)).unsqueeze(1)
+    return segment_mask(segments, None, queries, keys) & looks | (queries.unsqueeze(1) == keys)
 
 
 def pattern_rows(
@@ -142,7 +159,7 @@ def pattern_blocks(pattern: Pattern, seq: int, device: torch.device) -> BlockMas
     def visible(batch, head, query, key):
         return (key <= query) & (pattern(query, key) | (key == query))
 
-    return _blocks(visible, None, seq, device)
+    return _blocks(visible, None, (seq, seq), device)
 
 
 def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
@@ -154,15 +171,33 @@ def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
         looks = pattern(query - start, key - start) | (key == query)
         return (key <= query) & (key >= start) & looks
 
-    return _blocks(visible, len(segments), segments.shape[1], segments.device)
+    seq = segments.shape[1]
+    return _blocks(visible, len(segments), (seq, seq), segments.device)
 
 
-def _blocks(visible: Callable, batch: int | None, seq: int, device: torch.device) -> BlockMask:
+def blocks_of(
+    segments: torch.Tensor, window: int | None, pattern: Pattern | None, queries: torch.Tensor, keys: torch.Tensor
+) -> BlockMask:
+    """`segment_mask` or `pattern_mask` of some queries and of keys in any order, as a table of blocks."""
+    starts, firsts = run_starts(segments, window), run_starts(segments)
+
+    def visible(batch, head, query, key):
+        query, key = queries[query], keys[key]
+        seen = (key <= query) & (key >= starts[batch, query])
+        if pattern is not None:
+            start = firsts[batch, query]
+            seen = seen & pattern(query - start, key - start) | (key == query)
+        return seen
+
+    return _blocks(visible, len(segments), (len(queries), len(keys)), segments.device)
+
+
+def _blocks(visible: Callable, batch: int | None, sizes: tuple[int, int], device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Compiled, the whole `[batch, seq, seq]` is never there. On a CPU it is for tests, and compiling takes longer.
     make = _compiled_making() if device.type == "cuda" else create_block_mask
-    return make(visible, batch, None, seq, seq, device=device)
+    return make(visible, batch, None, *sizes, device=device)
 
 
 @cache

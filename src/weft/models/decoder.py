@@ -143,6 +143,7 @@ class Decoder(nn.Module):
         labels: torch.Tensor | None = None,
         shares: torch.Tensor | None = None,
         last_only: bool = False,
+        lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the model.
 
@@ -155,6 +156,7 @@ class Decoder(nn.Module):
             labels: `[batch, seq]`.
             shares: `[batch]`, what part of the step's loss each row is: so much its balance of experts counts for. In
                 training; None: experts are not balanced.
+            lengths: `[batch]`, of the rows, where `tokens` are some of a row's (`parallel/context.py`).
             last_only: logits of each row's last position alone, `[batch, 1, vocab]`: all that generating needs.
 
         Returns:
@@ -172,7 +174,7 @@ class Decoder(nn.Module):
             x = x + self.embed_positions(positions)
         if hasattr(self.position, "embed"):
             x = self.position.embed(x, positions).to(x.dtype)
-        turns = turns_of(config, self.position, positions, x.dtype)
+        turns = turns_of(config, self.position, positions, x.dtype, lengths)
         x = F.dropout(x, config.embedding_dropout, self.training)
         masks = self.masks(tokens, positions, segments, cache, x.dtype)
         for number, layer in enumerate(self.layers):

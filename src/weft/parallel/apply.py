@@ -19,6 +19,7 @@ from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
 from weft.models.sharding import decoder_sharding
+from weft.parallel.context import Context, gathers
 from weft.parallel.experts import exchange_tokens
 from weft.parallel.fsdp import shard
 from weft.parallel.old_rows import freeze_all_but_rows
@@ -66,7 +67,7 @@ def parallelize(
     if only_rows_from is not None:
         freeze_all_but_rows(model, only_rows_from)
     blocks = repeated_blocks(model)
-    cut(model, world)
+    cut(model, parallel, world)
     _raise_if_shared(model, blocks)
     experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
     for block in blocks:
@@ -96,14 +97,19 @@ def parallelize(
     return model.train()
 
 
-def cut(model: nn.Module, world: World) -> None:
-    """Cut matrices over `tp` and experts over `ep`, and have the model's parts talk accordingly."""
+def cut(model: nn.Module, parallel: ParallelSection, world: World) -> None:
+    """Cut matrices over `tp`, rows over `cp` and experts over `ep`, and have the model's parts talk accordingly."""
     tp = world.mesh["tp"] if world.shape.tp > 1 else None
-    if tp is None and world.experts is None:
+    model.weft_context = None
+    if tp is None and world.experts is None and world.shape.cp == 1:
         return
     table = decoder_sharding(model.config) if isinstance(model, Decoder) else type(model).weft_sharding
     if tp is not None:
         share_parts(model, table, tp)
+    if world.shape.cp > 1:
+        gathering = gathers(model.config, parallel.context, world.shape.cp, world.shape.tp)
+        model.weft_context = Context(model.config, world.group("cp"), gathering)
+        model.weft_context.apply(model)
     if world.experts is not None:
         exchange_tokens(model, world.experts.get_group("ep"))
     cut_parameters(model, table, tp, world.experts)

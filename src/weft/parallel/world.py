@@ -65,14 +65,14 @@ class World:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for all that have the same tokens: its fellows on `tp` and `pp`."""
-        return self.place("tp") == 0 and self.place("pp") == 0
+        """Whether this rank speaks for all that have the same rows: its fellows on `pp`, `cp` and `tp`."""
+        return self.place("pp") == self.place("cp") == self.place("tp") == 0
 
     def sum(self, *values: float | torch.Tensor, votes: Sequence[float] = ()) -> list[float]:
-        """The sums of scalars over the ranks that have different tokens, in float64, in one collective.
+        """The sums of scalars over the ranks that have different rows, in float64, in one collective.
 
         Args:
-            values: what tokens count for: the same on all ranks of `tp` and `pp` that have the same ones.
+            values: what rows count for: the same on all ranks that have the same ones.
             votes: summed over all ranks.
         """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.loader import BatchSource
 from weft.data.tokenizers.tokenizer import Prompt
 from weft.generate.sample import generate
-from weft.models.forward import forward_of
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
 from weft.parallel.balance import ExpertBalance
-from weft.parallel.fsdp import on_last_micro_batch
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
+from weft.parallel.passes import Passes
 from weft.parallel.world import World
 from weft.train.recorder import Recorder
 from weft.train.stop import StopSignal
@@ -72,7 +72,7 @@ class Loop:
     decode: Callable[[list[int]], str] | None
 
     def __post_init__(self) -> None:
-        self.forward = forward_of(self.model)
+        self.passes = Passes(self.model, self.objective, self.world, self.config.parallel)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
@@ -142,20 +142,9 @@ class Loop:
         """
         if weight == 0:
             self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         # Length warm-up cuts sequences into rows: a micro-batch has as many more of them.
         micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            on_last_micro_batch(self.model, number == len(micro_batches), self.config.parallel)
-            self.seed(step, micro_batch)
-            micro_batch = micro_batch.to(self.world.device)
-            inputs = self.objective.inputs(micro_batch)
-            if self.balance.routers:
-                inputs["shares"] = micro_batch.weight.sum(1) / (learned or 1.0)
-            outputs = self.forward(inputs)
-            loss = self.objective.loss(outputs, micro_batch)
-            (loss / (weight or 1.0)).backward()
-            total += loss.detach()
+        total = self.passes.train(micro_batches, weight=weight or 1.0, learned=learned, seed=partial(self.seed, step))
         return self.world.sum(total)[0] / (weight or 1.0)
 
     def pieces(self, batch: Batch) -> int:
@@ -179,8 +168,7 @@ class Loop:
         assert self.held_out is not None
         return validate(
             self.model,
-            self.forward,
-            self.objective,
+            self.passes,
             self.held_out(whole),
             self.world,
             bytes_per_token=self.bytes_per_token,

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from weft.data.batches.batch import Batch
 from weft.evaluate.bits import BytesPerToken, bits_per_byte
-from weft.objectives.objective import Objective
+from weft.parallel.passes import Passes
 from weft.parallel.world import World
 
 
 @torch.no_grad()
 def validate(
     model: nn.Module,
-    forward: Callable[[dict[str, Any]], torch.Tensor],
-    objective: Objective,
+    passes: Passes,
     batches: Iterable[Batch],
     world: World,
     *,
@@ -36,9 +34,8 @@ def validate(
     model.eval()
     loss, weight, learned, text = 0.0, 0.0, 0.0, 0.0
     for batch in batches:
-        batch = batch.to(world.device)
-        loss += objective.loss(forward(objective.inputs(batch)), batch).item()
-        weight += objective.weight(batch).item()
+        loss += passes.evaluate(batch).item()
+        weight += passes.objective.weight(batch).item()
         if bytes_per_token is not None:
             learned += batch.weight.sum(dtype=torch.float64).item()
             text += batch.weight[batch.labels != bytes_per_token.eod_id].sum(dtype=torch.float64).item()

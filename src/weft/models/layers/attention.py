@@ -73,7 +73,8 @@ class Attend(nn.Module):
         heads, chosen = config.num_attention_heads, config.attention_implementation
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
-        self.all_heads, self.heads = heads, slice(None)  # a seam: `heads` are those that are computed here
+        # Seams: which of all heads are computed here, and which of those that this rank has parameters for.
+        self.all_heads, self.heads, self.part = heads, slice(None), slice(None)
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.own = own_part(chosen, "attention", config) if ":" in chosen else None
@@ -95,5 +96,5 @@ class Attend(nn.Module):
             scale=self.scale,
             softcap=self.softcap,
             slopes=slopes,
-            sinks=self.sinks,
+            sinks=None if self.sinks is None else self.sinks[self.part],
         )

@@ -15,7 +15,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def turns_of(
-    config: ModelSection, scheme: nn.Module | None, positions: torch.Tensor, dtype: torch.dtype
+    config: ModelSection,
+    scheme: nn.Module | None,
+    positions: torch.Tensor,
+    dtype: torch.dtype,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[Turn | None, Turn | None]:
     """What positions do to queries and keys, in layers that see all and in those with a sliding window.
 
@@ -23,13 +27,15 @@ def turns_of(
         scheme: one of the user's own, made once a decoder. Without a `forward` it only embeds.
         positions: `[batch or 1, seq]`, each token's place in its document.
         dtype: of the model's computing.
+        lengths: as `rope_table`'s.
     """
     if scheme is not None:
         turns = type(scheme).forward is not nn.Module.forward
         return (partial(_by_scheme, scheme, positions) if turns else None,) * 2
     if config.position != "rope":
         return None, None
-    turn = partial(_by_table, rope_table(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling))
+    table = rope_table(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling, lengths)
+    turn = partial(_by_table, table)
     if config.sliding_window is None or config.rope_local_base_freq is None:
         return turn, turn
     local = rope_table(positions, config.rotary_dim, config.rope_local_base_freq, dtype)

@@ -10,7 +10,12 @@ from weft.config.model import RopeScaling
 
 
 def rope_table(
-    positions: torch.Tensor, rotary_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None
+    positions: torch.Tensor,
+    rotary_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotations of all positions, computed once a forward and handed to every block.
 
@@ -22,6 +27,7 @@ def rope_table(
         positions: `[batch, seq]`, or `[1, seq]` where all rows count alike. Whole rows, or their ends.
         rotary_dim: how many of each head's numbers are rotated; even.
         dtype: of the model's computing; the table has at least float32.
+        lengths: `[batch]`, how long the rows are of which `positions` are a part; None: they are whole, or ends.
 
     Returns:
         cosines and sines, each `[batch, 1, seq, rotary_dim / 2]`.
@@ -30,8 +36,8 @@ def rope_table(
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     frequencies, factor = 1.0 / theta**exponents, 1.0
     if scaling is not None and by_length(scaling):
-        lengths = positions.amax(-1, keepdim=True).unsqueeze(-1) + 1  # [batch, 1, 1]
-        frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths)
+        lengths = positions.amax(-1) + 1 if lengths is None else lengths
+        frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths.view(-1, 1, 1))
     elif scaling is not None:
         frequencies, factor = _SCALINGS[scaling.rope_type](frequencies, theta, scaling)
     angles = positions.to(dtype).unsqueeze(-1) * frequencies  # [batch, seq, rotary_dim / 2]

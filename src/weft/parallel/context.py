@@ -1,0 +1,136 @@
+"""Context parallelism: the tokens of each row lie on several ranks, and attention brings them together.
+
+Two ways, both exact and on any device:
+
+- all-to-all (Ulysses; Jacobs et al., 2023): for attention, ranks exchange tokens for heads. Each has the whole row of
+  some of the heads, so it computes as one process does, and the work is equal. A rank has consecutive tokens.
+- all-gather of keys and values: each rank computes its own tokens' rows of the attention matrix. Under a causal mask
+  later tokens see more. So a rank has a piece from the row's front and one from its end, which together see as much as
+  any other rank's; and where documents are kept apart every so-manieth token, so that each document's work is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.config.model import ModelSection
+from weft.data.batches.batch import Batch
+from weft.kernels.attention import alibi_slopes
+from weft.kernels.masks import blocks_of, flex_usable, pattern_mask, segment_mask, with_penalties
+from weft.models.decoder import Decoder
+from weft.models.layers.attention import Attend
+from weft.models.layers.experts import Router
+from weft.models.layers.rope import by_length
+from weft.parallel.collectives import exchange, gather, sum_copies
+
+
+def gathers(config: ModelSection, way: str, cp: int, tp: int) -> bool:
+    """Whether keys and values are gathered: as `parallel.context` says; auto: where heads cannot be exchanged."""
+    exchangeable = config.num_attention_heads // tp % cp == 0 and (config.kv_heads // tp % cp == 0 or bool(config.mla))
+    return way == "all_gather" or (way == "auto" and not exchangeable)
+
+
+class Context:
+    """Which tokens of each row are this rank's.
+
+    Args:
+        group: the ranks of `cp`.
+        gathers: by which of the two ways attention is computed.
+    """
+
+    def __init__(self, config: ModelSection, group: dist.ProcessGroup, gathers: bool):
+        self.config, self.group, self.gathers = config, group, gathers
+        self.by_length = by_length(config.rope_scaling)
+
+    def places(self, seq: int, apart: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
+        """The places in a row of `seq` tokens that a rank has, int64 `[seq / ranks]`.
+
+        Args:
+            apart: documents are kept apart.
+            rank: by default this one.
+        """
+        rank, ranks = self.group.rank() if rank is None else rank, self.group.size()
+        if not self.gathers:
+            return torch.arange(seq, device=device).chunk(ranks)[rank]
+        if apart:
+            return torch.arange(rank, seq, ranks, device=device)
+        pieces = torch.arange(seq, device=device).chunk(2 * ranks)
+        return torch.cat((pieces[rank], pieces[-1 - rank]))
+
+    def own(self, batch: Batch) -> Batch:
+        """The same rows, with this rank's tokens of each; `segments` stay those of all."""
+        places = self.places(batch.tokens.shape[1], batch.segments is not None, batch.tokens.device)
+        parts = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "weight", "positions")}
+        return Batch(**parts, segments=batch.segments, samples=batch.samples)
+
+    def extra(self, batch: Batch) -> dict[str, Any]:
+        """What the model is told of whole rows."""
+        return {"lengths": batch.positions.amax(1) + 1} if self.by_length else {}
+
+    def apply(self, model: Decoder) -> None:
+        """Have attention and the balance of experts look at whole rows."""
+        model.masks = partial(self._rows if self.gathers else self._whole, model, model.masks)
+        if not self.gathers:
+            model.heads = self._head_part(model.heads, self.config.num_attention_heads)
+        for module in model.modules():
+            if isinstance(module, Attend):
+                self._attend(module)
+            elif isinstance(module, Router):
+                module.over_rows, module.parts = partial(sum_copies, group=self.group), self.group.size()
+
+    def _attend(self, module: Attend) -> None:
+        forward, group = module.forward, self.group
+        if self.gathers:
+
+            def call(q, k, v, mask=None):
+                return forward(q, gather(k, 2, group), gather(v, 2, group), mask)
+        else:
+            start, stop, _ = module.heads.indices(module.all_heads)
+            module.part = self._head_part(slice(None), stop - start)
+            module.heads = self._head_part(module.heads, module.all_heads)
+
+            def call(q, k, v, mask=None):
+                q, k, v = (exchange(x, 1, 2, group) for x in (q, k, v))
+                return exchange(forward(q, k, v, mask), 2, 1, group)
+
+        module.forward = call
+
+    def _head_part(self, heads: slice, count: int) -> slice:
+        """This rank's of the heads."""
+        start, stop, _ = heads.indices(count)
+        each = (stop - start) // self.group.size()
+        return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
+
+    def _whole(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+        """Masks of whole rows: what attention is given after the exchange."""
+        return masks(tokens.repeat(1, self.group.size()), positions, segments, cache, dtype)
+
+    def _rows(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+        """Masks of this rank's queries against all keys, in the order in which the ranks have these."""
+        config, ranks = self.config, self.group.size()
+        seq, device, apart = tokens.shape[1] * ranks, tokens.device, segments is not None
+        queries = self.places(seq, apart, device)
+        keys = torch.cat([self.places(seq, apart, device, rank) for rank in range(ranks)])
+        whole = tokens.new_zeros(1, seq) if segments is None else segments
+
+        def make(window: int | None = None):
+            window = None if window is None or window >= seq else window
+            dropout = config.attention_dropout if model.training else 0.0
+            if flex_usable(device, dtype, config.qk_head_dim, dropout) and config.attention_implementation != "sdpa":
+                return blocks_of(whole, window, model.pattern, queries, keys)
+            if model.pattern is not None:
+                seen = pattern_mask(model.pattern, whole, queries, keys)
+            else:
+                seen = segment_mask(whole, window, queries, keys)
+            if config.position != "alibi":
+                return seen
+            slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, device)[model.heads]
+            return with_penalties(seen, slopes, dtype, queries, keys)
+
+        full = make()
+        return full, full if model.window is None else make(model.window)
