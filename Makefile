@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format bench bench-data bench-models docs gpu-check clean
+.PHONY: help install quickstart test test-parallel lint format bench bench-data bench-models docs gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ quickstart: $(STAMP) ## train a small model on the standard library's sources (M
 
 test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some of them)
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
+
+test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)
+	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" tests/parallel $(ARGS)
 
 lint: $(STAMP) ## check style, layering and the types of the public interface
 	@failed=0; \

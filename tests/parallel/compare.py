@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matrix import STEPS, WITHIN, Case, ranks_of, write_run
 from pool import Pool
 from safetensors import safe_open
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, norm of the gradient) of every line of a run's metrics."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
 def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
@@ -41,8 +37,11 @@ class Run:
     path: Path
 
     @cached_property
-    def losses(self) -> list[tuple[int, float, float]]:
-        return losses(self.path)
+    def metrics(self) -> dict[str, np.ndarray]:
+        """What was written down of the steps and does not depend on time; 0 where a step has none."""
+        lines = list(map(json.loads, (self.path / "metrics.jsonl").read_text().splitlines()))
+        names = ("step", "loss", "validation_loss", "expert_load", "learned_tokens", "grad_norm")
+        return {name: np.array([line.get(name, 0.0) for line in lines]) for name in names}
 
     @cached_property
     def steps(self) -> list[dict[str, np.ndarray]]:
@@ -52,9 +51,13 @@ class Run:
 
 @dataclass
 class Difference:
-    """The largest differences of two runs, and where there are any: (step, name) -> difference.
+    """The largest differences of two runs, and those of each tensor: (step, name) -> difference.
 
     A tensor that only one of them has, or has in another shape, differs by infinity; so does a number that is none.
+
+    Attributes:
+        loss: of the losses, on held-out data too, and of what is counted in a step.
+        not_shared: why the ranks cannot have been this mesh, equal or not.
     """
 
     loss: float
@@ -62,6 +65,11 @@ class Difference:
     gradient: float
     weight: float
     tensors: dict[tuple[int, str], float]
+    not_shared: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return self.largest <= WITHIN and self.not_shared is None
 
     @property
     def largest(self) -> float:
@@ -75,7 +83,24 @@ class Difference:
         found = {key: value for key, value in self.tensors.items() if value > within}
         first = min((step for step, _ in found), default=0)
         lines = [f"  step {step} {name}: {value:.3g}" for (step, name), value in found.items() if step == first]
-        return "\n".join([str(self), *lines])
+        return "\n".join([str(self), *([self.not_shared] if self.not_shared else []), *lines])
+
+
+def not_shared(run: Run, mesh: dict[str, Any]) -> str | None:
+    """What of a mesh a run made no use of, as far as its checkpoint's pieces tell; None if all is well."""
+    index = json.loads((run.path / "checkpoints" / "step-00000001" / "index.json").read_bytes())
+    blocks = {name: entry for name, entry in index["tensors"].items() if name.startswith("model.layers.")}
+    pieces = max(len(entry["pieces"]) for entry in blocks.values())
+    wanted = math.prod(mesh.get(axis, 1) for axis in ("dp_shard", "cp", "tp"))
+    if pieces != wanted:
+        return f"matrices are in {pieces} pieces and not in {wanted}"
+    layers: dict[int, set[str]] = {}
+    for name, entry in blocks.items():
+        for number, *_ in entry["pieces"]:
+            layers.setdefault(number, set()).add(name.split(".")[2])
+    if "pp" in mesh and (most := max(map(len, layers.values()))) > 5 - mesh["pp"]:
+        return f"a rank has {most} of 4 layers"
+    return None
 
 
 def compare(one: Run, other: Run) -> Difference:
@@ -86,20 +111,18 @@ def compare(one: Run, other: Run) -> Difference:
         left, right = (run.steps[step] if step < len(run.steps) else {} for run in (one, other))
         for name in sorted(left.keys() | right.keys()):
             tensors[step + 1, name] = _apart(left.get(name), right.get(name))
-    largest = {"optimizer.": 0.0, "model.": 0.0}
-    for prefix in largest:
-        largest[prefix] = max((value for (_, name), value in tensors.items() if name.startswith(prefix)), default=0.0)
+    of = {
+        kind: [value for (_, name), value in tensors.items() if name.startswith(kind)]
+        for kind in ("model.", "optimizer.")
+    }
+    metrics = {name: _apart(values, other.metrics[name]) for name, values in one.metrics.items()}
     return Difference(
-        loss=_apart(_column(one, 1), _column(other, 1)),
-        norm=_apart(_column(one, 2), _column(other, 2)),
-        gradient=largest["optimizer."],
-        weight=largest["model."],
+        loss=max(value for name, value in metrics.items() if name != "grad_norm"),
+        norm=metrics["grad_norm"],
+        gradient=max(of["optimizer."], default=math.inf),
+        weight=max(of["model."], default=math.inf),
         tensors=tensors,
     )
-
-
-def _column(run: Run, number: int) -> np.ndarray:
-    return np.array([line[number] for line in run.losses])
 
 
 def _apart(left: np.ndarray | None, right: np.ndarray | None) -> float:
@@ -133,4 +156,16 @@ class Runner:
 
     def compare(self, case: Case) -> Difference:
         """How far a case is from one process."""
-        return compare(self.reference(case), self.run(case))
+        run = self.run(case)
+        difference = compare(self.reference(case), run)
+        difference.not_shared = not_shared(run, case.mesh)
+        if difference.good:
+            shutil.rmtree(run.path)  # there are hundreds
+        return difference
+
+    def travel(self, model: str, meshes: list[dict[str, Any]]) -> Difference:
+        """How far a run that makes each step on another mesh is from one that makes them all in one process."""
+        name = f"{model}-from-mesh-to-mesh"
+        for step, mesh in enumerate(meshes, start=1):
+            run = self.run(Case(model, "plain", mesh), steps=step, name=name, fresh=step == 1)
+        return compare(self.reference(Case(model, "plain"), steps=len(meshes)), run)

@@ -76,12 +76,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # ---- ways of training; a section of the run's file each
 
 
-def _way(sequences: int, micro: int, *, model: dict | None = None, masked: bool = False, **training: Any) -> dict:
+def _way(sequences: int, micro: int, *, masked: bool = False, model: dict | None = None, **training: Any) -> dict:
     return {
         "training": {"batch_tokens": sequences * 32, "micro_batch_size": micro, **training},
         "model": model or {},
-        "masked": masked,
+        "data": {"train": _data(masked=masked)},
     }
+
+
+def _data(**arguments: Any) -> dict:
+    return {"type": "matrix_parts:Sequences", **arguments}
 
 
 _DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
@@ -94,6 +98,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputing": _way(8, 2, activation_checkpointing="full"),
     # Dropout is drawn for a micro-batch: equal micro-batches on all meshes are those of one sequence.
     "dropout": _way(8, 1, model=_DROPOUT),
+    # 7 sequences, 3 at a time; measured after the second step and at the end.
+    "validating": _way(8, 2)
+    | {
+        "data": {"train": _data(), "validation": _data(count=7, masked=True)},
+        "validation": {"every": 2, "micro_batch_size": 3},
+    },
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
 
@@ -226,8 +236,18 @@ SAMPLE = [
     Case("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
 ]
 
+# Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
+JOURNEYS = [
+    ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
+    ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
+    ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
+    ("gqa", [{"pp": 2, "schedule": "zbv"}, {"cp": 4}, {"pp": 2, "schedule": "interleaved_1f1b"}, {"tp": 2}]),
+    ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
+    ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
+]
 
-# ---- running
+
+# ---- a run's file
 
 
 def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run", **sections: Any) -> Path:
@@ -236,16 +256,14 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
     content: dict[str, Any] = {
         "run": {"name": name, "directory": str(folder), "seed": 7},
         "model": (MODELS | FAMILIES)[case.model] | way["model"],
-        "data": {
-            "train": {"type": "matrix_parts:Sequences", "masked": way["masked"]},
-            "sequence_length": 32,
-        },
-        "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.5},
+        "data": {"sequence_length": 32} | way["data"],
+        "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
         "schedule": {"type": "constant"},
         "training": {"steps": steps, "dtype": "float64", "grad_clip": None, "threads": 1, **way["training"]},
         "parallel": {"dp_shard": 1, **case.mesh},
         "checkpoint": {"every": 1, "keep_last": 10},
         "log": {"every": 1, "trackers": []},
+        **({"validation": way["validation"]} if "validation" in way else {}),
     }
     for section, change in sections.items():
         content[section] = content.get(section, {}) | change

@@ -5,10 +5,13 @@ import torch
 
 
 class PlainSGD(torch.optim.Optimizer):
-    """w -= lr * gradient; its state is the gradient, so that a checkpoint has every gradient of its step."""
+    """w -= lr * (gradients, older ones less and less); a checkpoint has every gradient of its step, for it keeps them.
 
-    def __init__(self, params, *, lr: float = 0.1):
-        super().__init__(params, {"lr": lr})
+    No root and no division: where gradients differ by a little, so do weights.
+    """
+
+    def __init__(self, params, *, lr: float = 0.1, momentum: float = 0.5):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -16,9 +19,13 @@ class PlainSGD(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
-                kept = self.state[parameter].setdefault("gradient", torch.zeros_like(parameter))
-                kept.copy_(parameter.grad)
-                parameter.add_(parameter.grad, alpha=-group["lr"])
+                state = self.state[parameter]
+                for name in ("gradient", "sum"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
+                state["gradient"].copy_(parameter.grad)
+                state["sum"].mul_(group["momentum"]).add_(parameter.grad)
+                parameter.add_(state["sum"], alpha=-group["lr"])
 
 
 class Sequences:

@@ -43,7 +43,7 @@ def main() -> int:
                     wrong += 1
                     continue
                 seconds = time.perf_counter() - began
-                good = difference.largest <= WITHIN
+                good = difference.good
                 print(f"{'equal' if good else 'WRONG'}  {case}: {difference} ({seconds:.1f} s)", flush=True)
                 if not good or chosen.all:
                     print(difference.wrong(-1 if chosen.all else WITHIN))
