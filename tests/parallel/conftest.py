@@ -14,7 +14,7 @@ def runner(tmp_path_factory):
     """Runs cases of the matrix in processes that are started once a session."""
     from compare import Runner
 
-    runner = Runner(tmp_path_factory.mktemp("matrix"))
+    runner = Runner(tmp_path_factory.mktemp("matrix"), seconds=120)
     yield runner
     runner.pool.close()
 
