@@ -28,6 +28,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "config": ("weft.cli.config", "check a run's YAML file, show it resolved, print its schema"),
         "models": ("weft.cli.models", "list families and presets of models, with their sizes"),
         "train": ("weft.cli.train", "train a model as a YAML file says; go on if it was interrupted"),
+        "profile": ("weft.cli.profile", "show where a training step's time and memory go"),
     },
     "use": {
         "generate": ("weft.cli.generate", "let a trained model write"),

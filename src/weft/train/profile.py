@@ -1,0 +1,394 @@
+"""A few steps of a run under PyTorch's profiler: the trainer's own, in a scratch directory, nothing saved of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, record_function
+
+from weft.checkpoint.huggingface.making import new_folder
+from weft.config.errors import UserError
+from weft.config.run import RunConfig
+from weft.observe.console import Console
+from weft.observe.manifest import hardware, now, versions
+from weft.observe.memory import GRADIENTS, MARK, OPTIMIZER, PARAMETERS, picture, timeline
+from weft.observe.profile_page import page
+from weft.observe.trace import DATA, STEP, Trace, collectives, operators, read_trace, step_times
+from weft.parallel.world import World
+from weft.train.loop import Loop, Outcome
+from weft.train.recorder import Recorder, amount
+from weft.train.run_directory import RunDirectory
+from weft.train.stop import StopSignal
+from weft.train.trainer import Trainer
+
+KEPT_OPERATORS = 50  # kinds, of each rank
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be profiled.
+
+    Attributes:
+        out: the folder to make.
+        steps, warmup: how many are recorded, after how many that are not.
+        ranks: those that record; None: all.
+    """
+
+    out: Path
+    steps: int = 3
+    warmup: int = 5
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass
+class Capture:
+    """What one rank records.
+
+    Attributes:
+        seconds: of each step, from before its data to after its update; as `weft train` counts them.
+        marks: what lay at which address, by the number of a range in the trace.
+        before: address, bytes and category of what there was when recording began.
+        found: what is in profile.json, on the first rank.
+    """
+
+    request: Request
+    records: bool = True
+    seconds: list[float] = field(default_factory=list)
+    marks: dict[int, dict[int, str]] = field(default_factory=dict)
+    before: list[tuple[int, int, str]] = field(default_factory=list)
+    found: dict[str, Any] | None = None
+    profiler: Any = None
+
+    def start(self, device: torch.device) -> None:
+        """Get ready; the profiler itself records only after the warm-up."""
+        if not self.records:
+            return
+        ready = min(self.request.warmup, 1)  # the profiler, too, is slower in its first step
+        self.profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
+            schedule=torch.profiler.schedule(
+                wait=self.request.warmup - ready, warmup=ready, active=self.request.steps, repeat=1
+            ),
+            record_shapes=True,
+            profile_memory=True,
+        )
+        self.profiler.start()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the step that goes on is one of those to be recorded."""
+        return self.records and len(self.seconds) >= self.request.warmup
+
+    def mark(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
+        """Note in the trace what these tensors' memory is for."""
+        number = len(self.marks)
+        with record_function(f"{MARK}{number}"):
+            self.marks[number] = {address: category for address, _, category in storages(tensors)}
+
+
+class ProfiledLoop(Loop):
+    """Takes the steps that are asked for, saves and measures nothing, and writes the profile."""
+
+    def __init__(self, *, capture: Capture, **parts: Any):
+        super().__init__(**parts)
+        self.capture = capture
+
+    def due(self, step: int, every: int) -> bool:
+        """Never: no checkpoint, no validation, no samples."""
+        return False
+
+    def save(self, step: int) -> None:
+        """A signal or a loss that is no number ends the profile: there is nothing to keep."""
+
+    def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
+        """Warm up, record, and leave the profile in its folder, whole; nothing of it if the steps end early."""
+        capture, request, world = self.capture, self.capture.request, self.world
+        stop = stop or StopSignal()
+        steps = request.warmup + request.steps
+        if steps > self.length.steps:
+            raise alike(
+                f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, and this run has "
+                f"{self.length.steps}; ask for fewer",
+                world,
+            )
+        if request.ranks and max(request.ranks) >= world.ranks:
+            raise alike(f"--ranks: there is no rank {max(request.ranks)} of {world.ranks}", world)
+        capture.records = request.ranks is None or world.rank in request.ranks
+        self.length = dataclasses.replace(self.length, steps=steps)
+        self.recorder.watch(self.marked)
+        self.optimizer.register_step_pre_hook(self.before_update)
+        world.agree(lambda: raise_if_taken(request.out), only_first=True)
+        capture.start(world.device)
+        outcome = super().run(step, stop)
+        if outcome.status != "finished":
+            return outcome
+        try:
+            with making(request.out, world) as folder:
+                self.write(folder)
+                received = next((number for number in world.gather(stop.received) if number is not None), None)
+                if received is not None:
+                    raise _Stopped(received)
+        except _Stopped as early:
+            return dataclasses.replace(outcome, status="stopped", signal=early.signal)
+        return outcome
+
+    def marked(self, begins: bool) -> None:
+        """A recorded step begins or ends: note which memory is whose."""
+        capture = self.capture
+        if begins and not capture.before:
+            gc.collect()
+            capture.before = list(storages(self.tensors()))
+        capture.mark(self.tensors())
+
+    def before_update(self, *_: Any) -> None:
+        """The only moment of a step at which all gradients are there."""
+        if self.capture.recording:
+            self.capture.mark(self.tensors())
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """This rank's parts of what stays from step to step, and of gradients."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad, GRADIENTS
+            yield parameter, PARAMETERS
+        yield from ((buffer, PARAMETERS) for buffer in self.model.buffers())
+        for state in self.optimizer.state.values():
+            yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, torch.Tensor))
+
+    def write(self, folder: Path) -> None:
+        """Every rank its trace and picture, the first rank the numbers and the page."""
+        capture, world = self.capture, self.world
+        reports = world.gather(world.agree(lambda: self.rank_report(folder) if capture.records else None))
+        if world.rank == 0:
+            found = self.summary([report for report in reports if report is not None])
+            capture.found = found
+        world.agree(lambda: write_files(folder, capture.found or {}), only_first=True)
+
+    def rank_report(self, folder: Path) -> dict[str, Any]:
+        """Write this rank's trace and memory picture; give its numbers."""
+        capture, device, rank = self.capture, self.world.device, self.world.rank
+        capture.profiler.stop()
+        trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
+        if not folder.is_dir():
+            raise UserError("not every machine sees this folder; give an --out on a disk that they share", folder)
+        try:
+            capture.profiler.export_chrome_trace(str(folder / trace_file))
+            trace = read_trace(folder / trace_file)
+            self.raise_if_empty(trace)
+            place = (1, device.index or 0) if device.type == "cuda" else (0, -1)
+            line = timeline(trace, place, capture.before, capture.marks)
+            title = f"Memory of rank {rank} ({device}), greatest {line.peak / 1e6:,.1f} MB; parts at that moment"
+            (folder / memory_file).write_text(picture(line, title), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot be written: {error.strerror or error}; nothing was made", folder) from None
+        return {
+            "rank": rank,
+            "trace": trace_file,
+            "memory_picture": memory_file,
+            "step_seconds": capture.seconds,
+            "steps": [dataclasses.asdict(times) for times in step_times(trace)],
+            "operators": [work_dict(work) for work in operators(trace)[:KEPT_OPERATORS]],
+            "collectives": [work_dict(work) for work in collectives(trace)],
+            "memory": line.as_dict(),
+        }
+
+    def raise_if_empty(self, trace: Trace) -> None:
+        """A GPU whose counters may not be read gives a trace without kernels: that is no idle GPU."""
+        if self.world.device.type == "cuda" and not trace.on_device:
+            raise UserError(
+                "the profiler saw no work of the GPU: reading its counters may need a permission here (NVIDIA's "
+                "ERR_NVGPUCTRPERM), or another profiler has them"
+            )
+
+    def summary(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """profile.json."""
+        request, config, device = self.capture.request, self.config, self.world.device
+        return {
+            "made": now(),
+            "run": config.run.name,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": self.world.ranks,
+            "parallel": config.parallel.model_dump(mode="json"),
+            "training": config.training.model_dump(mode="json"),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "tokens_per_step": self.length.tokens_per_step,
+            "warmup": warmup(self.capture.seconds, request.warmup, self.length.tokens_per_step),
+            "per_rank": ranks,
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+
+
+class ProfilingRecorder(Recorder):
+    """Opens and closes the trace's ranges; says what is profiled, and nothing of a run that ends."""
+
+    def __init__(self, config: RunConfig, world: World, run: RunDirectory, length: Any, *rest: Any, capture: Capture):
+        self.capture, self.range, self.on_edge = capture, None, None
+        steps = capture.request.warmup + capture.request.steps
+        super().__init__(config, world, run, dataclasses.replace(length, steps=steps), *rest)
+
+    def watch(self, on_edge: Callable[[bool], None]) -> None:
+        """Have `on_edge` called at the beginning (True) and the end of every step that is recorded."""
+        self.on_edge = on_edge
+
+    def _introduce(self, parameters: int, step: int, plan: Any) -> None:
+        request = self.capture.request
+        self.console.line(
+            f"profiling {self.config.run.name}: {amount(parameters)} parameters, {request.warmup} + {request.steps} "
+            f"steps of {self.length.tokens_per_step:,} tokens, {self.config.training.dtype} on {self.world.ranks} x "
+            f"{self.world.device.type}"
+        )
+
+    def begin_step(self) -> None:
+        """A step begins, with the wait for its data."""
+        if self.capture.recording and self.on_edge:
+            self.on_edge(True)
+        self.range = record_function(f"{STEP}{len(self.capture.seconds) + 1}").__enter__()
+        self.waiting = record_function(DATA).__enter__()
+        self.began_at = time.perf_counter()
+        super().begin_step()
+
+    def data_arrived(self) -> None:
+        """The batch is here."""
+        super().data_arrived()
+        self.waiting.__exit__(None, None, None)
+
+    def end_step(self, step: int, **measured: Any) -> None:
+        """The step ends here for the trace as for tokens/s: before anything that is not training."""
+        super().end_step(step, **measured)
+        seconds = time.perf_counter() - self.began_at
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+        if self.capture.recording and self.on_edge:
+            self.on_edge(False)
+        self.capture.seconds.append(seconds)
+        if self.capture.profiler is not None:
+            self.capture.profiler.step()
+
+    def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
+        """There is no profile of a run that breaks."""
+        self.console.warning(f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}")
+
+    def ended(self, status: str, step: int) -> None:
+        """Say it if nothing came of it."""
+        if status != "finished":
+            self.console.line("ended early; nothing was written")
+
+
+class _Stopped(Exception):
+    """A signal came while the profile was being written."""
+
+    def __init__(self, signal: int):
+        self.signal = int(signal)
+
+
+def profile(config: RunConfig, request: Request, console: Console | None = None) -> tuple[Outcome, dict[str, Any]]:
+    """Take the first steps of the run that `config` describes, record some, and make `request.out`.
+
+    Nothing of the run's own directory is touched, or looked at but for what Weft chose when the run began.
+
+    Returns:
+        How it ended, and what is in profile.json (on the first rank, and if it "finished").
+
+    Raises:
+        UserError: whatever `Trainer.fit` raises; the folder exists or cannot be written; fewer steps than asked for.
+    """
+    config = RunDirectory(config.run_directory).with_choices(config)
+    capture = Capture(request)
+    with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # each rank its own: nothing in it is shared
+        trainer = Trainer(in_scratch(config, scratch), console=console)
+        trainer.loop = partial(ProfiledLoop, capture=capture)
+        trainer.recorder = partial(ProfilingRecorder, capture=capture)
+        outcome = trainer.fit()
+    return outcome, capture.found or {}
+
+
+def in_scratch(config: RunConfig, directory: str) -> RunConfig:
+    """The same training elsewhere, without validation, samples and trackers."""
+    changes = {
+        "run": {"directory": directory},
+        "data": {"validation": None},
+        "samples": {"prompts": []},
+        "log": {"trackers": []},
+    }
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    )
+
+
+def raise_if_taken(out: Path) -> None:
+    """Before the steps rather than after them. Raises UserError if `out` cannot be made."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if os.path.lexists(out):
+        raise UserError("exists already; name another --out, or move it away", out)
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UserError("no folder can be made here; name another --out", above)
+
+
+@contextmanager
+def making(out: Path, world: World) -> Iterator[Path]:
+    """On all ranks, the hidden folder that the first of them makes, which takes its name in the end or is deleted."""
+    with ExitStack() as stack:
+        yield world.agree(lambda: stack.enter_context(new_folder(out, 0)), only_first=True)
+        world.agree(stack.close, only_first=True)
+
+
+def alike(message: str, world: World) -> UserError:
+    """A mistake that all ranks find: the first one tells it."""
+    error = UserError(message)
+    error.quiet = world.rank != 0
+    return error
+
+
+def storages(tensors: Iterable[tuple[torch.Tensor, str]]) -> Iterator[tuple[int, int, str]]:
+    """Address, bytes and category of each piece of memory that these tensors are in, once."""
+    seen: set[int] = set()
+    for tensor, category in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.detach().untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            yield storage.data_ptr(), storage.nbytes(), category
+
+
+def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
+    """The first step against the steady ones: those before the profiler got ready, and those that it recorded.
+
+    The steady step is the median of the warm-up's without its first (compiling, first allocations) and its last one.
+    """
+    steady, recorded = seconds[1 : steps - 1], statistics.median(seconds[steps:])
+    usual = statistics.median(steady) if steady else None
+    return {
+        "first_step_seconds": seconds[0],
+        "steady_step_seconds": usual,
+        "steady_tokens_per_second": tokens / usual if usual else None,
+        "recorded_step_seconds": recorded,
+    }
+
+
+def work_dict(work: Any) -> dict[str, Any]:
+    """A row of a table, without what is not known of it."""
+    return {name: value for name, value in dataclasses.asdict(work).items() if value is not None}
+
+
+def write_files(folder: Path, found: dict[str, Any]) -> None:
+    """profile.json and profile.html."""
+    text = json.dumps(found, indent=2, ensure_ascii=False, default=str) + "\n"
+    (folder / "profile.json").write_text(text, encoding="utf-8")
+    (folder / "profile.html").write_text(page(found, folder), encoding="utf-8")
