@@ -23,7 +23,7 @@ PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, OTHER = CATEGORIES = (
 COLOURS = dict(zip(CATEGORIES, ("#4269d0", "#9c6b4e", "#efb118", "#97bbf5", "#3ca951", "#9498a0"), strict=True))
 MARK = "weft: mark "  # an instant at which it is known what lies at some addresses, with its number
 POINTS = 1200
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1136, 380, 76, 16, 46, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1136, 380, 76, 36, 46, 44
 
 
 @dataclass

@@ -126,12 +126,13 @@ class ProfiledLoop(Loop):
                 world,
             )
         if request.ranks and max(request.ranks) >= world.ranks:
-            raise alike(f"--ranks: there is no rank {max(request.ranks)} of {world.ranks}", world)
+            raise alike(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}", world)
         capture.records = request.ranks is None or world.rank in request.ranks
         self.length = dataclasses.replace(self.length, steps=steps)
         self.recorder.watch(self.marked)
         self.optimizer.register_step_pre_hook(self.before_update)
         world.agree(lambda: raise_if_taken(request.out), only_first=True)
+        self.recorder.introduce(sum(parameter.numel() for parameter in self.model.parameters()))
         capture.start(world.device)
         outcome = super().run(step, stop)
         if outcome.status != "finished":
@@ -246,6 +247,10 @@ class ProfilingRecorder(Recorder):
         self.on_edge = on_edge
 
     def _introduce(self, parameters: int, step: int, plan: Any) -> None:
+        """`introduce` does, once it is known that there is something to say."""
+
+    def introduce(self, parameters: int) -> None:
+        """What is profiled."""
         request = self.capture.request
         self.console.line(
             f"profiling {self.config.run.name}: {amount(parameters)} parameters, {request.warmup} + {request.steps} "

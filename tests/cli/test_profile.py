@@ -1,0 +1,128 @@
+"""`weft profile` on one process and on two: what it leaves, and that it leaves nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from weft.cli.main import main
+from weft.observe.trace import read_trace
+
+
+def profile(path, *arguments, cwd):
+    command = [sys.executable, "-m", "weft", "profile", str(path), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def check(found, steps):
+    for report in found["per_rank"]:
+        assert [times["step"] for times in report["steps"]] == steps
+        for times in report["steps"]:
+            parts = times["compute"] + times["exposed"] + times["idle"]
+            assert parts == pytest.approx(times["seconds"], rel=1e-6)
+            assert 0 < times["compute"] < times["seconds"]
+            assert times["exposed"] <= times["communication"]
+            # The trace's step is the one that tokens/s is counted by.
+            assert times["seconds"] == pytest.approx(report["step_seconds"][times["step"] - 1], rel=0.1, abs=2e-3)
+        assert any("mm" in work["name"] for work in report["operators"])
+
+
+def test_one_process_leaves_a_profile_and_nothing_else(run_yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = run_yaml(samples={"prompts": ["ka"]}, training={"batch_tokens": 512})
+    before = set(tmp_path.iterdir())
+    assert main(["profile", str(path), "--warmup", "2", "--steps", "2"]) == 0
+    said = capsys.readouterr()
+    assert "2 + 2 steps of 512 tokens, float32 on 1 x cpu" in said.err
+    assert "profiles/demo/profile.html" in said.out
+    assert "aten::mm" in said.out
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "profiles"}
+    folder = tmp_path / "profiles" / "demo"
+    names = {"trace-rank-00000.json.gz", "memory-rank-00000.svg", "profile.json", "profile.html"}
+    assert {file.name for file in folder.iterdir()} == names
+    found = json.loads((folder / "profile.json").read_text())
+    check(found, [3, 4])
+    assert list(read_trace(folder / "trace-rank-00000.json.gz").steps) == [3, 4]
+    assert len(found["per_rank"][0]["step_seconds"]) == 4
+    memory = found["per_rank"][0]["memory"]["at_peak_bytes"]
+    assert memory["parameters"] >= 4 * found["parameters"]  # and buffers
+    assert memory["parameters"] < 4.1 * found["parameters"]
+    assert memory["optimizer state"] == pytest.approx(8 * found["parameters"], rel=0.01)
+    assert memory["activations"] > 0
+    assert "<svg" in (folder / "profile.html").read_text()
+    # Again: beside it.
+    assert main(["profile", str(path), "--warmup", "0", "--steps", "1"]) == 0
+    assert (tmp_path / "profiles" / "demo-2" / "profile.json").exists()
+
+
+def test_two_processes_show_their_communication(run_yaml, tmp_path):
+    done = profile(
+        run_yaml(training={"batch_tokens": 512}),
+        "--nproc",
+        2,
+        "--warmup",
+        1,
+        "--steps",
+        2,
+        "--out",
+        "two",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "USDT" not in done.stderr
+    found = json.loads((tmp_path / "two" / "profile.json").read_text())
+    check(found, [2, 3])
+    assert [report["rank"] for report in found["per_rank"]] == [0, 1]
+    assert not (tmp_path / "runs").exists()
+    for report in found["per_rank"]:
+        assert (tmp_path / "two" / report["trace"]).exists()
+        given = {work["name"]: work["bytes"] / 2 for work in report["collectives"]}
+        # gloo sums whole gradients, once a step; the rest are losses and the like.
+        assert given["gloo:all_reduce"] == pytest.approx(4 * found["parameters"], rel=0.02)
+        assert given["gloo:all_gather"] >= 2 * found["parameters"]
+        assert all(times["communication"] > 0 for times in report["steps"])
+    halves = [report["memory"]["at_peak_bytes"]["optimizer state"] for report in found["per_rank"]]
+    assert sum(halves) == pytest.approx(8 * found["parameters"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "5"], "--ranks: there is no rank 5; they are 0 to 0"),
+        (["--ranks", "one"], "--ranks one: all, or numbers"),
+        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, and this run has 30"),
+        (["--out", "taken"], "taken: exists already"),
+        (["--out", "taken/file/below"], "no folder can be made here"),
+    ],
+)
+def test_mistakes_are_one_line(run_yaml, tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    path = run_yaml()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("here")
+    assert main(["profile", str(path), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_a_signal_leaves_no_folder(run_yaml, tmp_path):
+    command = [sys.executable, "-m", "weft", "profile", run_yaml(training={"steps": 90000}), "--warmup", "80000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if line.startswith("step 1/"):
+            break
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "nothing was written" in errors
+    assert not list(tmp_path.glob("profiles*"))
+    assert not list(tmp_path.glob("weft-profile-*"))
