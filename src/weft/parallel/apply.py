@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
@@ -19,6 +18,7 @@ from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
 from weft.models.sharding import decoder_sharding
+from weft.parallel.activations import checkpointed
 from weft.parallel.context import Context, gathers
 from weft.parallel.experts import exchange_tokens
 from weft.parallel.fsdp import shard
@@ -33,6 +33,7 @@ def parallelize(
     world: World,
     *,
     dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None = None,
     seed: int,
     compile: bool = False,
     activation_checkpointing: str = "none",
@@ -41,7 +42,8 @@ def parallelize(
     """Build the model on the meta device, freeze, checkpoint, compile and shard it, and fill in its initial weights.
 
     Args:
-        dtype: of computing: bfloat16, float32 or float64. State is float32 (float64 for float64).
+        dtype: of computing. State is float32 (float64 for float64).
+        reduce_dtype: of gradients while they are summed; default: the state's.
         seed: the weights are a function of it and of the parameters' names, not of the mesh.
         only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
 
@@ -70,13 +72,12 @@ def parallelize(
     cut(model, parallel, world)
     _raise_if_shared(model, blocks)
     experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
-    for block in blocks:
+    for number, block in enumerate(blocks):
         # The forward, not the module: FSDP's hooks stay outside, and names stay what they are. Compiled code is given
         # a rank's parts; what is computed again in backward has to find them again.
         if not compile:
             block.forward = local_parts(block.forward, block, experts)
-        if activation_checkpointing == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = checkpointed(block.forward, activation_checkpointing, number, len(blocks), compile=compile)
         if compile:
             block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
             block.forward = local_parts(block.forward, block, experts)
@@ -85,7 +86,7 @@ def parallelize(
     model.forward = local_parts(model.forward, model, blocks)
     if compile and hasattr(model, "token_logprobs"):
         model.token_logprobs = partial(model.token_logprobs, compiled=True)
-    shard(model, blocks, parallel, world, dtype)
+    shard(model, blocks, parallel, world, dtype, reduce_dtype)
 
     if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
         materialize(model, world.device)
