@@ -104,6 +104,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "data": {"train": _data(), "validation": _data(count=7, masked=True)},
         "validation": {"every": 2, "micro_batch_size": 3},
     },
+    "compiled": _way(8, 2, compile=True),
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
 
@@ -167,6 +168,15 @@ CHOSEN = [
     {"cp": 2, "tp": 2},
     {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 2},
 ]
+# Compiling takes half a minute.
+COMPILED = [
+    ("dense", {"dp_shard": 2}),
+    ("dense", {"tp": 2}),
+    ("dense", {"cp": 2}),
+    ("dense", {"pp": 2}),
+    ("moe", {"dp_shard": 2, "ep": 2}),
+    ("gqa", {"pp": 2, "dp_shard": 2, "tp": 2}),
+]
 
 
 @dataclass(frozen=True)
@@ -217,9 +227,11 @@ def fits(model: str, mesh: dict[str, Any]) -> bool:
 def matrix() -> list[Case]:
     """All cases: every model on every mesh; every family and every way of training on a few."""
     cases = [Case(model, "plain", mesh) for mesh in MESHES for model in MODELS]
-    cases += [Case(model, way, mesh) for mesh in CHOSEN for way in WAYS for model in ("gqa", "moe")]
+    ways = [way for way in WAYS if way != "compiled"]
+    cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
+    cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
 

@@ -26,6 +26,8 @@ from typing import Any
 
 # What a run imports, some of it only when it gets there.
 IMPORTS = ("weft.train.trainer", "weft.optim.adamw", "weft.objectives.pretrain", "weft.optim.schedules.constant")
+# Inductor would start processes of its own, a dozen for each rank.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 MOST = 16
 GRACE = 3.0  # seconds for the other ranks to say what they know, once one of them has failed
 
@@ -75,10 +77,12 @@ class Pool:
 
     def close(self) -> None:
         """End all processes; the next call starts new ones."""
-        for process, pipe in self.workers:
-            process.kill()
-            pipe.close()
+        for _, pipe in self.workers:
+            pipe.close()  # whoever waits there ends by itself
+        end = time.monotonic() + 1
         for process, _ in self.workers:
+            process.join(max(0, end - time.monotonic()))
+            process.kill()
             process.join()
         self.workers = []
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -89,7 +93,7 @@ class Pool:
         self.folder.mkdir(exist_ok=True)
         context = multiprocessing.get_context("forkserver")
         new = range(len(self.workers), ranks)
-        with _environ(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1"):
+        with _environ(**ENVIRONMENT):
             context.set_forkserver_preload([__name__ if __name__ != "__main__" else "pool", *IMPORTS])
             for number in new:
                 ours, theirs = context.Pipe()
@@ -206,7 +210,7 @@ def _serve(pipe: Connection, number: int, folder: Path) -> None:
         try:
             environment, function, arguments = pipe.recv()
         except (EOFError, OSError):
-            os._exit(0)
+            return
         os.environ.clear()
         os.environ.update(own | environment)
         pipe.send(_answer(function, arguments))
