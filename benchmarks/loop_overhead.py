@@ -132,7 +132,7 @@ def measure(size: str, steps: int, threads: int) -> dict:
         run, checked = trainer.prepare(checked, world, fresh=False)
         data = trainer.open_data(checked, world)
         model, optimizer = trainer.build(checked, world)
-        loop = trainer.wire(checked, world, run, data, model, optimizer, 0, Console(speaks=True))
+        loop = trainer.wire(checked, world, run, data, model, optimizer, {"step": 0}, Console(speaks=True))
         Turns.bare_step = staticmethod(bare_step_of(loop))
         loop.run(0)
         world.close()

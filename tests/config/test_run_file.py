@@ -83,7 +83,7 @@ def test_every_problem_is_told_in_one_pass_in_order_of_lines():
         "run.yaml:9: optimizer.betas[1]: must be less than 1, not 1.5",
         "run.yaml:10: optimizer.weight_decay: null has no meaning here; remove the key to get the default (0.1)",
         "run.yaml:11: schedule.type: unknown schedule 'cosin'; did you mean 'cosine'?",
-        "run.yaml:12: training.dtype: must be one of auto, float64, float32, bfloat16, float16, not 'bf16'; did you mean",
+        "run.yaml:12: training.dtype: must be one of auto, float64, float32, bfloat16, float16, not 'bf16'; did",
         "run.yaml:12: training.grad_clip: must be more than 0, not -1",
         "run.yaml:12: training.steps: steps and tokens both say how long the run is; keep one",
         "run.yaml:13: lerning_rate: unknown key",

@@ -65,7 +65,7 @@ class Passes:
         for number, micro_batch in enumerate(micro_batches, start=1):
             on_last_micro_batch(self.model, number == len(micro_batches), self.parallel)
             seed(micro_batch)
-            inputs, own = self.inputs(micro_batch, learned)
+            inputs, own = self.inputs(micro_batch, learned / factor)
             loss = self.objective.loss(self.forward(inputs), own)
             divided = loss / weight
             (divided if factor == 1.0 else divided * factor).backward()

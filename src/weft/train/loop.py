@@ -26,6 +26,7 @@ from weft.parallel.balance import ExpertBalance
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
 from weft.parallel.passes import Passes
+from weft.parallel.scaling import LossScale
 from weft.parallel.world import World
 from weft.train.recorder import Recorder
 from weft.train.stop import StopSignal
@@ -38,7 +39,7 @@ class Outcome:
 
     Attributes:
         status: "finished"; "stopped" by a signal; or "non-finite", at a loss or gradient that is no number.
-        step: updates made; a checkpoint of them exists.
+        step: updates made, or skipped for the loss's scale; a checkpoint of them exists.
         loss: of the last update, in nats per token; None if this session made none.
         validation: the last measurements on held-out data.
         signal: the number of the signal that stopped it.
@@ -70,6 +71,7 @@ class Loop:
     prompts: list[Prompt]
     stop_ids: frozenset[int]
     decode: Callable[[list[int]], str] | None
+    scale: LossScale
 
     def __post_init__(self) -> None:
         self.passes = Passes(self.model, self.objective, self.world, self.config.parallel)
@@ -99,21 +101,29 @@ class Loop:
 
                 loss = self.accumulate_gradients(batch, weight, learned, step)
                 self.old_rows.clear_gradients()
+                self.scale.unscale(self.parameters)
                 norm = clip_gradients(self.parameters, self.config.training.grad_clip)
-                if not (math.isfinite(loss) and math.isfinite(norm)):
+                finite, scaling = math.isfinite(loss) and math.isfinite(norm), self.scale.metrics()
+                if not (finite or self.scale.may_skip()):
                     self.optimizer.zero_grad()
                     if saved_at != step:
                         self.save(step)  # the weights that this update would have spoiled
                     self.recorder.not_finite(step, loss, norm, batch)
                     return Outcome("non-finite", step, loss, measured)
                 lr = self.set_learning_rate(step)
-                with self.old_rows.unchanged():
-                    self.optimizer.step()
+                if finite:
+                    with self.old_rows.unchanged():
+                        self.optimizer.step()
+                else:
+                    self.recorder.skipped(step)
+                self.scale.update(finite)
                 self.optimizer.zero_grad()
                 load = self.balance.update()
                 step += 1
                 row = self.length.sequence_length // self.pieces(batch)
-                self.recorder.end_step(step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, expert_load=load)
+                self.recorder.end_step(
+                    step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, expert_load=load, scaling=scaling
+                )
 
                 if self.due(step, self.length.checkpoint_every):
                     self.save(step)
@@ -144,7 +154,13 @@ class Loop:
             self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
         # Length warm-up cuts sequences into rows: a micro-batch has as many more of them.
         micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
-        total = self.passes.train(micro_batches, weight=weight or 1.0, learned=learned, seed=partial(self.seed, step))
+        total = self.passes.train(
+            micro_batches,
+            weight=weight or 1.0,
+            learned=learned,
+            seed=partial(self.seed, step),
+            factor=self.scale.factor,
+        )
         return self.world.sum(total)[0] / (weight or 1.0)
 
     def pieces(self, batch: Batch) -> int:
@@ -196,7 +212,7 @@ class Loop:
             self.recorder.samples(step, [prompt.text for prompt in self.prompts], [self.decode(t) for t in texts])
 
     def save(self, step: int) -> None:
-        """A checkpoint of `step` updates: weights, optimizer state and the step, of which all else is a function."""
+        """A checkpoint of `step` updates: weights, optimizer state, the loss's scale, and the step for all else."""
         settings = self.config.checkpoint
         model: dict[str, Any] = self.config.model.model_dump(mode="json", by_alias=True)
         with self.recorder.saving(step):
@@ -205,7 +221,12 @@ class Loop:
                 step,
                 model=self.model,
                 optimizer=self.optimizer,
-                state={"step": step, "tokens": step * self.length.tokens_per_step, "seed": self.config.run.seed},
+                state={
+                    "step": step,
+                    "tokens": step * self.length.tokens_per_step,
+                    "seed": self.config.run.seed,
+                    **self.scale.state(),
+                },
                 architecture=model,
                 keep_last=settings.keep_last,
                 keep_every=settings.keep_every,

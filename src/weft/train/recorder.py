@@ -163,12 +163,14 @@ class Recorder:
         weight: float,
         row: int,
         expert_load: float | None = None,
+        scaling: dict[str, float] | None = None,
     ) -> None:
         """The update is made. Validation, samples and checkpoints come after it, outside of its time.
 
         Args:
             row: tokens per row, of which attention's work depends.
             expert_load: of a mixture of experts, `ExpertBalance.update`'s.
+            scaling: of a scaled loss, `LossScale.metrics`'.
         """
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -190,6 +192,7 @@ class Recorder:
             "data_seconds": self.data_seconds / self.steps,
             "learned_tokens": weight,
             **({} if expert_load is None else {"expert_load": expert_load}),
+            **(scaling or {}),
         }
         if self.speaks:
             self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
@@ -237,7 +240,15 @@ class Recorder:
         self.console.warning(
             f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}. This update was not "
             f"made; the weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
-            f"training.grad_clip, then run the same command again (samples {samples[:1]} to {samples[-1:]})"
+            f"training.grad_clip, {'compute in bfloat16, ' if self.config.training.dtype == 'float16' else ''}then run "
+            f"the same command again (samples {samples[:1]} to {samples[-1:]})"
+        )
+
+    def skipped(self, step: int) -> None:
+        """A gradient overflowed float16: said once, counted in the metrics."""
+        self.warn_once(
+            f"step {step + 1}: gradients beyond float16's range; the update is skipped and the loss scale halved, now "
+            "and whenever it comes again (metrics: loss_scale, skipped)"
         )
 
     def warn_once(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from weft.models.trial import try_parts
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
+from weft.parallel.scaling import LossScale
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
 from weft.train.data import Data, open_data
@@ -64,14 +66,15 @@ class Trainer:
             examine_parts(config, world)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
-            step = world.agree(lambda: restore(config, run, model, optimizer))
+            state = world.agree(lambda: restore(config, run, model, optimizer))
+            step = int(state["step"])
             if step >= data.length.steps:
                 self.console.line(nothing_to_do(run, step, data.length.steps))
                 world.close()
                 return Outcome("finished", step, None, {})
             examine_foreign(config, world, model, self.console)
             loop = wire(
-                config, world, run, data, model, optimizer, step, self.console, loop=self.loop, recorder=self.recorder
+                config, world, run, data, model, optimizer, state, self.console, loop=self.loop, recorder=self.recorder
             )
             with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
                 outcome = loop.run(step, stop)
@@ -105,6 +108,7 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
         config.parallel,
         world,
         dtype=DTYPES[config.training.dtype],
+        reduce_dtype=DTYPES.get(config.training.reduce_dtype),  # auto is none of them
         seed=config.run.seed,
         compile=config.training.compile,
         activation_checkpointing=config.training.activation_checkpointing,
@@ -115,19 +119,19 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
-def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Go on from the run's last checkpoint; or start from the one that `model.from` names, or from `model.path`.
 
     Returns:
-        The number of updates made so far.
+        What the loop goes on from: `step`, the number of updates made so far, and what else was saved with them.
     """
     if checkpoints(run.path):
-        return int(load(resolve(run.path), model=model, optimizer=optimizer)["step"])
+        return load(resolve(run.path), model=model, optimizer=optimizer)
     if isinstance(config.model, ForeignModelSection) and config.model.from_ is None and config.model.weights:
         fill_foreign(model, config.model)
     if config.model.from_ is not None:
         load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
-    return 0
+    return {"step": 0}
 
 
 def examine_attention(config: RunConfig, world: World, console: Console) -> None:
@@ -200,7 +204,7 @@ def wire(
     data: Data,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    step: int,
+    state: dict[str, Any],
     console: Console,
     *,
     loop: Callable[..., Loop] = Loop,
@@ -209,7 +213,7 @@ def wire(
     """Put the parts together, and write down what this run is."""
     world.agree(lambda: run.write_config(config), only_first=True)
     tokenizer = run.tokenizer()
-    records = recorder(config, world, run, data.length, model, step, data.digests, console, data.plan)
+    records = recorder(config, world, run, data.length, model, int(state["step"]), data.digests, console, data.plan)
     schedule = load_class(config.schedule, "schedule")(data.length.steps, **config.schedule.arguments)
     prompts = config.samples.prompts
     if prompts and tokenizer is None:
@@ -230,4 +234,5 @@ def wire(
         prompts=[tokenizer.prompt(text) for text in prompts] if tokenizer else [],
         stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
         decode=tokenizer.decode if tokenizer else None,
+        scale=LossScale(config.training, state),
     )
