@@ -121,7 +121,7 @@ def profile(load: Callable[[], RunConfig], args: argparse.Namespace, ranks: tupl
     config = None
     try:
         config = load()
-        from weft.train.profile import Request
+        from weft.train.capture import Request
         from weft.train.profile import profile as take
 
         request = Request(Path(args.out) if args.out else default_out(config), args.steps, args.warmup, ranks)

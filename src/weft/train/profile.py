@@ -8,96 +8,30 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, record_function
 
 from weft.checkpoint.huggingface.making import new_folder
 from weft.config.errors import UserError
 from weft.config.run import RunConfig
 from weft.observe.console import Console
 from weft.observe.manifest import hardware, now, versions
-from weft.observe.memory import GRADIENTS, MARK, OPTIMIZER, PARAMETERS, picture, timeline
+from weft.observe.memory import GRADIENTS, OPTIMIZER, PARAMETERS, picture, timeline
 from weft.observe.profile_page import page
-from weft.observe.trace import DATA, STEP, Trace, collectives, operators, read_trace, step_times
+from weft.observe.trace import Trace, collectives, operators, read_trace, step_times
 from weft.parallel.world import World
+from weft.train.capture import Capture, ProfilingRecorder, Request, storages
 from weft.train.loop import Loop, Outcome
-from weft.train.recorder import Recorder, amount
 from weft.train.run_directory import RunDirectory
 from weft.train.stop import StopSignal
 from weft.train.trainer import Trainer
 
 KEPT_OPERATORS = 50  # kinds, of each rank
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be profiled.
-
-    Attributes:
-        out: the folder to make.
-        steps, warmup: how many are recorded, after how many that are not.
-        ranks: those that record; None: all.
-    """
-
-    out: Path
-    steps: int = 3
-    warmup: int = 5
-    ranks: tuple[int, ...] | None = None
-
-
-@dataclass
-class Capture:
-    """What one rank records.
-
-    Attributes:
-        seconds: of each step, from before its data to after its update; as `weft train` counts them.
-        marks: what lay at which address, by the number of a range in the trace.
-        before: address, bytes and category of what there was when recording began.
-        found: what is in profile.json, on the first rank.
-    """
-
-    request: Request
-    records: bool = True
-    seconds: list[float] = field(default_factory=list)
-    marks: dict[int, dict[int, str]] = field(default_factory=dict)
-    before: list[tuple[int, int, str]] = field(default_factory=list)
-    found: dict[str, Any] | None = None
-    profiler: Any = None
-
-    def start(self, device: torch.device) -> None:
-        """Get ready; the profiler itself records only after the warm-up."""
-        if not self.records:
-            return
-        ready = min(self.request.warmup, 1)  # the profiler, too, is slower in its first step
-        self.profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
-            schedule=torch.profiler.schedule(
-                wait=self.request.warmup - ready, warmup=ready, active=self.request.steps, repeat=1
-            ),
-            record_shapes=True,
-            profile_memory=True,
-        )
-        self.profiler.start()
-
-    @property
-    def recording(self) -> bool:
-        """Whether the step that goes on is one of those to be recorded."""
-        return self.records and len(self.seconds) >= self.request.warmup
-
-    def mark(self, tensors: Iterable[tuple[torch.Tensor, str]]) -> None:
-        """Note in the trace what these tensors' memory is for."""
-        number = len(self.marks)
-        with record_function(f"{MARK}{number}"):
-            self.marks[number] = {address: category for address, _, category in storages(tensors)}
 
 
 class ProfiledLoop(Loop):
@@ -132,7 +66,7 @@ class ProfiledLoop(Loop):
         self.recorder.watch(self.marked)
         self.optimizer.register_step_pre_hook(self.before_update)
         world.agree(lambda: raise_if_taken(request.out), only_first=True)
-        self.recorder.introduce(sum(parameter.numel() for parameter in self.model.parameters()))
+        self.recorder.introduce()
         capture.start(world.device)
         outcome = super().run(step, stop)
         if outcome.status != "finished":
@@ -152,7 +86,7 @@ class ProfiledLoop(Loop):
         capture = self.capture
         if begins and not capture.before:
             gc.collect()
-            capture.before = list(storages(self.tensors()))
+            capture.before = list(storages(self.tensors(), capture.device))
         capture.mark(self.tensors())
 
     def before_update(self, *_: Any) -> None:
@@ -225,73 +159,13 @@ class ProfiledLoop(Loop):
             "ranks": self.world.ranks,
             "parallel": config.parallel.model_dump(mode="json"),
             "training": config.training.model_dump(mode="json"),
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameters": self.recorder.parameters,
             "tokens_per_step": self.length.tokens_per_step,
             "warmup": warmup(self.capture.seconds, request.warmup, self.length.tokens_per_step),
             "per_rank": ranks,
             "versions": versions(),
             "hardware": hardware(),
         }
-
-
-class ProfilingRecorder(Recorder):
-    """Opens and closes the trace's ranges; says what is profiled, and nothing of a run that ends."""
-
-    def __init__(self, config: RunConfig, world: World, run: RunDirectory, length: Any, *rest: Any, capture: Capture):
-        self.capture, self.range, self.on_edge = capture, None, None
-        steps = capture.request.warmup + capture.request.steps
-        super().__init__(config, world, run, dataclasses.replace(length, steps=steps), *rest)
-
-    def watch(self, on_edge: Callable[[bool], None]) -> None:
-        """Have `on_edge` called at the beginning (True) and the end of every step that is recorded."""
-        self.on_edge = on_edge
-
-    def _introduce(self, parameters: int, step: int, plan: Any) -> None:
-        """`introduce` does, once it is known that there is something to say."""
-
-    def introduce(self, parameters: int) -> None:
-        """What is profiled."""
-        request = self.capture.request
-        self.console.line(
-            f"profiling {self.config.run.name}: {amount(parameters)} parameters, {request.warmup} + {request.steps} "
-            f"steps of {self.length.tokens_per_step:,} tokens, {self.config.training.dtype} on {self.world.ranks} x "
-            f"{self.world.device.type}"
-        )
-
-    def begin_step(self) -> None:
-        """A step begins, with the wait for its data."""
-        if self.capture.recording and self.on_edge:
-            self.on_edge(True)
-        self.range = record_function(f"{STEP}{len(self.capture.seconds) + 1}").__enter__()
-        self.waiting = record_function(DATA).__enter__()
-        self.began_at = time.perf_counter()
-        super().begin_step()
-
-    def data_arrived(self) -> None:
-        """The batch is here."""
-        super().data_arrived()
-        self.waiting.__exit__(None, None, None)
-
-    def end_step(self, step: int, **measured: Any) -> None:
-        """The step ends here for the trace as for tokens/s: before anything that is not training."""
-        super().end_step(step, **measured)
-        seconds = time.perf_counter() - self.began_at
-        if self.range is not None:
-            self.range.__exit__(None, None, None)
-        if self.capture.recording and self.on_edge:
-            self.on_edge(False)
-        self.capture.seconds.append(seconds)
-        if self.capture.profiler is not None:
-            self.capture.profiler.step()
-
-    def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
-        """There is no profile of a run that breaks."""
-        self.console.warning(f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}")
-
-    def ended(self, status: str, step: int) -> None:
-        """Say it if nothing came of it."""
-        if status != "finished":
-            self.console.line("ended early; nothing was written")
 
 
 class _Stopped(Exception):
@@ -359,17 +233,6 @@ def alike(message: str, world: World) -> UserError:
     error = UserError(message)
     error.quiet = world.rank != 0
     return error
-
-
-def storages(tensors: Iterable[tuple[torch.Tensor, str]]) -> Iterator[tuple[int, int, str]]:
-    """Address, bytes and category of each piece of memory that these tensors are in, once."""
-    seen: set[int] = set()
-    for tensor, category in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
-        if storage.data_ptr() not in seen and storage.nbytes():
-            seen.add(storage.data_ptr())
-            yield storage.data_ptr(), storage.nbytes(), category
 
 
 def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
