@@ -65,11 +65,15 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
     return _write(path, manifest)
 
 
-def end_session(run_directory: str | Path, *, status: str, step: int) -> Path:
-    """Note how and when the newest session ended ("finished", "stopped", "non-finite"), after `step` updates in all."""
+def end_session(run_directory: str | Path, *, status: str, step: int, **facts: float) -> Path:
+    """Note how and when the newest session ended ("finished", "stopped", "non-finite"), after `step` updates in all.
+
+    Args:
+        facts: what else is known of it: warmup_seconds (its first step), steady_step_seconds (mean of the others).
+    """
     manifest = read_manifest(run_directory)
     if manifest.get("sessions"):
-        manifest["sessions"][-1].update(ended=now(), status=status, last_step=step)
+        manifest["sessions"][-1].update(ended=now(), status=status, last_step=step, **facts)
     return _write(Path(run_directory) / MANIFEST, manifest)
 
 

@@ -162,7 +162,9 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
         return next(((m[key], m["step"]) for m in reversed(metrics) if isinstance(m.get(key), int | float)), None)
 
     def median(key: str) -> float | None:
-        values = [m[key] for m in metrics if isinstance(m.get(key), int | float) and math.isfinite(m[key])]
+        lines = [m for m in metrics if _finite(m.get(key))]
+        # Those with a session's first step in them tell of compiling; they count where there are no others.
+        values = [m[key] for m in lines if "warmup_seconds" not in m] or [m[key] for m in lines]
         return statistics.median(values) if values else None
 
     if (loss := last("loss")) is not None:
@@ -179,6 +181,9 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
         tile("Tokens", _count(tokens[0]), whole)
     if (speed := median("tokens_per_second")) is not None:
         tile("Tokens/s", f"{speed:,.0f}", "median, whole job")
+    if (warmup := last("warmup_seconds")) is not None:
+        steady = median("step_seconds")
+        tile("Warm-up", _seconds(warmup[0]), "first step" + (f"; then {_seconds(steady)} a step" if steady else ""))
     if (used := median("mfu")) is not None:
         peak = peak_text(manifest, brief=True)
         tile("MFU", f"{used:.1%}", f"median; peak {peak}" if peak else "median")
@@ -254,6 +259,10 @@ def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def _count(number: float) -> str:

@@ -25,7 +25,7 @@ class RunInfo:
     resumed_step: int | None = None
 
 
-_SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds"}
+_SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seconds", "warmup_seconds"}
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -74,6 +74,9 @@ class Recorder:
         self.warned: set[str] = set()
         self.record: dict[str, Any] = {}
         self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
+        # The session's first step compiles and takes its first memory: it is told apart from the others.
+        self.warmup_seconds: float | None = None
+        self.steady_seconds, self.steady_steps, self.told_warmup = 0.0, 0, False
         self.began = time.perf_counter()
         if not self.speaks:
             return
@@ -142,7 +145,17 @@ class Recorder:
         if status == "stopped":
             done = f"after step {step}, saved" if step else "before the first step"
             self.console.line(f"stopped {done}; the same command goes on from there")
-        end_session(self.run.path, status=status, step=step)
+        times: dict[str, float] = {}
+        if self.warmup_seconds is not None:
+            times["warmup_seconds"] = self.warmup_seconds
+        if self.warmup_seconds is not None and self.steady_steps:
+            times["steady_step_seconds"] = steady = self.steady_seconds / self.steady_steps
+            if self.warmup_seconds > max(2 * steady, steady + 1):
+                self.console.line(
+                    f"warm-up: the first step took {self.warmup_seconds:.1f} s, those after it {steady:.3g} s "
+                    f"({self.length.tokens_per_step / steady:,.0f} tokens/s)"
+                )
+        end_session(self.run.path, status=status, step=step, **times)
         build_report(self.run.path)
 
     def begin_step(self) -> None:
@@ -174,8 +187,14 @@ class Recorder:
         """
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.began
+        self.seconds += seconds
         self.steps += 1
+        if self.warmup_seconds is None:
+            self.warmup_seconds = seconds
+        else:
+            self.steady_seconds += seconds
+            self.steady_steps += 1
         self.tokens += self.length.tokens_per_step
         self.flops += self.length.tokens_per_step * self.flops_of_row(row)
         speed = self.tokens / self.seconds
@@ -193,6 +212,7 @@ class Recorder:
             "learned_tokens": weight,
             **({} if expert_load is None else {"expert_load": expert_load}),
             **(scaling or {}),
+            **({} if self.told_warmup else {"warmup_seconds": self.warmup_seconds}),
         }
         if self.speaks:
             self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
@@ -212,6 +232,7 @@ class Recorder:
         due = step % self.config.log.every == 0 or step == self.length.steps or "validation_loss" in self.record
         if not due:
             return
+        self.told_warmup = True
         if self.speaks:
             self.metrics.write(self.record)
             self.tracking.log(step, self.record)
