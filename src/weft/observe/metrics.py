@@ -3,7 +3,7 @@
 A line of metrics has at least `step` (counted from 1: updates done), `tokens` (seen so far), `loss` (nats a token),
 `lr`, `grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds`,
 `data_seconds`. With float16 it has the step's `loss_scale` and how many updates were `skipped` so far; where validation
-ran, `validation_loss` (nats a token) and `validation_bits_per_byte`. A session's first line also has `warmup_seconds`, of
+ran, `validation_loss` (nats a token) and `validation_bits_per_byte`. A session's first line has `warmup_seconds`, of
 its first step, which may compile: that line's averages include it.
 """
 
