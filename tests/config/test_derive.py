@@ -7,6 +7,7 @@ from config_cases import RUN, SHORT, load, write
 
 from weft.config.derive import derive
 from weft.config.errors import UserError
+from weft.config.mesh import MeshShape
 from weft.config.model import ModelSection
 from weft.config.presets import presets
 from weft.config.size import in_words, model_size
@@ -30,7 +31,7 @@ def test_defaults():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16, 20])
 def test_ranks_share_the_rows_and_none_is_lost(ranks):
-    length = derive(load(RUN), data_ranks=ranks)
+    length = derive(load(RUN), mesh=MeshShape(dp_shard=ranks))
     assert length.rows_per_rank == math.ceil(16 / ranks)
     assert length.micro_batch_size <= length.rows_per_rank
     assert (length.accumulation - 1) * length.micro_batch_size < length.rows_per_rank

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from weft.config.errors import UserError
+from weft.config.mesh import MeshShape, ParallelSection
 from weft.config.whole import RunSections
 
 DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set
@@ -63,7 +64,11 @@ def sequence_length(config: RunSections) -> int:
 
 
 def derive(
-    config: RunSections, *, train_tokens: int | None = None, train_samples: int | None = None, data_ranks: int = 1
+    config: RunSections,
+    *,
+    train_tokens: int | None = None,
+    train_samples: int | None = None,
+    mesh: MeshShape | None = None,
 ) -> RunLength:
     """The run's numbers.
 
@@ -71,12 +76,13 @@ def derive(
         config: a checked config.
         train_tokens: tokens in the training data; only a run given in epochs needs it, or `train_samples`.
         train_samples: sequences in the training data; by default `(train_tokens - 1) // sequence_length`.
-        data_ranks: ranks that see different data.
+        mesh: default: one rank.
 
     Raises:
         UserError: the run is given in epochs and the size of the data is not known; or it has no step.
     """
     training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
+    mesh = mesh or MeshShape()
     if train_samples is None and train_tokens is not None:
         train_samples = max(0, (train_tokens - 1) // length)
     steps = count_steps(
@@ -93,8 +99,7 @@ def derive(
         raise UserError("training.epochs: the size of the training data is not known; set training.steps")
     if steps < 1:
         raise UserError("training: the run has no step; the training data hold no whole sequence")
-    rows = math.ceil(sequences / data_ranks)
-    micro = min(rows, training.micro_batch_size or max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
+    rows, micro = share_rows(sequences, length, mesh, training.micro_batch_size, config.parallel)
     tenth = max(1, steps // 10)
     validation = config.validation.every or tenth
     return RunLength(
@@ -109,6 +114,23 @@ def derive(
         checkpoint_every=config.checkpoint.every or tenth,
         samples_every=config.samples.every or validation,
     )
+
+
+def share_rows(
+    sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
+) -> tuple[int, int]:
+    """How many of a batch's sequences a data rank gets, and how many of these at a time.
+
+    Args:
+        length: tokens of a sequence.
+        micro_batch_size: as it is set; None: as many as fill matrix products, or fewer that a pipeline can order.
+    """
+    rows = math.ceil(sequences / mesh.data_ranks)
+    if micro_batch_size is not None:
+        return rows, min(rows, micro_batch_size)
+    most = min(rows, max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
+    fitting = (size for size in range(most, 0, -1) if parallel.orders(math.ceil(rows / size), mesh.pp))
+    return rows, next(fitting, 1)
 
 
 def count_steps(

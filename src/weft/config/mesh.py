@@ -17,6 +17,7 @@ Schedule = Literal[
     "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
 ]
 V_SHAPED = ("zbv_zero_bubble", "dualpipev")  # a rank has one stage from each end
+ONE_STAGE = ("gpipe", "1f1b")
 SEVERAL_STAGES = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", *V_SHAPED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 
@@ -88,6 +89,14 @@ class ParallelSection(Section):
     def virtual_stages(self) -> int:
         """Stages on each pipeline rank."""
         return self.stages_per_rank or (2 if self.schedule in SEVERAL_STAGES else 1)
+
+    def orders(self, micro_batches: int, pp: int) -> bool:
+        """Whether the schedule can order so many micro-batches a step over `pp` ranks: PyTorch's own conditions."""
+        if self.schedule in ("1f1b", "dualpipev"):
+            return pp == 1 or micro_batches >= pp * self.virtual_stages
+        if self.schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+            return micro_batches % max(1, micro_batches // pp) == 0  # equal rounds of about `pp`
+        return True
 
 
 @dataclass(frozen=True)

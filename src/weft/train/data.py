@@ -66,7 +66,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     mixed = weighted(config.data)
     tokens = len(train) * config.data.sequence_length
     size = {} if mixed else {"train_tokens": tokens, "train_samples": len(train)}
-    length = derive(config, **size, data_ranks=world.data_ranks)
+    length = derive(config, **size, mesh=world.shape)
     order, planned = None, None
     if isinstance(train, Joined):
         samples = length.steps * length.sequences_per_step

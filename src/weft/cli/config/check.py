@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from weft.cli.config import add_file
+
+if TYPE_CHECKING:
+    from weft.config.mesh import MeshShape
 
 HELP = (
     "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' headers. "
@@ -69,9 +73,10 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
     samples = None if sizes is None or weighted(config.data) else sum(sizes)
     if sizes is None and not isinstance(config.data.train, str):
         told["data"] = f"\n{'':14}".join(_outline(config, open_data))
-    ranks = _data_ranks(config)
+    mesh = _mesh(config)
+    ranks = mesh.data_ranks
     try:
-        length = derive(config, train_tokens=tokens, train_samples=samples, data_ranks=ranks)
+        length = derive(config, train_tokens=tokens, train_samples=samples, mesh=mesh)
     except UserError:
         told["length"] = f"{config.training.epochs:g} epochs"
         return told
@@ -141,11 +146,9 @@ def _outline(config, open_data: bool) -> list[str]:
     return lines
 
 
-def _data_ranks(config) -> int:
-    """Ranks as torchrun says, or as the mesh needs at least."""
+def _mesh(config) -> MeshShape:
+    """On as many ranks as torchrun says, or as it needs at least."""
     from weft.config.mesh import least_ranks, mesh_shape
 
     world = os.environ.get("WORLD_SIZE", "")
-    return mesh_shape(
-        config.parallel, int(world) if world.isdigit() and int(world) else least_ranks(config.parallel)
-    ).data_ranks
+    return mesh_shape(config.parallel, int(world) if world.isdigit() and int(world) else least_ranks(config.parallel))
