@@ -53,6 +53,12 @@ def model_size(section: ModelSection, vocab_size: int | None = None) -> ModelSiz
     return ModelSize(parameters=parameters + embedding + positions + norm + head, matmul=matmul + embedding)
 
 
+def layer_matmul(section: ModelSection, layer: int) -> int:
+    """Parameters of one layer, counted from 0, that a token is multiplied with."""
+    moe = section.moe if section.has_experts(layer) else None
+    return _attention(section)[0] + (_mlp(section) if moe is None else _experts(section, moe))[1]
+
+
 def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
     """Floating-point operations of forward and backward for one token of a dense decoder.
 

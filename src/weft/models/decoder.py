@@ -132,6 +132,9 @@ class Decoder(nn.Module):
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
         self.token_logprobs, self.logits = token_logprobs, F.linear  # seams: compiled, or over a split vocabulary
         self.heads = slice(None)  # a seam: those of attention's heads that are computed here
+        # Seams: a stage of a pipeline need not begin with the embedding or end with the head; other stages' layers are
+        # None in it, and what it is given does not tell the dtype of its computing.
+        self.begins, self.ends, self.dtype = True, True, None
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
     def forward(
@@ -148,7 +151,7 @@ class Decoder(nn.Module):
         """Run the model.
 
         Args:
-            tokens: int64 `[batch, seq]`.
+            tokens: int64 `[batch, seq]`; in a stage that does not begin with the embedding what the one before it gave.
             positions: `[batch, seq]`, each token's place in its document; default: counted along the row, after what
                 the cache holds.
             segments: `[batch, seq]`, each token's document: attention stays inside it. Not beside a cache.
@@ -161,27 +164,40 @@ class Decoder(nn.Module):
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, for which the
-            logits of all positions are never held at once. At least float32.
+            logits of all positions are never held at once. At least float32. In a stage that does not end with the
+            head: `[batch, seq, width]`.
         """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + seq, device=tokens.device).unsqueeze(0)
-        x = self.embed_tokens(tokens)  # [batch, seq, width]
+        x = self.embed(tokens, positions) if self.begins else tokens  # [batch, seq, width]
+        dtype = self.dtype or x.dtype
+        turns = turns_of(config, self.position, positions, dtype, lengths)
+        masks = self.masks(tokens if self.begins else positions, positions, segments, cache, dtype)
+        for number, layer in enumerate(self.layers):
+            if layer is not None:
+                slides = config.slides(number)
+                x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, shares)
+        if cache is not None:
+            cache.advance(seq)
+        return self.outputs(x, labels, last_only) if self.ends else x
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Token ids `[batch, seq]` at their positions -> `[batch, seq, width]`."""
+        config = self.config
+        x = self.embed_tokens(tokens)
         if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as Gemma does
             x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if hasattr(self.position, "embed"):
             x = self.position.embed(x, positions).to(x.dtype)
-        turns = turns_of(config, self.position, positions, x.dtype, lengths)
-        x = F.dropout(x, config.embedding_dropout, self.training)
-        masks = self.masks(tokens, positions, segments, cache, x.dtype)
-        for number, layer in enumerate(self.layers):
-            slides = config.slides(number)
-            x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, shares)
-        if cache is not None:
-            cache.advance(seq)
+        return F.dropout(x, config.embedding_dropout, self.training)
+
+    def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
+        """The last layer's `[batch, seq, width]` -> what `forward` returns."""
+        config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x[:, -1:] if last_only else x).to(head.dtype)
         if config.logits_scaling != 1.0:

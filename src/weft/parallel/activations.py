@@ -8,52 +8,40 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry
 
 from weft.config.errors import UserError
+from weft.parallel.budget import ATTENTION, Key, choose, draws, name_of
 
-_aten = torch.ops.aten
-_MATMULS = {
+_EXPENSIVE = ATTENTION | {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
     "aten::_scaled_grouped_mm", "aten::convolution", "weft::grouped_linear",
+    "_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_reduce", "_c10d_functional::all_to_all_single", "_c10d_functional::broadcast",
 }  # fmt: skip
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_fused_attention_overrideable", "weft::document_attention", "flex_attention",
-    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
-}  # fmt: skip
-_COMMUNICATION = "_c10d_functional::"
-# In the time in which a byte is moved a GPU computes 150 to 300 operations in 16 bits, a CPU 20 to 30.
-_OPERATIONS_PER_BYTE = 100
-_KNAPSACK = 1024  # parts that a budget is counted in
 
 
 def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile: bool) -> Callable:
     """A block's forward, that keeps for backward what the mode says. Random numbers are drawn again as they were.
 
     Args:
-        forward: differentiable in its positional arguments and in parameters. Whatever it finds in other places, it
-            must find there in backward too.
+        forward: differentiable in its positional arguments and in parameters. What else it uses, it must find in
+            backward as it was: parameters that are put in the place of others, that has to be done inside.
         mode: `training.activation_checkpointing`.
         number: the block's, of the model's blocks from 0 to `of` - 1.
         compile: the result will be compiled, as a whole.
 
     Raises:
-        UserError: not so many blocks.
+        UserError: there are not so many blocks.
     """
     kind, _, amount = mode.partition("-")
     if compile:
@@ -61,7 +49,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     if kind == "every":
         if int(amount) > of:
             raise UserError(
-                f"training.activation_checkpointing: {mode}, and the model has {of} blocks, so none would be "
+                f"training.activation_checkpointing: {mode}, and the model has {of} layers, so none would be "
                 "recomputed; lower it, or set none"
             )
         kind = "none" if (number + 1) % int(amount) else "full"
@@ -71,7 +59,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
         return functools.partial(checkpoint, forward, use_reentrant=False)
     if kind == "budget":
         return _Budget(forward, float(amount))
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if compile else _selective
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
@@ -82,12 +70,12 @@ def _tell_compiler(share: float) -> None:
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class KeepRandom(CustomGraphPass):
-        """Has the compiler keep what is random: to meet a budget it would draw anew (PyTorch 2.13), numbers
-        that forward did not have."""
+        """Has the compiler keep what is drawn at random: to meet a budget it would draw anew (PyTorch 2.13), and
+        backward would not belong to forward any more."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             for node in graph.nodes:
-                if node.op == "call_function" and _draws(node.target, node.args, node.kwargs):
+                if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
         def uuid(self) -> bytes:
@@ -99,226 +87,121 @@ def _tell_compiler(share: float) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
-# ---- by operation
-
-
-def _keep_expensive(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    """Keep results of matrix products, attention and communication (Korthikanti et al., 2022, with more kept)."""
-    name = _name(op)
+def _expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether to keep a result: Korthikanti et al. (2022) the other way round, that have attention computed again."""
+    name = name_of(op)
     if name in ("aten::bmm", "aten::baddbmm"):
         # Attention's scores, where no kernel hides them, have more numbers than what they are the products of.
-        factors = [x for x in arguments if isinstance(x, Tensor)][-2:]
-        keep = factors[0].shape[1] * factors[1].shape[2] <= factors[0][0].numel() + factors[1][0].numel()
-    elif name in _MATMULS:
-        keep = True
-    elif name in _ATTENTION:
-        keep = not _draws(op, arguments, named)
-    else:
-        keep = _communicates(op)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        one, other = [x for x in arguments if isinstance(x, Tensor)][-2:]
+        return one.shape[1] * other.shape[2] <= one[0].numel() + other[0].numel()
+    return name in _EXPENSIVE and not draws(op, arguments, named)
 
 
-def _name(op: Any) -> str:
-    return op._schema.name if isinstance(op, OpOverload) else op.name()
+def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    kept = _expensive(op, arguments, named)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _communicates(op: Any) -> bool:
-    name = _name(op)
-    return name.startswith(_COMMUNICATION) and not name.endswith("::wait_tensor") and not op._schema.is_mutable
-
-
-def _draws(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether it draws random numbers. If it is not run again, those after it would draw its numbers."""
-    if not isinstance(op, OpOverload):
-        return False
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = arguments[place] if place < len(arguments) else named.get("dropout_p", argument.default_value)
-            return bool(given)
-    return torch.Tag.nondeterministic_seeded in op.tags
-
-
-# ---- by a budget, without a compiler
+def _selective() -> tuple[_Keep, _Give]:
+    kept: dict[Key, Any] = {}
+    return (
+        _Keep(kept, lambda op: name_of(op) in _EXPENSIVE, lambda key, *given: _expensive(key[0], *given)),
+        _Give(kept, lambda op: name_of(op) in _EXPENSIVE),
+    )
 
 
 class _Budget:
-    """A forward of which about a share of the saved activations is kept, by the operations whose results these are.
+    """A forward of which about a share of the saved activations is kept, chosen at its first call.
 
-    The first forward is run once more, before, to see what each operation costs and leaves. What is kept is then the
-    same in all steps, whatever their shapes. Ranks may choose differently, so all collectives are run again.
+    What is kept is the same in all steps, whatever their shapes; ranks may choose differently.
     """
 
     def __init__(self, forward: Callable, share: float):
         self.forward, self.share = forward, share
-        self.kept: Collection[tuple[Any, int]] | None = None
+        self.chosen: frozenset[Key] | None = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self.kept is None and torch.is_grad_enabled():
-            results, saved, given = measure(self.forward, arguments, named)
-            self.kept = most_valuable(results, int(self.share * saved) - given)
+        if self.chosen is None and torch.is_grad_enabled():
+            self.chosen = choose(self.forward, arguments, named, self.share)
         return checkpoint(self.forward, *arguments, use_reentrant=False, context_fn=self._contexts, **named)
 
-    def _contexts(self) -> Any:
-        counts: dict[bool, Counter] = {False: Counter(), True: Counter()}  # in forward, in backward
-        kept = self.kept or ()
-
-        def keep(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-            count = counts[context.is_recompute]
-            count[op] += 1
-            known = (op, count[op] - 1) in kept and not _draws(op, arguments, named)
-            return CheckpointPolicy.MUST_SAVE if known else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(keep)
+    def _contexts(self) -> tuple[_Keep, _Give]:
+        kept: dict[Key, Any] = {}
+        chosen = self.chosen or frozenset()
+        kinds = {op for op, _ in chosen}
+        return (
+            _Keep(kept, kinds.__contains__, lambda key, *given: key in chosen and not draws(key[0], *given)),
+            _Give(kept, kinds.__contains__),
+        )
 
 
-class Result(NamedTuple):
-    """What an operation leaves: `key` is itself and how many of its kind went before."""
-
-    key: tuple[Any, int]
-    bytes: int
-    cost: float  # of computing it, in operations
+# ---- PyTorch's own pair of these counts every operation, those of FSDP2's hooks too, which are others in backward; and
+# it gives a result once, but schedules that split backward ask for it twice.
 
 
-def most_valuable(results: Sequence[Result], capacity: int) -> frozenset[tuple[Any, int]]:
-    """The results of at most `capacity` bytes that cost most to compute: the 0-1 knapsack, in 1,024 parts."""
-    if capacity <= 0 or not results:
-        return frozenset()
-    part = math.ceil(capacity / _KNAPSACK)
-    best = np.zeros(capacity // part + 1)  # the cost that fits into so many parts
-    taken = np.zeros((len(results), len(best)), bool)
-    for number, result in enumerate(results):
-        size = math.ceil(result.bytes / part)
-        if size < len(best):
-            with_it = best[: len(best) - size] + result.cost
-            taken[number, size:] = with_it > best[size:]
-            best[size:] = np.maximum(best[size:], with_it)
-    left, chosen = len(best) - 1, []
-    for number in reversed(range(len(results))):
-        if taken[number, left]:
-            chosen.append(results[number].key)
-            left -= math.ceil(results[number].bytes / part)
-    return frozenset(chosen)
+class _Counting(TorchDispatchMode):
+    """Numbers the operations of each relevant kind, from each entry on."""
 
-
-def measure(forward: Callable, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[list[Result], int, int]:
-    """Run a forward and leave no trace: random numbers and tensors that it writes to are put back.
-
-    Returns:
-        The results that may be kept; the bytes that are saved for backward without any checkpointing, and how many of
-        them are the forward's arguments. Parameters and what is not the block's own are not among them.
-    """
-    recorder = _Recorder()
-    given = {id(x.untyped_storage()): x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad}
-    device = next((x.device for x in given.values()), torch.device("cpu"))
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with (
-            torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
-            torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
-            recorder,
-        ):
-            out = forward(*arguments, **named)
-    finally:
-        recorder.put_back()
-    del out
-    inputs = {_storage(x): x.untyped_storage().nbytes() for x in given.values()}
-    return recorder.results(), recorder.saved_bytes() + sum(inputs.values()), sum(inputs.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@dataclass
-class _Operation:
-    key: tuple[Any, int]
-    cost: float
-    made: dict[int, int]  # storage -> bytes
-    may_be_kept: bool
-
-
-class _Recorder(TorchDispatchMode):
-    """Sees each operation of a forward, what it makes, and what of that autograd saves."""
-
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
-        self.count: Counter = Counter()
-        self.operations: list[_Operation] = []
-        self.maker: dict[int, _Operation] = {}  # of each storage; a freed one's place may be taken by another
-        self.saved: dict[int, int] = {}
-        self.last_needed = 0  # operations after this many need not be run again
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # tensors from outside that are written to, as they were
+        self.kept, self.relevant = kept, relevant
+        self.counts: Counter[Any] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # attention by a compiled kernel is no operation of ours
+        return True  # a kernel that is compiled by itself, as flex attention, is no operation of ours
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        if _storage(tensor) in self.maker:
-            self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            self.last_needed = len(self.operations)
-        return tensor.detach()  # itself, it would hold the graph that holds it
+    def __enter__(self):
+        self.counts.clear()
+        return super().__enter__()
+
+    def key(self, op: Any) -> Key | None:
+        if not isinstance(op, OpOverload) or not self.relevant(op):
+            return None
+        self.counts[op] += 1
+        return op, self.counts[op] - 1
+
+
+class _Keep(_Counting):
+    """In forward: keeps results that are wanted."""
+
+    def __init__(self, kept: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
+        super().__init__(kept, relevant)
+        self.wanted = wanted
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(op, OpOverload):
-            return op(*args, **kwargs)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        for tensor in self._written(op, args, kwargs):
-            if _storage(tensor) in self.maker:
-                self.maker[_storage(tensor)].may_be_kept = False
-            else:
-                self.before.setdefault(_storage(tensor), (tensor, tensor.clone()))
-        out = op(*args, **kwargs)
-        outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        known = {_storage(x) for x in inputs}
-        made = {_storage(x): x.untyped_storage().nbytes() for x in outputs if _storage(x) not in known}
-        keep = bool(made) and not op._schema.is_mutable and not _draws(op, args, kwargs)
-        keep = keep and not _name(op).startswith(_COMMUNICATION)
-        key = (op, self.count[op])
-        self.count[op] += 1
-        operation = _Operation(key, _cost(op, args, kwargs, out, inputs, outputs), made, keep)
-        self.operations.append(operation)
-        self.maker.update(dict.fromkeys(made, operation))
+        out = op(*args, **(kwargs or {}))
+        key = self.key(op)
+        if key is not None and self.wanted(key, args, kwargs or {}):
+            self.kept[key] = tree_map_only(Tensor, _with_version, out)
         return out
 
-    @staticmethod
-    def _written(op: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-        if not op._schema.is_mutable:
-            return []
-        found = []
-        for place, argument in enumerate(op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
-        return [x for x in found if isinstance(x, Tensor)]
 
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for tensor, before in self.before.values():
-                tensor.copy_(before)
+class _Give(_Counting):
+    """In backward: gives kept results in place of computing them."""
 
-    def results(self) -> list[Result]:
-        needed = (one for one in self.operations[: self.last_needed] if one.may_be_kept and one.cost)
-        return [Result(one.key, sum(one.made.values()), one.cost) for one in needed]
-
-    def saved_bytes(self) -> int:
-        return sum(self.saved.values())
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = self.key(op)
+        if key is None or key not in self.kept:
+            return op(*args, **(kwargs or {}))
+        return tree_map_only(_Version, functools.partial(_unchanged, op), self.kept[key])
 
 
-def _cost(op: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Operations, and bytes as so many as are computed in the time of moving one."""
-    name = _name(op)
-    if name.startswith(("aten::empty", "aten::new_empty")):
-        return 0.0
-    moved = sum(x.numel() * x.element_size() for x in (*inputs, *outputs))
-    if name == "weft::grouped_linear":
-        computed = 2 * outputs[0].numel() * inputs[0].shape[-1]
-    elif name in _ATTENTION:
-        q, k, v = inputs[:3]  # `[batch, heads, seq, head_dim]`, flash-attn's `[..., seq, heads, head_dim]`
-        keys = k.shape[-3 if name.startswith("flash_attn") else -2]
-        computed = 2 * q.shape[:-1].numel() * keys * (q.shape[-1] + v.shape[-1])
-    elif op.overloadpacket in flop_registry:
-        computed = flop_registry[op.overloadpacket](*args, **kwargs, out_val=out)
-    else:
-        computed = 0
-    return float(computed + _OPERATIONS_PER_BYTE * moved)
+class _Version:
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.number = tensor, tensor._version
+
+
+def _with_version(tensor: Tensor) -> _Version:
+    # Detached, or the graph would hold what holds the graph; but counting with it what is written in place.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return _Version(tensor.detach())
+
+
+def _unchanged(op: Any, value: _Version) -> Tensor:
+    if value.tensor._version != value.number:
+        raise UserError(
+            f"training.activation_checkpointing: the model writes in place over a result of {name_of(op)} that was to "
+            "be kept; set full or none"
+        )
+    return value.tensor.detach()

@@ -23,6 +23,7 @@ from weft.parallel.context import Context, gathers
 from weft.parallel.experts import exchange_tokens
 from weft.parallel.fsdp import shard
 from weft.parallel.old_rows import freeze_all_but_rows
+from weft.parallel.pipeline import Stages, split
 from weft.parallel.tensor import cut_parameters, local_parts, share_parts
 from weft.parallel.world import World
 
@@ -38,23 +39,29 @@ def parallelize(
     compile: bool = False,
     activation_checkpointing: str = "none",
     only_rows_from: int | None = None,
+    sequence: int = 0,
 ) -> nn.Module:
-    """Build the model on the meta device, freeze, checkpoint, compile and shard it, and fill in its initial weights.
+    """Build the model on the meta device, freeze, split, cut, checkpoint, compile, shard and fill it.
 
     Args:
         dtype: of computing. State is float32 (float64 for float64).
         reduce_dtype: of gradients while they are summed; default: the state's.
         seed: the weights are a function of it and of the parameters' names, not of the mesh.
         only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
+        sequence: tokens per row, of which depends what a pipeline's stages cost.
 
     Returns:
-        The model on `world.device`; its parameters are DTensors, their names those of the single-device model.
+        The model on `world.device`; its parameters are DTensors, their names those of the single-device model. Of a
+        pipeline it is what this rank has (`Stages`).
     """
     state_dtype = torch.promote_types(dtype, torch.float32)
     built_in = isinstance(model_section, ModelSection)
     if built_in:
         with torch.device("meta"):
-            model = build_model(model_section)
+            if world.shape.pp > 1:
+                model = split(model_section, parallel, world, sequence, dtype)
+            else:
+                model = build_model(model_section)
     elif isinstance(model_section, ForeignModelSection):
         # Random weights are drawn by its class in one piece, alike on every rank; others are filled in later.
         drawn = not model_section.weights and model_section.from_ is None
@@ -68,16 +75,39 @@ def parallelize(
 
     if only_rows_from is not None:
         freeze_all_but_rows(model, only_rows_from)
-    blocks = repeated_blocks(model)
-    cut(model, parallel, world)
-    _raise_if_shared(model, blocks)
+    for stage in model.stages if isinstance(model, Stages) else (model,):
+        stage.to(state_dtype)
+        blocks = repeated_blocks(stage)
+        cut(stage, parallel, world)
+        _raise_if_shared(stage, blocks)
+        wrap(stage, blocks, world, activation_checkpointing=activation_checkpointing, compile=compile)
+        shard(stage, blocks, parallel, world, dtype, reduce_dtype)
+        if built_in:
+            stage.to_empty(device=world.device)
+
+    if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
+        materialize(model, world.device)
+    elif built_in:
+        fill(model, seed)
+    else:
+        model.to(world.device)
+    return model.train()
+
+
+def wrap(
+    model: nn.Module, blocks: list[nn.Module], world: World, *, activation_checkpointing: str, compile: bool
+) -> None:
+    """Have blocks keep less for backward, compile them, and put a rank's own parts in the place of parameters."""
     experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
     for number, block in enumerate(blocks):
         # The forward, not the module: FSDP's hooks stay outside, and names stay what they are. Compiled code is given
         # a rank's parts; what is computed again in backward has to find them again.
         if not compile:
             block.forward = local_parts(block.forward, block, experts)
-        block.forward = checkpointed(block.forward, activation_checkpointing, number, len(blocks), compile=compile)
+        of = len(blocks)
+        if isinstance(model, Decoder):  # a stage has some of the layers
+            number, of = block.attention.layer, len(model.layers)
+        block.forward = checkpointed(block.forward, activation_checkpointing, number, of, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
             block.forward = local_parts(block.forward, block, experts)
@@ -86,16 +116,6 @@ def parallelize(
     model.forward = local_parts(model.forward, model, blocks)
     if compile and hasattr(model, "token_logprobs"):
         model.token_logprobs = partial(model.token_logprobs, compiled=True)
-    shard(model, blocks, parallel, world, dtype, reduce_dtype)
-
-    if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
-        materialize(model, world.device)
-    elif built_in:
-        model.to_empty(device=world.device)
-        fill(model, seed)
-    else:
-        model.to(world.device)
-    return model.train()
 
 
 def cut(model: nn.Module, parallel: ParallelSection, world: World) -> None:
@@ -130,7 +150,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The members of the model's outermost `nn.ModuleList`s: the units that are checkpointed, compiled and sharded."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else repeated_blocks(child)
+        inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
+        found += [one for one in inner if one is not None]  # a pipeline's stage has not all
     return found
 
 

@@ -59,6 +59,8 @@ def shard(
 def _wrap(unit, parallel, world, mesh, policy, ranks, reshard: bool = True) -> None:
     keep = ranks == 1  # nothing is shared, so there is nothing to free
     after = parallel.reshards if reshard and not keep else False
+    if parallel.compress is not None:
+        mesh = mesh[mesh.mesh_dim_names[-1]]  # gradients are summed inside of each copy: `compress.py` does the rest
     fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=after)
     for module in unit if isinstance(unit, list) else [unit]:
         if world.shape.data_ranks * world.shape.cp > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it

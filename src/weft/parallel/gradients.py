@@ -33,8 +33,13 @@ class NothingToScatter:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, stages: dist.ProcessGroup | None = None
+) -> float:
     """Scale all gradients so that their common L2 norm is at most `max_norm` (Pascanu et al., 2013).
+
+    Args:
+        stages: the ranks of a pipeline, that have other parameters.
 
     Returns:
         The norm before clipping, of the whole gradient, the same on every rank.
@@ -58,6 +63,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
             if mesh.size(dim) > 1:
                 dist.all_reduce(subtotal, group=mesh.get_group(dim))
         total += subtotal
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     norm = total.sqrt().item()
     if max_norm is not None and norm > max_norm:
         for part in local:

@@ -77,6 +77,9 @@ class Passes:
         inputs, own = self.inputs(batch, None)
         return self.of_rows(self.objective.loss(self.forward(inputs), own).detach())
 
+    def updated(self) -> None:
+        """Weights have changed: by an update, or because they were filled in."""
+
     def inputs(self, batch: Batch, learned: float | None) -> tuple[dict[str, Any], Batch]:
         """What the model is given, and the batch with those of its tokens that are this rank's."""
         batch = batch.to(self.world.device)

@@ -64,6 +64,11 @@ class World:
         return self.shape.data_ranks
 
     @property
+    def stages(self) -> dist.ProcessGroup | None:
+        """The ranks that have the other stages of a pipeline; None where there is none."""
+        return self.group("pp") if self.shape.pp > 1 else None
+
+    @property
     def counts(self) -> bool:
         """Whether this rank speaks for all that have the same rows: its fellows on `pp`, `cp` and `tp`."""
         return self.place("pp") == self.place("cp") == self.place("tp") == 0

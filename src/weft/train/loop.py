@@ -23,9 +23,11 @@ from weft.generate.sample import generate
 from weft.objectives.objective import Objective
 from weft.optim.schedule import Schedule
 from weft.parallel.balance import ExpertBalance
+from weft.parallel.compress import PowerSGD
 from weft.parallel.gradients import clip_gradients
 from weft.parallel.old_rows import OldRows
 from weft.parallel.passes import Passes
+from weft.parallel.pipeline import PipelinePasses
 from weft.parallel.scaling import LossScale
 from weft.parallel.world import World
 from weft.train.recorder import Recorder
@@ -72,9 +74,11 @@ class Loop:
     stop_ids: frozenset[int]
     decode: Callable[[list[int]], str] | None
     scale: LossScale
+    compress: PowerSGD | None
 
     def __post_init__(self) -> None:
-        self.passes = Passes(self.model, self.objective, self.world, self.config.parallel)
+        kind = PipelinePasses if self.world.shape.pp > 1 else Passes
+        self.passes = kind(self.model, self.objective, self.world, self.config.parallel)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
@@ -84,6 +88,7 @@ class Loop:
         """Train from `step` updates to the end, to a number that is none, or to what `stop` hears on any rank."""
         stop = stop or StopSignal()
         loss, measured, saved_at = None, {}, step
+        self.passes.updated()
         batches = iter(self.source.iterate(step, self.length.steps, self.config.data.workers))
         with self.recorder.progress(step):
             while step < self.length.steps:
@@ -102,7 +107,9 @@ class Loop:
                 loss = self.accumulate_gradients(batch, weight, learned, step)
                 self.old_rows.clear_gradients()
                 self.scale.unscale(self.parameters)
-                norm = clip_gradients(self.parameters, self.config.training.grad_clip)
+                if self.compress is not None:
+                    self.compress.reduce(step)
+                norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
                 finite, scaling = math.isfinite(loss) and math.isfinite(norm), self.scale.metrics()
                 if not (finite or self.scale.may_skip()):
                     self.optimizer.zero_grad()
@@ -114,6 +121,7 @@ class Loop:
                 if finite:
                     with self.old_rows.unchanged():
                         self.optimizer.step()
+                    self.passes.updated()
                 else:
                     self.recorder.skipped(step)
                 self.scale.update(finite)
@@ -227,6 +235,7 @@ class Loop:
                     "seed": self.config.run.seed,
                     **self.scale.state(),
                 },
+                others=self.compress.state() if self.compress is not None else {},
                 architecture=model,
                 keep_last=settings.keep_last,
                 keep_every=settings.keep_every,

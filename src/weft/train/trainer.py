@@ -24,6 +24,7 @@ from weft.models.trial import try_parts
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
+from weft.parallel.compress import PowerSGD
 from weft.parallel.scaling import LossScale
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
@@ -66,7 +67,8 @@ class Trainer:
             examine_parts(config, world)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
-            state = world.agree(lambda: restore(config, run, model, optimizer))
+            compress = compressor(config, world, model, self.console)
+            state = world.agree(lambda: restore(config, run, model, optimizer, compress))
             step = int(state["step"])
             if step >= data.length.steps:
                 self.console.line(nothing_to_do(run, step, data.length.steps))
@@ -74,7 +76,17 @@ class Trainer:
                 return Outcome("finished", step, None, {})
             examine_foreign(config, world, model, self.console)
             loop = wire(
-                config, world, run, data, model, optimizer, state, self.console, loop=self.loop, recorder=self.recorder
+                config,
+                world,
+                run,
+                data,
+                model,
+                optimizer,
+                state,
+                self.console,
+                compress=compress,
+                loop=self.loop,
+                recorder=self.recorder,
             )
             with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
                 outcome = loop.run(step, stop)
@@ -113,20 +125,46 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
         compile=config.training.compile,
         activation_checkpointing=config.training.activation_checkpointing,
         only_rows_from=config.training.only_rows_from,
+        sequence=config.data.sequence_length or 0,
     )
     groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
     optimizer = load_class(config.optimizer, "optimizer")(groups, **config.optimizer.arguments)
     return model, optimizer
 
 
-def restore(config: RunConfig, run: RunDirectory, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def compressor(config: RunConfig, world: World, model: nn.Module, console: Console) -> PowerSGD | None:
+    """What sums gradients over the copies of the model, if FSDP2 is not to."""
+    section, training = config.parallel.compress, config.training
+    if section is None:
+        return None
+    state = torch.promote_types(DTYPES[training.dtype], torch.float32)
+    made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
+    console.line(
+        f"{world.shape.dp_replicate} copies tell one another their gradients: exactly before step "
+        f"{section.start_step + 1:,}, from there on {made.share:.2%} of the numbers (matrices by factors of rank "
+        f"{section.rank})"
+    )
+    return made
+
+
+def restore(
+    config: RunConfig,
+    run: RunDirectory,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compress: PowerSGD | None = None,
+) -> dict[str, Any]:
     """Go on from the run's last checkpoint; or start from the one that `model.from` names, or from `model.path`.
 
     Returns:
         What the loop goes on from: `step`, the number of updates made so far, and what else was saved with them.
     """
     if checkpoints(run.path):
-        return load(resolve(run.path), model=model, optimizer=optimizer)
+        others = compress.blank_state if compress is not None else None
+        state = load(resolve(run.path), model=model, optimizer=optimizer, others=others)
+        if compress is not None:
+            compress.restored()
+        return state
     if isinstance(config.model, ForeignModelSection) and config.model.from_ is None and config.model.weights:
         fill_foreign(model, config.model)
     if config.model.from_ is not None:
@@ -207,6 +245,7 @@ def wire(
     state: dict[str, Any],
     console: Console,
     *,
+    compress: PowerSGD | None = None,
     loop: Callable[..., Loop] = Loop,
     recorder: Callable[..., Recorder] = Recorder,
 ) -> Loop:
@@ -235,4 +274,5 @@ def wire(
         stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
         decode=tokenizer.decode if tokenizer else None,
         scale=LossScale(config.training, state),
+        compress=compress,
     )

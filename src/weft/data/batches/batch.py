@@ -57,6 +57,13 @@ class Batch:
         short.positions = torch.where(first, short.positions - short.positions[:, :1], short.positions)
         return short
 
+    def padded(self, rows: int) -> Batch:
+        """With so many rows more, which count for nothing."""
+        more = self._map(lambda t: torch.cat((t, t[:1].expand(rows, *t.shape[1:]))))
+        more.weight[len(self.weight) :] = 0
+        more.samples[len(self.samples) :] = -1
+        return more
+
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
         return self._map(lambda t: t.to(device, non_blocking=True))

@@ -1,0 +1,280 @@
+"""Pipeline parallelism by PyTorch's own schedules: each rank has some of the layers, and passes on what they give.
+
+GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021), zero-bubble schedules (Qi et al., 2023),
+DualPipeV (DeepSeek-AI, 2024). A stage is a whole decoder without the layers of the others, so names stay what they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from weft.config.mesh import SEVERAL_STAGES, ParallelSection
+from weft.config.model import ModelSection
+from weft.config.stages import rank_of_stage, stage_ranges, stages_of_rank
+from weft.data.batches.batch import Batch
+from weft.models.decoder import Decoder
+from weft.parallel.passes import Asked, Passes
+from weft.parallel.world import World
+
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv_zero_bubble": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+def split(section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype) -> Stages:
+    """This rank's stages, on the current device.
+
+    Args:
+        sequence: tokens per row, of which the cost of attention depends.
+        dtype: of computing.
+    """
+    ranges = stage_ranges(section, parallel.model_copy(update={"pp": world.shape.pp}), sequence)
+    stages = []
+    for number in stages_of_rank(parallel, world.place("pp"), world.shape.pp):
+        stage = Decoder(section)
+        stage.begins, stage.ends, stage.dtype = number == 0, number == len(ranges) - 1, dtype
+        stage.weft_stage = number
+        for layer in range(section.num_hidden_layers):
+            if layer not in ranges[number]:
+                stage.layers[layer] = None
+        if not stage.begins:
+            stage.embed_positions = None
+        if not stage.begins and not (stage.ends and section.tie_word_embeddings):
+            stage.embed_tokens = None
+        if not stage.ends:
+            stage.norm = stage.lm_head = None
+        stages.append(stage)
+    return Stages(stages)
+
+
+class Stages(Decoder):
+    """What a rank has of a model, under the whole model's names. It cannot be called: its stages are, by a schedule.
+
+    A tied head's matrix is the first stage's; the last one's copy of it is not seen here.
+    """
+
+    def __init__(self, stages: Sequence[Decoder]):
+        nn.Module.__init__(self)
+        self.config = stages[0].config
+        self.stages = tuple(stages)
+        self.begins, self.ends = any(stage.begins for stage in stages), any(stage.ends for stage in stages)
+        self.embed_tokens = next((stage.embed_tokens for stage in stages if stage.begins), None)
+        for name in ("embed_positions", "norm", "lm_head"):
+            setattr(self, name, next((part for stage in stages if (part := getattr(stage, name)) is not None), None))
+        places = zip(*(stage.layers for stage in stages), strict=True)
+        self.layers = nn.ModuleList(next((layer for layer in place if layer is not None), None) for place in places)
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        raise RuntimeError("a part of a pipeline is run by its schedule")
+
+    def train(self, mode: bool = True) -> Stages:
+        """As `nn.Module.train`, for the stages too."""
+        super().train(mode)
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+
+class PipelinePasses(Passes):
+    """A step's micro-batches through all stages, in the order of a schedule."""
+
+    def __init__(self, model: Stages, objective: Asked, world: World, parallel: ParallelSection):
+        super().__init__(model, objective, world, parallel)
+        self.stages, self.group, self.ranks = model.stages, world.group("pp"), world.shape.pp
+        self.count = self.ranks * len(self.stages)
+        self.schedules: dict[tuple, Any] = {}
+        self.tied = TiedHead(model, world, parallel)
+        self.context = getattr(self.stages[0], "weft_context", None)
+        for stage in self.stages:
+            stage.forward = self._given_the_rest(stage.forward)
+
+    def train(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        weight: float,
+        learned: float,
+        seed: Callable[[Batch], None],
+        factor: float = 1.0,
+    ) -> torch.Tensor:
+        """As `Passes.train`. Ranks of one pipeline call it with the same rows."""
+        self.total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        self.seed, self.weight, self.factor = seed, weight, factor
+        size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
+        self.micro_batches = [filled(micro_batch, size) for micro_batch in micro_batches]
+        self.given = [self.inputs(micro_batch, learned) for micro_batch in self.micro_batches]
+        schedule = self._schedule(len(micro_batches), size)
+        rows = torch.arange(len(micro_batches)).repeat_interleave(size)  # which micro-batch each row is of
+        tokens = [torch.cat([own.tokens for _, own in self.given])] if self.model.begins else []
+        schedule.step(*tokens, number=rows, target=rows if self.model.ends else None, return_outputs=False)
+        self.tied.add_gradients()
+        self.given = []
+        return self.of_rows(self.total)
+
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """As `Passes.evaluate`: one stage after the other."""
+        inputs, own = self.inputs(batch, None)
+        self.given, self.seed = [(inputs, own)], None
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        number, mine = torch.zeros(1, dtype=torch.int64), {stage.weft_stage: stage for stage in self.stages}
+        x = own.tokens
+        for place in range(self.count):
+            holder, before = (rank_of_stage(self.parallel, n, self.ranks) for n in (place, place - 1))
+            if place and holder != before and self.group.rank() in (holder, before):
+                if self.group.rank() == before:
+                    dist.send(x.contiguous(), group=self.group, group_dst=holder)
+                else:
+                    x = self._hidden(len(own.tokens), own.tokens.shape[1], self.world.device)
+                    dist.recv(x, group=self.group, group_src=before)
+            if place in mine:
+                x = mine[place](x, number=number)
+        if self.model.ends:
+            total += self.objective.loss(x, own).detach()
+        return self.of_rows(total)
+
+    def of_rows(self, total: torch.Tensor) -> torch.Tensor:
+        """What the last stage has found, on all ranks."""
+        dist.all_reduce(total, group=self.group)
+        return super().of_rows(total)
+
+    def updated(self) -> None:
+        """Weights have changed: by an update, or because they were filled in."""
+        self.tied.copy_weights()
+
+    def _given_the_rest(self, forward: Callable) -> Callable:
+        """A stage's forward as a schedule calls it: what it needs besides is found by the micro-batch's number."""
+
+        @wraps(forward)
+        def call(x, number):
+            which = int(number[0])
+            inputs, _ = self.given[which]
+            if self.seed is not None:
+                self.seed(self.micro_batches[which])
+            return forward(x, **{key: value for key, value in inputs.items() if key != "tokens"})
+
+        return call
+
+    def _schedule(self, count: int, size: int) -> Any:
+        """The schedule of so many micro-batches of so many rows."""
+        tokens = self.given[0][1].tokens
+        key = (count, size, tokens.shape[1])
+        if key not in self.schedules:
+            hidden = self._hidden(size, tokens.shape[1], "meta").requires_grad_()
+            out = torch.empty(tokens.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+            ids = torch.empty(tokens.shape, dtype=tokens.dtype, device="meta")
+            stages = [
+                PipelineStage(
+                    stage,
+                    stage.weft_stage,
+                    self.count,
+                    self.world.device,
+                    input_args=ids if stage.begins else hidden,
+                    output_args=out if stage.ends else hidden,
+                    group=self.group,
+                )
+                for stage in self.stages
+            ]
+            name = self.parallel.schedule
+            several = name in SEVERAL_STAGES
+            with _quiet():
+                self.schedules[key] = get_schedule_class(SCHEDULES[name])(
+                    stages if several else stages[0], count, loss_fn=self._loss, scale_grads=False
+                )
+        return self.schedules[key]
+
+    def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = self.objective.loss(outputs, self.given[int(target[0])][1])
+        self.total += loss.detach()
+        divided = loss / self.weight
+        return divided if self.factor == 1.0 else divided * self.factor
+
+    def _hidden(self, rows: int, tokens: int, device: torch.device | str) -> torch.Tensor:
+        """Room for what goes from stage to stage: the residual stream, of which a tensor rank has its slice."""
+        config = self.model.config
+        dtype = torch.promote_types(self.stages[0].dtype, torch.float32)
+        return torch.empty(rows, tokens // self.world.shape.tp, config.hidden_size, dtype=dtype, device=device)
+
+
+class TiedHead:
+    """Keeps the last stage's copy of a tied embedding what the first stage's matrix is.
+
+    The copy's gradient goes to the first stage, which alone has the matrix in its optimizer and in checkpoints.
+    """
+
+    def __init__(self, model: Stages, world: World, parallel: ParallelSection):
+        self.group, self.copy, self.owner = world.group("pp"), None, None
+        ranks = world.shape.pp
+        self.first, self.last = 0, rank_of_stage(parallel, ranks * len(model.stages) - 1, ranks)
+        if model.config.tie_word_embeddings:
+            if model.embed_tokens is not None:
+                self.owner = model.embed_tokens
+            for stage in model.stages:
+                if stage.ends and not stage.begins:
+                    self.copy = stage.embed_tokens
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Move the copy's gradient to the matrix."""
+        if self.copy is not None and self.copy.weight.grad is not None:
+            grad = local(self.copy.weight.grad)
+            self.copy.weight.grad = None
+            if self.owner is None:
+                dist.send(grad.contiguous(), group=self.group, group_dst=self.first)
+            else:
+                local(self.owner.weight.grad).add_(grad)
+        elif self.owner is not None and self.last != self.first and self.owner.weight.grad is not None:
+            mine = local(self.owner.weight.grad)
+            grad = torch.empty_like(mine, memory_format=torch.contiguous_format)
+            dist.recv(grad, group=self.group, group_src=self.last)
+            mine.add_(grad)
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Make the copy what the matrix is."""
+        if self.copy is not None and self.owner is not None:
+            local(self.copy.weight).copy_(local(self.owner.weight))
+        elif self.copy is not None:
+            mine = local(self.copy.weight)
+            weight = torch.empty_like(mine, memory_format=torch.contiguous_format)
+            dist.recv(weight, group=self.group, group_src=self.first)
+            mine.copy_(weight)
+        elif self.owner is not None and self.last != self.first:
+            dist.send(local(self.owner.weight).contiguous(), group=self.group, group_dst=self.last)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def filled(batch: Batch, rows: int) -> Batch:
+    """A batch of so many rows: those that are missing are copies of the first that count for nothing."""
+    missing = rows - len(batch.tokens)
+    return batch.padded(missing) if missing else batch
+
+
+class _quiet:
+    """Without PyTorch's word, at each schedule, of what it is."""
+
+    def __enter__(self) -> None:
+        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)
+
+    def __exit__(self, *_: object) -> None:
+        pass
