@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,13 @@ def tokenizer_folder(checkpoint: Path) -> Path | None:
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
-def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load(
+    checkpoint: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    others: Callable[[dict[str, list[int]]], dict[str, Tensor]] | None = None,
+) -> dict[str, Any]:
     """Fill a model, and an optimizer, in place from a checkpoint of any mesh. Every rank calls it.
 
     The files are checked against their checksums first. Parameters keep their own dtype and placement; the optimizer's
@@ -138,6 +145,7 @@ def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Opt
 
     Args:
         checkpoint: a checkpoint directory, as from `resolve`; or a Hugging Face folder, which has no optimizer.
+        others: given the names of all saved tensors -> shapes, says which of `save`'s `others` are to be filled.
 
     Returns:
         What `save` was given as `state`, and `step`.
@@ -155,6 +163,8 @@ def load(checkpoint: str | Path, *, model: nn.Module, optimizer: torch.optim.Opt
     targets: dict[str, Tensor] = {}
     copies = _match_model(checkpoint, model, index, targets)
     states = _match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []
+    if others is not None:
+        targets |= others({name: entry["shape"] for name, entry in index["tensors"].items()})
     try:
         with planning():
             dcp.load(

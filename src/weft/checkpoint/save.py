@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from weft.checkpoint import files, ranks
@@ -30,6 +30,7 @@ def save(
     architecture: dict[str, Any],
     keep_last: int,
     keep_every: int | None,
+    others: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `<run>/checkpoints/step-%08d` and delete the older ones that are not to be kept. Every rank calls it.
 
@@ -45,6 +46,7 @@ def save(
         architecture: the resolved model section, for `load_model`.
         keep_last: how many checkpoints stay, counted from the newest.
         keep_every: those at multiples of so many steps stay for ever.
+        others: more tensors, by names of their own, of which ranks may have different ones.
 
     Returns:
         The checkpoint.
@@ -57,6 +59,7 @@ def save(
     try:
         ranks.on_first(lambda: _begin(folder, partial))
         tensors, aliases, description = _collect(model, optimizer)
+        tensors |= others or {}
         writer = SafetensorsWriter(partial, aliases)
         with planning():
             dcp.save(
