@@ -10,7 +10,7 @@ from weft.config.draft import Draft
 from weft.config.errors import UserError
 from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
-from weft.config.mesh import AXES, SPLIT_BACKWARD, ParallelSection, least_ranks, mesh_shape
+from weft.config.mesh import AXES, ParallelSection, least_ranks, mesh_shape
 from weft.config.model import RopeScaling
 from weft.config.own import check_parts
 from weft.config.precision import check_precision
@@ -254,11 +254,6 @@ def _recomputed(draft: Draft) -> None:
     if kind == "every" and layers is not None and int(each) > layers:
         what = f"{mode}, and the model has {layers} layers, so none would be recomputed; lower it, or set none"
         draft.problem("training.activation_checkpointing", what, "model.num_hidden_layers")
-    schedule = draft.get("parallel.schedule")
-    if kind in ("selective", "budget") and draft.get("parallel.pp") not in (None, 1) and schedule in SPLIT_BACKWARD:
-        # What they keep is given out once.
-        what = f"{schedule} goes through each layer's backward twice, and {mode} only once; set full or none"
-        draft.problem("training.activation_checkpointing", what, "parallel.schedule")
 
 
 def _warm_up(draft: Draft, samples: int | None) -> None:
