@@ -78,12 +78,13 @@ class Difference:
     def __str__(self) -> str:
         return f"loss {self.loss:.1e}, norm {self.norm:.1e}, gradient {self.gradient:.1e}, weight {self.weight:.1e}"
 
-    def wrong(self, within: float = WITHIN) -> str:
-        """The first step's tensors that are not equal, for a message."""
-        found = {key: value for key, value in self.tensors.items() if value > within}
+    def wrong(self, most: int = 12) -> str:
+        """What is not equal, for a message: of the first step with such a tensor, so many of them."""
+        found = {key: value for key, value in self.tensors.items() if value > WITHIN}
         first = min((step for step, _ in found), default=0)
         lines = [f"  step {step} {name}: {value:.3g}" for (step, name), value in found.items() if step == first]
-        return "\n".join([str(self), *([self.not_shared] if self.not_shared else []), *lines])
+        more = [f"  and {len(lines) - most} more"] if len(lines) > most else []
+        return "\n".join([str(self), *([self.not_shared] if self.not_shared else []), *lines[:most], *more])
 
 
 def not_shared(run: Run, mesh: dict[str, Any]) -> str | None:
@@ -133,7 +134,7 @@ def _apart(left: np.ndarray | None, right: np.ndarray | None) -> float:
 
 
 class Runner:
-    """Runs cases in one pool; a reference, a run of one process, is made once a model and way of training."""
+    """Runs cases; a reference, a run of one process, is made once a model and way of training."""
 
     def __init__(self, folder: Path, *, seconds: float = 60):
         self.folder, self.seconds, self.pool = folder, seconds, Pool()

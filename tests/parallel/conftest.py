@@ -1,4 +1,4 @@
-"""What the tests of parallel runs share: a pool of ranks, and the matrix' report."""
+"""What the tests of parallel runs share: ranks, and the matrix' report."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parent.parent / "train"))
 
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory):
-    """Runs cases of the matrix in processes that are started once a session."""
+    """Runs cases of the matrix, and keeps the runs of one process that they are compared with."""
     from compare import Runner
 
     runner = Runner(tmp_path_factory.mktemp("matrix"), seconds=120)

@@ -1,8 +1,8 @@
-"""Processes that wait to be ranks: started once, warm, and used for one case after the other.
+"""Ranks for tests: processes that are forked, for each case anew, from one that has imported everything.
 
-A rank costs two seconds of imports, and 16 of them much memory. So one process imports (multiprocessing's fork server),
-and the ranks are forked from it. They die with the process that made the pool, however that ends: the fork server then
-ends by itself, and the kernel kills its children.
+A process of its own would spend seconds with imports, and 16 of them much memory. One that is used for another case
+remembers too much: PyTorch's caches of sharded operations know the process groups of the case before. Ranks die with
+the process that asked for them, however that ends, and the fork server when there is nobody left.
 """
 
 from __future__ import annotations
@@ -10,22 +10,29 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
-import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 # What a run imports, some of it only when it gets there.
-IMPORTS = ("weft.train.trainer", "weft.optim.adamw", "weft.objectives.pretrain", "weft.optim.schedules.constant")
+IMPORTS = (
+    "weft.train.trainer",
+    "weft.objectives.pretrain",
+    "weft.optim.schedules.constant",
+    "jinja2",
+    "psutil",
+    "ruamel.yaml",
+)
 # Inductor would start processes of its own, a dozen for each rank.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 MOST = 16
@@ -39,13 +46,15 @@ class RanksFailed(AssertionError):
 class Pool:
     """Calls functions in processes that see themselves as ranks of a job, with torchrun's environment.
 
-    Every case has process groups and a store of its own, whose port the system chooses. After a case that failed all
-    processes are new.
+    Each case has a store of its own, whose port the system chooses.
     """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
-        self.workers: list[tuple[multiprocessing.Process, Connection]] = []
+
+    def close(self) -> None:
+        """Remove what ranks said."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, file: Path, ranks: int, *, fresh: bool = False, seconds: float = 60) -> None:
         """`Trainer(RunConfig.load(file)).fit()` in `ranks` processes, or in one that knows of no others.
@@ -61,94 +70,101 @@ class Pool:
         Raises:
             RanksFailed: any of them raised, died or took longer than `seconds`.
         """
-        self._start(ranks)
-        self.workers[0][1].send(({}, open_store, ()))
-        answers = self._answers(1, seconds)
-        if answers.get(0, (False,))[0]:
-            port = answers[0][1]
-            for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-                pipe.send((_environment(rank, ranks, port), function, arguments))
-            answers = self._answers(ranks, seconds)
-        if all(good for good, _ in answers.values()) and len(answers) == ranks:
-            return [answers[rank][1] for rank in range(ranks)]
-        text = self._account(answers, ranks, seconds)
-        self.close()
-        raise RanksFailed(text)
+        if ranks > MOST:
+            raise ValueError(f"{ranks} ranks; at most {MOST} are started")
+        with self._processes(ranks) as case:
+            end = time.monotonic() + seconds
+            answers = case.answers([0], end)  # the port of the store that the first rank keeps
+            if answers.get(0, (False,))[0]:
+                case.send([(_environment(rank, ranks, answers[0][1]), function, arguments) for rank in range(ranks)])
+                answers = case.answers(range(ranks), end)
+            if len(answers) == ranks and all(good for good, _ in answers.values()):
+                return [answers[rank][1] for rank in range(ranks)]
+            raise RanksFailed(case.account(answers, seconds))
 
-    def close(self) -> None:
-        """End all processes; the next call starts new ones."""
-        for _, pipe in self.workers:
+    @contextlib.contextmanager
+    def _processes(self, ranks: int):
+        context = multiprocessing.get_context("forkserver")
+        # By its file's name, also where the file itself is what Python was started with.
+        context.set_forkserver_preload([Path(__file__).stem, *IMPORTS])
+        case = _Case(self.folder, [], [])
+        try:
+            with _environ(**ENVIRONMENT):
+                for rank in range(ranks):
+                    ours, theirs = context.Pipe()
+                    case.processes.append(context.Process(target=_be, args=(theirs, rank, self.folder), daemon=True))
+                    case.pipes.append(ours)
+                    case.processes[-1].start()
+                    theirs.close()
+            yield case
+        finally:
+            case.end()
+
+
+class _Case:
+    """The processes of one call, their pipes, and the folder with what they say."""
+
+    def __init__(self, folder: Path, processes: list, pipes: list[Connection]):
+        self.folder, self.processes, self.pipes = folder, processes, pipes
+
+    def send(self, messages: list[Any]) -> None:
+        for pipe, message in zip(self.pipes, messages, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # it is gone: its answer will say so
+                pipe.send(message)
+
+    def answers(self, ranks: Iterable[int], end: float) -> dict[int, tuple[bool, Any]]:
+        """What each rank answers: whether it went well, and the result or a traceback. Late ones are missing."""
+        waiting = {self.pipes[rank]: rank for rank in ranks}
+        found: dict[int, tuple[bool, Any]] = {}
+        while waiting and (left := end - time.monotonic()) > 0:
+            for pipe in wait(waiting, timeout=left):
+                rank = waiting.pop(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join()
+                    found[rank] = (False, f"died with exit code {self.processes[rank].exitcode}\n{self._log(rank)}")
+                if not found[rank][0]:
+                    end = min(end, time.monotonic() + GRACE)
+        return found
+
+    def account(self, answers: dict[int, tuple[bool, Any]], seconds: float) -> str:
+        """One text of all that went wrong: the first failure whole, of others the last line; and where the rest is."""
+        missing = [rank for rank in range(len(self.processes)) if rank not in answers]
+        for rank in missing:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        if missing:
+            time.sleep(0.5)
+        failed = {rank: text.strip() for rank, (good, text) in sorted(answers.items()) if not good}
+        parts = [f"{len(self.processes)} ranks" + ("" if failed else f" were not done after {seconds:g} s")]
+        if failed:
+            first, *others = failed
+            parts.append(f"--- rank {first}: {failed[first]}")
+            parts += _together({rank: failed[rank].splitlines()[-1] for rank in others})
+        stacks = {rank: (self.folder / f"stack-{rank}").read_text(errors="replace").strip() for rank in missing}
+        return "\n".join(parts + _together({rank: f"was still here:\n{stack}" for rank, stack in stacks.items()}))
+
+    def end(self) -> None:
+        for pipe in self.pipes:
             pipe.close()  # whoever waits there ends by itself
         end = time.monotonic() + 1
-        for process, _ in self.workers:
+        for process in self.processes:
             process.join(max(0, end - time.monotonic()))
             process.kill()
             process.join()
-        self.workers = []
-        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, ranks: int) -> None:
-        if ranks > MOST:
-            raise ValueError(f"{ranks} ranks; the pool has at most {MOST} processes")
-        self.folder.mkdir(exist_ok=True)
-        context = multiprocessing.get_context("forkserver")
-        new = range(len(self.workers), ranks)
-        with _environ(**ENVIRONMENT):
-            context.set_forkserver_preload([__name__ if __name__ != "__main__" else "pool", *IMPORTS])
-            for number in new:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, number, self.folder), daemon=True)
-                process.start()
-                theirs.close()
-                self.workers.append((process, ours))
-        for number in new:
-            try:
-                self.workers[number][1].recv()  # ready
-            except EOFError:
-                text = f"process {number} did not start: {self._said(number)}"
-                self.close()
-                raise RanksFailed(text) from None
-
-    def _answers(self, ranks: int, seconds: float) -> dict[int, tuple[bool, Any]]:
-        """What each rank answered: whether it went well, and the result or a traceback. Some may be missing."""
-        answers: dict[int, tuple[bool, Any]] = {}
-        end = time.monotonic() + seconds
-        while len(answers) < ranks and (left := end - time.monotonic()) > 0:
-            pipes = {self.workers[rank][1]: rank for rank in range(ranks) if rank not in answers}
-            for pipe in wait(pipes, timeout=left):
-                rank = pipes[pipe]
-                try:
-                    answers[rank] = pipe.recv()
-                except EOFError:
-                    process = self.workers[rank][0]
-                    process.join()
-                    answers[rank] = (False, f"died with exit code {process.exitcode}\n{self._said(rank)}")
-                if not answers[rank][0]:
-                    end = min(end, time.monotonic() + GRACE)
-        return answers
-
-    def _account(self, answers: dict[int, tuple[bool, Any]], ranks: int, seconds: float) -> str:
-        """One text of all that went wrong; equal texts once."""
-        missing = [rank for rank in range(ranks) if rank not in answers]
-        for rank in missing:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.workers[rank][0].pid or 0, signal.SIGUSR1)
-        if missing:
-            time.sleep(0.5)
-        texts: dict[str, list[int]] = {}
-        for rank, (good, text) in sorted(answers.items()):
-            if not good:
-                texts.setdefault(text, []).append(rank)
-        failed = bool(texts)
-        for rank in missing:
-            stack = (self.folder / f"stack-{rank}").read_text(errors="replace").strip()
-            texts.setdefault(f"was still here:\n{stack}", []).append(rank)
-        head = f"{ranks} ranks" + ("" if failed else f" were not done after {seconds:g} s")
-        return "\n".join([head, *(f"--- rank {', '.join(map(str, who))}: {text}" for text, who in texts.items())])
-
-    def _said(self, rank: int) -> str:
+    def _log(self, rank: int) -> str:
         """The last words of a process on its standard error."""
         return (self.folder / f"log-{rank}").read_text(errors="replace")[-3000:]
+
+
+def _together(texts: dict[int, str]) -> list[str]:
+    """Equal texts once; addresses and numbers of process groups make no difference."""
+    found: dict[str, tuple[list[int], str]] = {}
+    for rank, text in texts.items():
+        found.setdefault(re.sub(r"\d+", "0", text), ([], text))[0].append(rank)
+    return [f"--- rank {', '.join(map(str, ranks))}: {text}" for ranks, text in found.values()]
 
 
 def fit(file: Path, fresh: bool) -> None:
@@ -160,7 +176,7 @@ def fit(file: Path, fresh: bool) -> None:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """torchrun's, with the pool's store in the place of the agent's; none for a process alone."""
+    """torchrun's, with our store in the place of its agent's; none for a process alone."""
     if ranks == 1:
         return {}
     return {
@@ -188,66 +204,43 @@ def _environ(**values: str):
 
 # ---- in the processes
 
-_stores: list[Any] = []
 
-
-def _serve(pipe: Connection, number: int, folder: Path) -> None:
-    """Be a rank whenever asked, until the pipe is closed."""
-    _die_with_parent()
-    log = os.open(folder / f"log-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _be(pipe: Connection, rank: int, folder: Path) -> None:
+    """Be a rank: do what the pipe says, and tell it what came of it."""
+    threading.Thread(target=_die_with_session, daemon=True).start()
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    stack = (folder / f"stack-{number}").open("w")
+    stack = (folder / f"stack-{rank}").open("w")
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
-    for module in IMPORTS:
-        importlib.import_module(module)
-    _no_measuring()
-    gc.freeze()  # what was imported is never garbage: looking through it takes longer than a small model's step
-    pipe.send("ready")
-    own = dict(os.environ)
-    while True:
-        try:
-            environment, function, arguments = pipe.recv()
-        except (EOFError, OSError):
-            return
-        os.environ.clear()
-        os.environ.update(own | environment)
-        pipe.send(_answer(function, arguments))
-
-
-def open_store() -> int:
-    """Keep the store of the next case, in place of the last one's; its port."""
-    from torch.distributed import TCPStore
-
-    _stores[:] = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    return _stores[0].port
-
-
-def _answer(function: Callable[..., Any], arguments: tuple) -> tuple[bool, Any]:
-    import torch
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
     try:
-        return True, function(*arguments)
+        import torch
+        from torch.distributed import TCPStore
+
+        _no_measuring()
+        gc.freeze()  # what was imported is never garbage: looking through it takes longer than a small model's step
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        if rank == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            pipe.send((True, store.port))
+        environment, function, arguments = pipe.recv()
+        os.environ.update(environment)
+        pipe.send((True, function(*arguments)))
+        pipe.recv()  # until the others are done: the store is here
+    except EOFError:
+        pass
     except BaseException:
-        return False, traceback.format_exc()
-    finally:
-        if dynamo := sys.modules.get("torch._dynamo"):
-            dynamo.reset()
-        gc.collect()
+        pipe.send((False, traceback.format_exc()))
 
 
-def _die_with_parent() -> None:
-    """Have the kernel end this process when the fork server is gone."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+def _die_with_session() -> None:
+    """Wait for the end of the process that asked for this one."""
+    session = multiprocessing.parent_process()
+    if session is not None:
+        session.join()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _no_measuring() -> None:

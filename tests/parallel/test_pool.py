@@ -1,8 +1,6 @@
 """The tests' own pool of ranks: who fails is told, who hangs is found, and nobody stays behind."""
 
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +21,12 @@ def pool():
 
 
 def rank():
-    return os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.getpid()
+    return os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+
+
+def sleep(folder):
+    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    time.sleep(300)
 
 
 def fail_on_rank_1():
@@ -37,11 +40,9 @@ def die_on_rank_0():
         os.abort()
 
 
-def test_processes_are_used_again(pool):
-    two, three = pool.call(rank, 2), pool.call(rank, 3)
-    assert [(number, size) for number, size, _ in three] == [("0", "3"), ("1", "3"), ("2", "3")]
-    assert [pid for *_, pid in two] == [pid for *_, pid in three[:2]]
-    assert pool.call(rank, 1)[0][:2] == (None, None)
+def test_ranks_know_who_they_are(pool):
+    assert pool.call(rank, 3) == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert pool.call(rank, 1) == [(None, None)]
 
 
 def test_a_failure_is_told_with_where_the_others_are(pool):
@@ -52,19 +53,22 @@ def test_a_failure_is_told_with_where_the_others_are(pool):
     assert len(pool.call(rank, 2)) == 2
 
 
-def test_nobody_outlives_a_killed_session():
-    code = "import pool, test_pool as t; p = pool.Pool(); print([r[2] for r in p.call(t.rank, 2)], flush=True); input()"
-    session = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    workers = [psutil.Process(pid) for pid in json.loads(session.stdout.readline())]
-    servers = {worker.parent() for worker in workers}
-    assert len(workers) == 2
-    session.send_signal(signal.SIGKILL)
-    session.communicate()
-    _, alive = psutil.wait_procs([*workers, *servers], timeout=10)
+def test_a_rank_that_hangs_is_told_with_where_it_is(pool, tmp_path):
+    with pytest.raises(RanksFailed, match=r"(?s)2 ranks were not done after 2 s\n--- rank 0, 1: .*, line \d+ in sleep"):
+        pool.call(sleep, 2, tmp_path, seconds=2)
+
+
+def test_nobody_outlives_a_killed_session(tmp_path):
+    code = "import pathlib, pool, sys, test_pool; pool.Pool().call(test_pool.sleep, 2, pathlib.Path(sys.argv[1]))"
+    session = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parent)
+    end = time.monotonic() + 60
+    while len(found := [text for file in tmp_path.glob("*.pid") if (text := file.read_text())]) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ranks = [psutil.Process(int(pid)) for pid in found]
+    processes = {*ranks, *(rank.parent() for rank in ranks)}
+    assert len(processes) == 3  # the fork server with them
+    session.kill()
+    session.wait()
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive
