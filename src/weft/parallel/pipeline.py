@@ -118,7 +118,7 @@ class PipelinePasses(Passes):
         self.seed, self.weight, self.factor = seed, weight, factor
         size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
         self.micro_batches = [filled(micro_batch, size) for micro_batch in micro_batches]
-        self.given = [self.inputs(micro_batch, learned) for micro_batch in self.micro_batches]
+        self.given = [self.inputs(micro_batch, learned / factor) for micro_batch in self.micro_batches]
         schedule = self._schedule(len(micro_batches), size)
         rows = torch.arange(len(micro_batches)).repeat_interleave(size)  # which micro-batch each row is of
         tokens = [torch.cat([own.tokens for _, own in self.given])] if self.model.begins else []
