@@ -261,7 +261,7 @@ JOURNEYS = [
     ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
     ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
     ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
-    ("gqa", [{"pp": 2, "schedule": "zbv_zero_bubble"}, {"cp": 4}, {"pp": 2, "schedule": "interleaved_1f1b"}, {"tp": 2}]),
+    ("gqa", [{"pp": 2, "schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "schedule": "interleaved_1f1b"}, {"tp": 2}]),
     ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
     ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
 ]
