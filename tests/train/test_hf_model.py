@@ -105,6 +105,8 @@ def test_the_same_numbers_otherwise(hf_yaml, tmp_path):
     ways = {
         "plain": ({}, [], 0.0),
         "checkpointed": ({"activation_checkpointing": "full"}, [], 1e-6),
+        "selective": ({"activation_checkpointing": "selective"}, [], 1e-6),
+        "budget": ({"activation_checkpointing": "budget-0.5"}, [], 1e-6),
         "ranks": ({}, ["--nproc", "2"], 1e-6),
         "bfloat16": ({"dtype": "bfloat16"}, [], 3e-3),
         "float64": ({"dtype": "float64"}, [], 2e-6),
