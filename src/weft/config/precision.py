@@ -24,6 +24,9 @@ def check_precision(draft: Draft, samples: int | None) -> None:
             if draft.get(key) is not None:
                 what = f"the loss is scaled for float16 alone, and training.dtype is {dtype}; remove the key"
                 draft.problem(key, what, "training.dtype")
+    if reduced == "float16" and start is not None:
+        what = "what copies tell is not scaled, and float16 is too narrow for it; choose bfloat16 or auto"
+        draft.problem("training.reduce_dtype", what, "parallel.compress")
     if draft.get("training.fp8") and dtype not in ("auto", "bfloat16"):
         what = f"what 8 bits are not enough for is computed in bfloat16; set it, or auto, in place of {dtype}"
         draft.problem("training.dtype", what, "training.fp8")
