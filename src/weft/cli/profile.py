@@ -62,14 +62,13 @@ def run(args: argparse.Namespace) -> int:
     config = RunConfig.load(args.file, args.overrides)
     out = Path(args.out) if args.out else default_out(config)
     raise_if_taken(out)
+    from weft.config.legal_mesh import check_mesh
     from weft.launch.local import checked_nproc, launch_local
 
     nproc = checked_nproc(args.nproc)
+    check_mesh(config, nproc)
     if nproc == 1:
         return profile(lambda: config, args, ranks)
-    from weft.config.mesh import mesh_shape
-
-    mesh_shape(config.parallel, nproc)
     command = [sys.executable, "-m", "weft", "profile", args.file, *args.overrides, "--out", str(out)]
     command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--ranks", args.ranks]
     return launch_local(command, nproc, out)

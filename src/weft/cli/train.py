@@ -52,14 +52,13 @@ def run(args: argparse.Namespace) -> int:
         die_with_launcher()
         return train(lambda: RunConfig.load(args.file, args.overrides), fresh=args.fresh)
     config = RunConfig.load(args.file, args.overrides)  # mistakes are told before anything heavy starts
+    from weft.config.legal_mesh import check_mesh
     from weft.launch.local import checked_nproc, launch_local
 
     nproc = checked_nproc(args.nproc)
+    check_mesh(config, nproc)
     if nproc == 1:
         return train(lambda: config, fresh=args.fresh)
-    from weft.config.mesh import mesh_shape
-
-    mesh_shape(config.parallel, nproc)
     command = [sys.executable, "-m", "weft", "train", args.file, *args.overrides]
     return launch_local([*command, "--fresh"] if args.fresh else command, nproc, config.run_directory)
 

@@ -139,10 +139,10 @@ def least_ranks(section: ParallelSection) -> int:
 
 
 def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
-    """The mesh that `section` means on `ranks` ranks.
+    """The mesh that `section` means on `ranks` ranks; whether it is legal is asked in `config/legal_mesh.py`.
 
     Raises:
-        UserError: sizes that do not multiply to `ranks`, with the nearest legal choice.
+        UserError: sizes that do not multiply to `ranks`.
     """
     sizes = {axis: getattr(section, axis) for axis in AXES}
     for name, size in sizes.items():
@@ -167,15 +167,4 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
             f"parallel: {product} = {known}, but there are {ranks}; set dp_shard: -1 to fill, or start {known} "
             f"(--nproc {known})"
         )
-    shape = MeshShape(**sizes, ep=section.ep)
-    if shape.fsdp % shape.ep:
-        raise UserError(
-            f"parallel.ep: {shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from whose ranks it "
-            f"is taken; set it to a divisor of {shape.fsdp}"
-        )
-    if section.compress is not None and shape.dp_replicate == 1:
-        raise UserError(
-            "parallel.compress: it makes smaller what copies of the model tell one another, and there is one copy; set "
-            "dp_replicate, or remove it"
-        )
-    return shape
+    return MeshShape(**sizes, ep=section.ep)

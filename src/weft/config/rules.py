@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-from weft.config.compress import CompressSection
 from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
 from weft.config.draft import Draft
-from weft.config.errors import UserError
 from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
-from weft.config.mesh import AXES, ParallelSection, least_ranks, mesh_shape
+from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.model import RopeScaling
 from weft.config.own import check_parts
 from weft.config.precision import check_precision
@@ -28,9 +26,9 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _positions(draft)
     _batch(draft)
     _name(draft)
-    _mesh(draft)
     check_data_section(draft)
     samples = check_headers(draft) if check_data else None
+    _mesh(draft)
     _warm_up(draft, samples)
     _only_rows(draft)
     _recomputed(draft)
@@ -212,19 +210,14 @@ def _name(draft: Draft) -> None:
 
 
 def _mesh(draft: Draft) -> None:
-    keys = (*AXES, "ep")
-    sizes = {key: draft.get(f"parallel.{key}") for key in keys}
-    if None in sizes.values():
+    """The mesh, on as many ranks as torchrun says, or as it needs at least."""
+    if any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems):
         return
+    known = all(key in draft.values for key in ("training.batch_tokens", "training.micro_batch_size"))
     ranks = os.environ.get("WORLD_SIZE", "")
-    known = int(ranks) if ranks.isdigit() and int(ranks) > 0 else None
-    try:
-        told = (known or sizes["dp_replicate"] != -1) and draft.get("parallel.compress.rank") is not None
-        section = ParallelSection(**sizes, compress=CompressSection() if told else None)
-        mesh_shape(section, known or least_ranks(section))  # legal on these ranks, or on some number of them
-    except UserError as error:
-        key, _, what = error.what.partition(": ")
-        draft.problem(key, what, *(f"parallel.{name}" for name in keys))
+    number = int(ranks) if ranks.isdigit() and int(ranks) > 0 else None
+    for reason in reasons_against(draft.get, sequences_of(draft) if known else None, number):
+        draft.problem(reason.key, reason.what, *(f"parallel.{axis}" for axis in SIZES))
 
 
 def _only_rows(draft: Draft) -> None:

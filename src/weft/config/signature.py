@@ -124,6 +124,24 @@ def method_signature(source: ClassSource, name: str, depth: int = DEPTH) -> Sign
     return None
 
 
+def has_attribute(source: ClassSource, name: str, depth: int = DEPTH) -> bool | None:
+    """Whether a class's body, or a base's, gives a name a value; None where a base cannot be read."""
+    for part in source.node.body:
+        targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return True
+    told: bool | None = False
+    for base in source.node.bases:
+        if last_name(base) in _WITHOUT_ARGUMENTS:
+            continue
+        found = source.module.look_up(dotted(base) or "")
+        inherited = has_attribute(found, name, depth - 1) if isinstance(found, ClassSource) and depth > 0 else None
+        if inherited:
+            return True
+        told = None if inherited is None else told
+    return told
+
+
 def _function_signature(function: ast.FunctionDef, module: Module) -> Signature:
     a = function.args
     positional = [*a.posonlyargs, *a.args][1:]

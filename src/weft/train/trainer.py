@@ -14,6 +14,7 @@ from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
 from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection, notices
+from weft.config.legal_mesh import check_mesh
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
@@ -60,6 +61,7 @@ class Trainer:
         Raises:
             UserError: whatever the user can mend: data, sizes, a damaged checkpoint, a full disk.
         """
+        check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         world, run = start_world(self.config.parallel), None
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)

@@ -1,0 +1,120 @@
+"""Whether a mesh makes sense for a run: every reason against it, and the nearest mesh that has none.
+
+It is asked before anything starts: when the file is checked, on the number of ranks that the environment tells (or on
+the least that the mesh can have); and again when the number of processes is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.config.derive import batch_sequences
+from weft.config.errors import ConfigError, Problem, UserError
+from weft.config.mesh import (
+    AXES,
+    ONE_STAGE,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    MeshShape,
+    ParallelSection,
+    least_ranks,
+    mesh_shape,
+)
+from weft.config.mesh_needs import Get, Needs, Reason
+from weft.config.nearest_mesh import as_yaml, nearest_mesh
+from weft.config.tree import COMMAND_LINE
+from weft.config.whole import RunSections
+
+SIZES = (*AXES, "ep")
+
+
+def check_mesh(config: RunSections, ranks: int) -> MeshShape:
+    """The mesh of a checked config on so many ranks.
+
+    Raises:
+        ConfigError: it does not fit them, the model, the data or the training: each reason, and the nearest that does.
+    """
+
+    def get(key: str) -> Any:
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name, None)
+        return found
+
+    reasons = reasons_against(get, batch_sequences(config), ranks)
+    if reasons:
+        raise ConfigError([_placed(config, reason) for reason in reasons])
+    return mesh_shape(config.parallel, ranks)
+
+
+def _placed(config: RunSections, reason: Reason) -> Problem:
+    """A reason, at the first of its key and the axes that is written in a file or on the command line."""
+    for key in (reason.key, *(f"parallel.{axis}" for axis in SIZES)):
+        file, _, line = config.origins.get(key, "").rpartition(":")
+        if file and line.isdigit():
+            return Problem(reason.key, reason.what, file, int(line))
+        if line == COMMAND_LINE:
+            return Problem(reason.key, reason.what, COMMAND_LINE)
+    return Problem(reason.key, reason.what)
+
+
+def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[Reason]:
+    """All that is wrong with a run's mesh.
+
+    Args:
+        get: the run's values; those of `parallel` have been checked each by itself.
+        sequences: of the global batch; None if that is not known.
+        ranks: None if that is not known either: then on the least number that the mesh can have.
+    """
+    values = {name: get(f"parallel.{name}") for name in ParallelSection.model_fields}
+    section = ParallelSection.model_construct(**values)
+    needs = Needs(get, section, sequences)
+    against: list[Reason] = []
+    try:
+        least = least_ranks(section)
+        # What fills the rest has any size, if the number of ranks is not known: some rules want more than 1 of it.
+        tried = [ranks] if ranks is not None else [least, 2 * least] if -1 in values.values() else [least]
+        found = [list(needs.reasons(mesh_shape(section, number))) for number in tried]
+        against = min(found, key=len)
+    except UserError as error:
+        key, _, what = error.what.partition(": ")
+        said = MeshShape(**{axis: max(1, values[axis]) for axis in SIZES})
+        against = [Reason(key, what), *needs.of_axes(said)]
+    reasons = list(_of_settings(needs, section))
+    if against:
+        nearest = nearest_mesh(section, ranks, needs.experts, needs.alone, needs.fits)
+        said = "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
+        reasons += [Reason(reason.key, f"{reason.what}; {said}") for reason in against]
+    return reasons
+
+
+def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
+    """What is wrong on every mesh, or with every pipeline: a change of sizes is not what mends it."""
+    stage, reshards = section.zero_stage, section.reshard_after_forward
+    if stage is not None and reshards is not None and bool(reshards) != (stage == 3):
+        what = f"{str(reshards).lower()}, and zero_stage {stage} says {str(stage == 3).lower()}; remove one of the two"
+        yield Reason("parallel.reshard_after_forward", what)
+    when = "last" if stage == 1 else "every"
+    if stage is not None and section.reduce_gradients not in (None, when):
+        what = f"{section.reduce_gradients}, and zero_stage {stage} says {when}; remove one of the two"
+        yield Reason("parallel.reduce_gradients", what)
+    if reshards is not None and not isinstance(reshards, bool) and reshards < 1:
+        yield Reason("parallel.reshard_after_forward", f"{reshards} ranks; set true, false or a number of ranks")
+    several, counts = section.stages_per_rank, section.stage_layers
+    if several not in (None, 2) and section.schedule in V_SHAPED:
+        what = f"{several}, and {section.schedule} has 2, one from each end of the model; remove the key"
+        yield Reason("parallel.stages_per_rank", what)
+    elif several not in (None, 1) and section.schedule in ONE_STAGE:
+        what = f"{several}, and {section.schedule} has one; remove the key, or set schedule: interleaved_1f1b"
+        yield Reason("parallel.stages_per_rank", what)
+    if counts is not None and min(counts, default=0) < 1:
+        yield Reason("parallel.stage_layers", f"{counts}: every stage needs a layer; give each at least 1")
+    elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:
+        what = f"{sum(counts)} layers in all, and the model has {needs.layers} (model.num_hidden_layers); mend the list"
+        yield Reason("parallel.stage_layers", what)
+    if section.pp != 1 and section.schedule in SPLIT_BACKWARD and needs.compiles:
+        what = (
+            f"{section.schedule} takes each backward in two parts, which compiled code does not have; set it to false"
+        )
+        yield Reason("training.compile", f"{what}, or parallel.schedule: interleaved_1f1b")

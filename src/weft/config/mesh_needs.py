@@ -1,0 +1,223 @@
+"""What each axis of a mesh asks of the model, the data and the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.derive import share_rows
+from weft.config.experts import ExpertsSection
+from weft.config.foreign import LIMITS
+from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection
+from weft.config.model import ModelSection
+from weft.config.signature import has_attribute
+from weft.config.size import inner_width
+from weft.config.source import NotFound, find_class
+
+Get = Callable[[str], Any]  # a checked value by its dotted key; None: not set, or not known
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What is wrong with a mesh, and the key to tell it at."""
+
+    key: str
+    what: str
+
+
+class Needs:
+    """The numbers of a run that its mesh must fit, and every rule of how.
+
+    Args:
+        get: the run's values; a rule whose numbers are not known says nothing.
+        section: of the mesh.
+        sequences: of the global batch.
+    """
+
+    def __init__(self, get: Get, section: ParallelSection, sequences: int | None):
+        self.section, self.sequences = section, sequences
+        self.compresses = get("parallel.compress.rank") is not None
+        self.compiles, self.micro = bool(get("training.compile")), get("training.micro_batch_size")
+        self.length = get("data.sequence_length")
+        lengths = (("data.sequence_length", self.length), ("data.length_warmup.start", get("data.length_warmup.start")))
+        self.lengths = [(key, length) for key, length in lengths if length]
+        self.type = get("model.type")
+        self.layers: int | None = None
+        self.experts: int | None = None
+        self.heads: tuple[int, int] | None = None  # of queries; of keys and values
+        self.cut: list[tuple[int, str, str]] = []  # what tensor ranks share: how many, in words, and what to do
+        self.own: list[tuple[str, str]] = []  # parts that would see only some heads or tokens: key and class
+        if self.type == "decoder":
+            self._read(get)
+        self._feeds: dict[tuple[int, int], Reason | None] = {}
+
+    def _read(self, get: Get) -> None:
+        """The numbers of a built-in decoder."""
+        known = {name: found for name in ModelSection.model_fields if (found := get(f"model.{name}")) is not None}
+        moe = {name: found for name in ExpertsSection.model_fields if (found := get(f"model.moe.{name}")) is not None}
+        self.layers, self.experts = known.get("num_hidden_layers"), moe.get("num_experts")
+        if (heads := known.get("num_attention_heads")) is not None:
+            self.heads = heads, known.get("num_key_value_heads", heads)
+            self.cut.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))
+            if self.heads[1] != heads:
+                self.cut.append((self.heads[1], f"{self.heads[1]} key-value heads (model.num_key_value_heads)", ""))
+        layers = range(self.layers or 0)
+        experts = ExpertsSection.model_construct(**moe) if self.experts is not None else None
+        inner = inner_width(ModelSection.model_construct(**known)) if "hidden_size" in known else None
+        if inner is not None and any(experts is None or not experts.has_experts(layer) for layer in layers):
+            self.cut.append((inner, f"the MLP's width, {inner:,} (model.intermediate_size)", ""))
+        each = moe.get("moe_intermediate_size", inner)
+        if experts is not None and each is not None:
+            self.cut.append((each, f"the experts' width, {each:,} (model.moe.moe_intermediate_size)", ""))
+        if (rows := known.get("vocab_size")) is not None:
+            remedy = "set model.pad_vocab_to_multiple: {tp}, or where vocab_size is set make it {up}"
+            self.cut.append((rows, f"the vocabulary's {rows:,} rows (model.vocab_size)", remedy))
+        keys = ("position", "attention_implementation")
+        self.own = [(f"model.{key}", known[key]) for key in keys if ":" in known.get(key, "")]
+
+    def fits(self, shape: MeshShape) -> bool:
+        """Whether there is no reason against a mesh."""
+        return next(self.reasons(shape), None) is None
+
+    def alone(self, axis: str, size: int) -> bool:
+        """Whether an axis may have a size at all, whatever the others have."""
+        return next(self.of_axes(MeshShape(**{axis: size})), None) is None
+
+    def reasons(self, shape: MeshShape) -> Iterator[Reason]:
+        """All reasons against a mesh."""
+        yield from self.of_axes(shape)
+        yield from self._of_all(shape)
+
+    # ---- rules that a mesh keeps only if each of its axes keeps them without the others
+
+    def of_axes(self, shape: MeshShape) -> Iterator[Reason]:
+        """Reasons against single axes."""
+        if self.type not in (None, "decoder"):
+            yield from self._other_models(shape)
+        if shape.tp > 1:
+            for size, what, remedy in self.cut:
+                if size % shape.tp:
+                    more = f"; {remedy.format(tp=shape.tp, up=-(-size // shape.tp) * shape.tp)}" if remedy else ""
+                    yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
+        if shape.cp > 1:
+            yield from self._exchange(shape)
+        if shape.cp * shape.tp > 1:
+            axis, seen = ("tp", "heads") if shape.tp > 1 else ("cp", "tokens")
+            for key, chosen in self.own:
+                what = f"{chosen} would be given only some of the {seen} ({axis} {shape.sizes[axis]})"
+                yield Reason(key, f"{what}; choose a built-in one")
+            yield from self._rows(shape)
+        if shape.ep > 1 and self.type == "decoder":
+            if self.experts is None:
+                yield Reason("parallel.ep", f"{shape.ep}, and the model has no experts (model.moe)")
+            elif self.experts % shape.ep:
+                what = f"{shape.ep} does not divide the {self.experts} experts (model.moe.num_experts)"
+                yield Reason("parallel.ep", what)
+        if shape.pp > 1 and self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
+            each = f" x {self.section.virtual_stages}" if self.section.virtual_stages > 1 else ""
+            what = f"{shape.pp}{each} stages, and the model has {self.layers} layers (model.num_hidden_layers)"
+            yield Reason("parallel.pp", what)
+
+    def _other_models(self, shape: MeshShape) -> Iterator[Reason]:
+        for axis in ("pp", "cp", "tp", "ep"):
+            size, key = shape.sizes[axis], f"parallel.{axis}"
+            if size > 1 and self.type == "hf":
+                yield Reason(key, f"{size}, and a model of type hf is {LIMITS}")
+            elif size > 1 and axis != "tp":
+                what = f"{size}, and a model of your own has the axes of data and, with a table weft_sharding, tp"
+                yield Reason(key, what)
+            elif size > 1 and has_table(self.type) is False:
+                what = f"{size}, and {self.type} does not say how its matrices are cut"
+                yield Reason(key, f"{what}; give the class a table, weft_sharding (see weft/models/sharding.py)")
+
+    def _exchange(self, shape: MeshShape) -> Iterator[Reason]:
+        if self.section.context != "all_to_all" or self.exchanges(shape):
+            return
+        heads, groups = self.heads or (0, 0)
+        what = f"{heads} attention" if heads // shape.tp % shape.cp else f"{groups} key-value"
+        each = f" / tp {shape.tp}" if shape.tp > 1 else ""
+        yield Reason("parallel.context", f"all_to_all, and cp {shape.cp} does not divide {what} heads{each}; set auto")
+
+    def exchanges(self, shape: MeshShape) -> bool:
+        """Whether the heads of a tensor rank can be exchanged for tokens."""
+        return self.heads is None or all(count // shape.tp % shape.cp == 0 for count in self.heads)
+
+    def _rows(self, shape: MeshShape) -> Iterator[Reason]:
+        gathers = shape.cp > 1 and (self.section.context == "all_gather" or not self.exchanges(shape))
+        # Where keys and values are gathered, a rank has a piece from the front of a row and one from its end.
+        unit = shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
+        for key, length in self.lengths:
+            if length % unit:
+                axes = [axis for axis in ("cp", "tp") if shape.sizes[axis] > 1]
+                parts = " x ".join(f"{axis} {shape.sizes[axis]}" for axis in axes)
+                what = f"{parts} cannot cut rows of {length:,} tokens ({key}), which would be a multiple of {unit}"
+                yield Reason(f"parallel.{axes[0]}", what)
+
+    # ---- rules of several axes
+
+    def _of_all(self, shape: MeshShape) -> Iterator[Reason]:
+        if shape.fsdp % shape.ep:
+            what = f"{shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from whose ranks it is taken"
+            yield Reason("parallel.ep", what)
+        if self.compresses and shape.dp_replicate == 1:
+            what = "it makes smaller what copies of the model tell one another, and there is one copy; set dp_replicate"
+            yield Reason("parallel.compress", f"{what}, or remove it")
+        number = self.section.reshard_after_forward
+        if number is not None and not isinstance(number, bool) and number > 1:
+            yield from self._reshards(shape, number)
+        if shape.pp == 1:
+            return
+        counts, stages = self.section.stage_layers, shape.pp * self.section.virtual_stages
+        if counts is not None and len(counts) != stages:
+            what = f"{len(counts)} stages, and pp {shape.pp} with {self.section.schedule} has {stages}"
+            yield Reason("parallel.stage_layers", f"{what}; give each its layers, or remove the key")
+        if self.sequences and self.length:
+            where = shape.pp, shape.data_ranks
+            if where not in self._feeds:
+                self._feeds[where] = self._micro_batches(shape, self.sequences, self.length)
+            if (reason := self._feeds[where]) is not None:
+                yield reason
+
+    def _reshards(self, shape: MeshShape, number: int) -> Iterator[Reason]:
+        key, experts = "parallel.reshard_after_forward", shape.fsdp // shape.ep
+        # PyTorch makes the groups of so many ranks one after another: where some ranks of the run have no part in it,
+        # each waits for another one's.
+        if shape.fsdp > 1 and shape.fsdp % number:
+            yield Reason(key, f"{number} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}; set true or false")
+        elif number < shape.fsdp and shape.pp * shape.tp > 1:
+            yield Reason(key, f"{number} of {shape.fsdp} ranks goes with neither pp nor tp; set true or false")
+        elif shape.ep > 1 and experts not in (1, number):
+            what = f"{number}, and experts are shared by {experts} ranks (dp_shard x cp / ep); set that, true or false"
+            yield Reason(key, what)
+
+    def _micro_batches(self, shape: MeshShape, sequences: int, length: int) -> Reason | None:
+        """Whether a step has micro-batches that the schedule can order."""
+        section, pp = self.section, shape.pp
+        rows, micro = share_rows(sequences, length, shape, self.micro, section)
+        count = -(-rows // micro)
+        if section.orders(count, pp):
+            return None
+        smaller = [size for size in range(micro - 1, 0, -1) if section.orders(-(-rows // size), pp)]
+        even = [size for size in smaller if rows % size == 0]
+        if smaller:
+            remedy = f"set training.micro_batch_size: {(even or smaller)[0]}"
+        else:
+            enough = next(number for number in range(count, count + 2 * pp + 1) if section.orders(number, pp))
+            remedy = f"set training.batch_tokens: {enough * micro * shape.data_ranks * length}"
+        wanted = f"less than {2 * pp} micro-batches, or a multiple of {pp}"
+        if section.schedule in (*V_SHAPED, "1f1b"):
+            wanted = f"at least {pp * section.virtual_stages} micro-batches"
+        what = f"{section.schedule} over {pp} ranks needs {wanted}"
+        return Reason("parallel.pp", f"{what}, and a step has {count} ({rows} rows, {micro} at a time); {remedy}")
+
+
+def has_table(type_: str) -> bool | None:
+    """Whether a class of the user's own says how it is cut; None where its source does not tell."""
+    module, _, name = type_.partition(":")
+    try:
+        source = find_class(module, name)
+    except NotFound:
+        return None
+    return None if source is None else has_attribute(source, "weft_sharding")
