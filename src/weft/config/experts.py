@@ -9,7 +9,7 @@ from pydantic import Field
 from weft.config.section import Section
 
 # Keys that are about training alone: a checkpoint does not fix them, and no config.json needs to hold them.
-BALANCE = ("router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed")
+BALANCE = ("capacity_factor", "router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed")
 
 
 class ExpertsSection(Section):
@@ -36,6 +36,12 @@ class ExpertsSection(Section):
         None, gt=0, description="gpt-oss's gate: (up + 1) * gate * sigmoid(1.702 gate), both clamped to it"
     )
 
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        description="in training an expert takes at most capacity_factor x (what it would get of a sequence, were all "
+        "equal) of the sequence's tokens, the first ones (Fedus et al., 2021); default: all",
+    )
     router_aux_loss_coef: float = Field(
         0.0, ge=0, description="weight of the balancing loss (Fedus et al., 2021), of each sequence by itself"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ def attention(
     causal: bool,
     segments: torch.Tensor | None = None,
     mask: torch.Tensor | BlockMask | FlashMask | None = None,
-    dropout: float = 0.0,
+    dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
@@ -44,7 +45,8 @@ def attention(
         mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `attention_mask`
             made, whose form chooses the kernel; one of floats is added to the scores, with the slopes in it. It says
             all: `causal` and `segments` are not looked at.
-        dropout: probability with which a weight is dropped. The caller passes 0 outside of training.
+        dropout: probability with which a weight is dropped, or what does it to weights `[batch, heads, seq, keys]`. The
+            caller passes 0 outside of training.
         scale: default `1 / sqrt(head_dim)`.
         softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
         slopes: `[heads]`, what a key so many places before the query loses of its score for each (`alibi_slopes`).
@@ -56,11 +58,11 @@ def attention(
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if mask is None and segments is not None:
         plain = softcap is None and sinks is None
-        settings = {"dropout": dropout, "plain": plain, "slopes": slopes}
+        settings = {"dropout": float(callable(dropout)) or dropout, "plain": plain, "slopes": slopes}
         mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], **settings)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         slopes = None
-    plain = softcap is None and slopes is None and sinks is None
+    plain = softcap is None and slopes is None and sinks is None and not callable(dropout)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
         return _flex(q, k, v, mask, scale, grouped, softcap, slopes, sinks)
     if not plain and not isinstance(mask, FlashMask):
@@ -110,13 +112,13 @@ def _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks):
     if mask is None and causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(v.dtype)
-    return F.dropout(weights, dropout) @ v
+    return (dropout(weights) if callable(dropout) else F.dropout(weights, dropout)) @ v
 
 
 def _flex(

@@ -15,6 +15,7 @@ from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.kernels.masks import attention_mask, pattern_rows
 from weft.models.layers.attention import Attention, Turn
+from weft.models.layers.dropout import Dropout
 from weft.models.layers.experts import MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.mlp import MLP
@@ -124,6 +125,7 @@ class Decoder(nn.Module):
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
         self.position = own_part(config.position, "position", config) if ":" in config.position else None
+        self.embedding_dropout = Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = make_norm(config)
         slides = any(config.slides(layer) for layer in range(config.num_hidden_layers))
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
             x = x + self.embed_positions(positions)
         if hasattr(self.position, "embed"):
             x = self.position.embed(x, positions).to(x.dtype)
-        return F.dropout(x, config.embedding_dropout, self.training)
+        return self.embedding_dropout(x)
 
     def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
         """The last layer's `[batch, seq, width]` -> what `forward` returns."""

@@ -24,6 +24,7 @@ from weft.parallel.experts import exchange_tokens
 from weft.parallel.fsdp import shard
 from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.pipeline import Stages, split
+from weft.parallel.randomness import seed_layers
 from weft.parallel.tensor import cut_parameters, local_parts, share_parts
 from weft.parallel.world import World
 
@@ -111,6 +112,7 @@ def wrap(
         if compile:
             block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
             block.forward = local_parts(block.forward, block, experts)
+    seed_layers(model, blocks)
     for one in experts:
         one.forward = local_parts(one.forward, one)
     model.forward = local_parts(model.forward, model, blocks)
@@ -120,7 +122,7 @@ def wrap(
 
 def cut(model: nn.Module, parallel: ParallelSection, world: World) -> None:
     """Cut matrices over `tp`, rows over `cp` and experts over `ep`, and have the model's parts talk accordingly."""
-    tp = world.mesh["tp"] if world.shape.tp > 1 else None
+    tp = world.tensor
     model.weft_context = None
     if tp is None and world.experts is None and world.shape.cp == 1:
         return

@@ -22,31 +22,37 @@ class ExpertBalance:
         self.world = world
 
     @torch.no_grad()
-    def update(self) -> float | None:
+    def update(self) -> dict[str, float]:
         """Move the bias of experts that had less than the mean up and of others down (Wang et al., 2024).
 
         Returns:
-            The largest number of tokens that an expert had, as a multiple of its layer's mean; the mean over layers. 1
-            is perfect balance. None without experts.
+            `expert_load`: the largest number of tokens that chose an expert, as a multiple of its layer's mean; the
+            mean over layers. 1 is perfect balance. With a capacity `dropped`: the share of choices that had no room.
+            Without experts nothing.
         """
+        found = torch.tensor(self._update(), dtype=torch.float64)
         stages = self.world.stages
         if stages is not None:  # of which some may have no experts
-            found = torch.tensor(self._update(), dtype=torch.float64, device=self.world.device)
+            found = found.to(self.world.device)
             dist.all_reduce(found, group=stages)
-            total, layers = found.tolist()
-        else:
-            total, layers = self._update()
-        return total / layers if layers else None
+        load, layers, chosen, lost, limited = found.tolist()
+        if not layers:
+            return {}
+        return {"expert_load": load / layers} | ({"dropped": lost / max(chosen, 1)} if limited else {})
 
-    def _update(self) -> tuple[float, int]:
-        """The sum over layers, and how many they are."""
+    def _update(self) -> list[float]:
+        """Of this stage's layers: the sum of their loads, how many they are, choices, those lost, those with limits."""
         if not self.routers:
-            return 0.0, 0
-        loads = torch.stack([router.load for router in self.routers]).to(torch.float64)  # [layers, experts]
-        self.world.sum_tokens(loads)
+            return [0.0] * 5
+        counts = torch.stack([torch.stack((router.load, router.lost)) for router in self.routers]).to(torch.float64)
+        self.world.sum_tokens(counts)  # [layers, 2, experts]
+        loads, lost = counts.unbind(1)
         means = loads.mean(1, keepdim=True)
         for router, load, mean in zip(self.routers, loads, means, strict=True):
             if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router stays as it is
                 router.correction_bias += router.config.bias_update_speed * torch.sign(mean - load)
             router.load.zero_()
-        return (loads.amax(1) / means.squeeze(1).clamp(min=1)).sum().item(), len(loads)
+            router.lost.zero_()
+        most = (loads.amax(1) / means.squeeze(1).clamp(min=1)).sum()
+        limited = sum(router.config.capacity_factor is not None for router in self.routers)
+        return [most.item(), len(loads), loads.sum().item(), lost.sum().item(), limited]

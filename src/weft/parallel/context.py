@@ -26,7 +26,8 @@ from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.experts import Router
 from weft.models.layers.rope import by_length
-from weft.parallel.collectives import exchange, gather, sum_copies
+from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies
+from weft.parallel.randomness import WeightsDropout, share_row
 
 
 def gathers(config: ModelSection, way: str, cp: int, tp: int) -> bool:
@@ -46,6 +47,8 @@ class Context:
     def __init__(self, config: ModelSection, group: dist.ProcessGroup, gathers: bool):
         self.config, self.group, self.gathers = config, group, gathers
         self.by_length = by_length(config.rope_scaling)
+        self.apart = False  # whether documents are, in the last forward
+        self.apart = False  # whether documents are, in the batch at hand
 
     def places(self, seq: int, apart: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
         """The places in a row of `seq` tokens that a rank has, int64 `[seq / ranks]`.
@@ -64,7 +67,8 @@ class Context:
 
     def own(self, batch: Batch) -> Batch:
         """The same rows, with this rank's tokens of each; `segments` stay those of all."""
-        places = self.places(batch.tokens.shape[1], batch.segments is not None, batch.tokens.device)
+        self.apart = batch.segments is not None
+        places = self.places(batch.tokens.shape[1], self.apart, batch.tokens.device)
         parts = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "weight", "positions")}
         return Batch(**parts, segments=batch.segments, samples=batch.samples)
 
@@ -77,14 +81,17 @@ class Context:
         model.masks = partial(self._rows if self.gathers else self._whole, model, model.masks)
         if not self.gathers:
             model.heads = self._head_part(model.heads, self.config.num_attention_heads)
+        share_row(list(model.modules()), self._row)
         for module in model.modules():
             if isinstance(module, Attend):
                 self._attend(module)
             elif isinstance(module, Router):
                 module.over_rows, module.parts = partial(sum_copies, group=self.group), self.group.size()
+                module.of_rows = self._of_rows
 
     def _attend(self, module: Attend) -> None:
         forward, group = module.forward, self.group
+        module.weights_dropout = WeightsDropout(module, self._row_and_keys if self.gathers else None)
         if self.gathers:
 
             def call(q, k, v, mask=None):
@@ -100,6 +107,24 @@ class Context:
 
         module.forward = call
 
+    def _row(self, tokens: int) -> tuple[int, torch.Tensor]:
+        """Of so many of a row's tokens: the row's length, and their places."""
+        return (seq := tokens * self.group.size()), self.places(seq, self.apart, torch.device("cpu"))
+
+    def _row_and_keys(self, tokens: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The same, and the places of all keys, in the order in which they are gathered."""
+        seq, places = self._row(tokens)
+        ranks = range(self.group.size())
+        return seq, places, torch.cat([self.places(seq, self.apart, places.device, rank) for rank in ranks])
+
+    def _of_rows(self, find: Callable, chosen: torch.Tensor) -> torch.Tensor:
+        """What `find` says of this rank's tokens, `[batch, seq / ranks, ...]`, when it is given whole rows."""
+        ranks = self.group.size()
+        seq, device = chosen.shape[1] * ranks, chosen.device
+        places = torch.cat([self.places(seq, self.apart, device, rank) for rank in range(ranks)])
+        whole = gather_copies(chosen, 1, self.group)
+        return find(torch.empty_like(whole).index_copy_(1, places, whole))[:, self.places(seq, self.apart, device)]
+
     def _head_part(self, heads: slice, count: int) -> slice:
         """This rank's of the heads."""
         start, stop, _ = heads.indices(count)
@@ -114,6 +139,7 @@ class Context:
         """Masks of this rank's queries against all keys, in the order in which the ranks have these."""
         config, ranks = self.config, self.group.size()
         seq, device, apart = tokens.shape[1] * ranks, tokens.device, segments is not None
+        self.apart = apart
         queries = self.places(seq, apart, device)
         keys = torch.cat([self.places(seq, apart, device, rank) for rank in range(ranks)])
         whole = tokens.new_zeros(1, seq) if segments is None else segments

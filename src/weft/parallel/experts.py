@@ -15,7 +15,7 @@ from weft.parallel.collectives import exchange_rows
 class ExchangedExperts:
     """All experts, as seen from a rank that has some: `Experts` that is called with rows for any of them.
 
-    No token is dropped: ranks first tell one another how many rows come.
+    Ranks first tell one another how many rows come: none is dropped here, and none that was dropped travels.
 
     Args:
         experts: those that are here, `num_experts / ranks` one after another.
@@ -52,5 +52,5 @@ def exchange_tokens(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 @torch.compiler.disable
-def _dispatch(dispatch, group, experts, x, weights, chosen):
-    return dispatch(ExchangedExperts(experts, group), x, weights, chosen)
+def _dispatch(dispatch, group, experts, *tokens):
+    return dispatch(ExchangedExperts(experts, group), *tokens)

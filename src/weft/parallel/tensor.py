@@ -26,6 +26,7 @@ from weft.models.layers.latent import LatentAttention
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import Cut, cut_of
 from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
+from weft.parallel.randomness import WeightsDropout, share_row
 
 SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between parts
 
@@ -110,15 +111,22 @@ def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None
         if isinstance(module, Attend):
             each = module.all_heads // tp.size()
             module.heads = slice(rank * each, (rank + 1) * each)
+            module.weights_dropout = WeightsDropout(module)
         elif isinstance(module, LatentAttention):
             module.heads //= tp.size()
     if isinstance(model, Decoder):
         each = model.config.num_attention_heads // tp.size()
         model.heads = slice(rank * each, (rank + 1) * each)
+        share_row([model.embedding_dropout], lambda tokens: slice_of(tokens, group))
         model.token_logprobs = _token_logprobs(model.token_logprobs, group)
         model.logits = _logits(group)
     else:
         model.forward = _whole_output(model.forward, group)
+
+
+def slice_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
+    """Of a rank's slice of so many tokens: the length of the whole, and their places in it."""
+    return tokens * group.size(), torch.arange(tokens) + tokens * group.rank()
 
 
 # A module of the table, in other words: the closures below keep to functions that torch.compile can follow.

@@ -31,6 +31,7 @@ class World:
         mesh: axes `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`; all sizes may be 1.
         fsdp: the axis that parameters are sharded over, `dp_shard` x `cp`; with `dp_replicate` before it if there are
             several copies.
+        tensor: the axis `tp` that parameters are cut over; None without.
         experts: axes `ep` and, if there is one, `tp`: what experts are cut over; None without `ep`.
         experts_fsdp: as `fsdp`, for the ranks that have the same experts; None without `ep`.
     """
@@ -41,6 +42,7 @@ class World:
     shape: MeshShape
     mesh: DeviceMesh
     fsdp: DeviceMesh
+    tensor: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     experts_fsdp: DeviceMesh | None = None
     tokens: dist.ProcessGroup | None = None
@@ -87,6 +89,14 @@ class World:
             if not self.counts:
                 total[: len(values)] = 0
             dist.all_reduce(total)
+        return total.tolist()
+
+    def sum_stages(self, *values: float) -> list[float]:
+        """The sums over a pipeline's stages."""
+        if self.stages is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.stages)
         return total.tolist()
 
     def sum_tokens(self, tensor: torch.Tensor) -> None:
@@ -176,18 +186,20 @@ def start_world(section: ParallelSection) -> World:
 
 
 def meshes(shape: MeshShape, device: torch.device) -> dict[str, Any]:
-    """The mesh of all axes, and those made of it that work is shared over: `World`'s attributes.
+    """The mesh of all axes, and those that work is shared over: `World`'s attributes.
 
-    Experts have a mesh of their own, of the same ranks: `dp_shard` x `cp` is `efsdp` x `ep` there.
+    Parameters have a mesh of their own, of the same ranks, where `dp_shard` x `cp` is one axis; and experts' have one
+    where it is `efsdp` x `ep`.
     """
-    sizes = [shape.sizes[axis] for axis in AXES]
-    mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device.type, tuple(shape.sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     made: dict[str, Any] = {"mesh": mesh}
-    shard = "dp_shard"
+    weights, shard = mesh, "dp_shard"
     if shape.cp > 1:
-        shard = "fsdp"
-        mesh["dp_shard", "cp"]._flatten(shard)
-    made["fsdp"] = mesh["dp_replicate", shard] if shape.dp_replicate > 1 else mesh[shard]
+        sizes, shard = (shape.pp, shape.dp_replicate, shape.fsdp, shape.tp), "fsdp"
+        weights = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp_replicate", shard, "tp"))
+    made["fsdp"] = weights["dp_replicate", shard] if shape.dp_replicate > 1 else weights[shard]
+    if shape.tp > 1:
+        made["tensor"] = weights["tp"]
     if shape.pp * shape.tp > 1 and shape.data_ranks * shape.cp > 1:
         made["tokens"] = mesh["dp_replicate", "dp_shard", "cp"]._flatten("tokens").get_group()
     if shape.ep > 1:

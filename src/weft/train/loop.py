@@ -29,7 +29,9 @@ from weft.parallel.old_rows import OldRows
 from weft.parallel.passes import Passes
 from weft.parallel.pipeline import PipelinePasses
 from weft.parallel.scaling import LossScale
+from weft.parallel.whole import whole_model
 from weft.parallel.world import World
+from weft.train.choices import DTYPES
 from weft.train.recorder import Recorder
 from weft.train.stop import StopSignal
 from weft.train.validate import BytesPerToken, validate
@@ -126,11 +128,11 @@ class Loop:
                     self.recorder.skipped(step)
                 self.scale.update(finite)
                 self.optimizer.zero_grad()
-                load = self.balance.update()
+                balance = self.balance.update()
                 step += 1
                 row = self.length.sequence_length // self.pieces(batch)
                 self.recorder.end_step(
-                    step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, expert_load=load, scaling=scaling
+                    step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, balance=balance, scaling=scaling
                 )
 
                 if self.due(step, self.length.checkpoint_every):
@@ -199,12 +201,19 @@ class Loop:
         )
 
     def write_samples(self, step: int) -> None:
-        """Continue the config's prompts and note what came out. All ranks take part: the weights are shared out."""
-        settings = self.config.samples
+        """Continue the config's prompts and note what came out.
+
+        Where weights are shared over data ranks alone, all take part; else the first does it with a whole copy of them.
+        """
+        settings, model, shape = self.config.samples, self.model, self.world.shape
+        if shape.pp * shape.cp * shape.tp > 1:
+            model = whole_model(model, self.config.model, self.world, DTYPES[self.config.training.dtype])
+            if model is None:
+                return
         texts: list[list[int]] = [[] for _ in self.prompts]
-        self.model.eval()
+        model.eval()
         for new in generate(
-            self.model,
+            model,
             [prompt.ids for prompt in self.prompts],
             first=[prompt.first for prompt in self.prompts],
             max_new_tokens=settings.max_new_tokens,

@@ -60,6 +60,7 @@ class Recorder:
         self.config, self.world, self.run, self.length, self.console = config, world, run, length, console
         log_to_file(run.path, world.rank)
         self.speaks = world.rank == 0
+        parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
         matmul = matmul_parameters(model)
         section = config.model
         layers, width = (
@@ -86,7 +87,6 @@ class Recorder:
         self.written_samples.keep_until(step)
         info = RunInfo(run.path, run.path.name, config.as_dict(), step or None)
         self.tracking = Tracking(config.log.trackers, info, console)
-        parameters = sum(p.numel() for p in model.parameters())
         write_manifest(
             run.path,
             config.as_dict(),
@@ -175,14 +175,14 @@ class Recorder:
         grad_norm: float,
         weight: float,
         row: int,
-        expert_load: float | None = None,
+        balance: dict[str, float] | None = None,
         scaling: dict[str, float] | None = None,
     ) -> None:
         """The update is made. Validation, samples and checkpoints come after it, outside of its time.
 
         Args:
             row: tokens per row, of which attention's work depends.
-            expert_load: of a mixture of experts, `ExpertBalance.update`'s.
+            balance: of experts, `ExpertBalance.update`'s.
             scaling: of a scaled loss, `LossScale.metrics`'.
         """
         if self.world.device.type == "cuda":
@@ -210,7 +210,7 @@ class Recorder:
             "step_seconds": self.seconds / self.steps,
             "data_seconds": self.data_seconds / self.steps,
             "learned_tokens": weight,
-            **({} if expert_load is None else {"expert_load": expert_load}),
+            **(balance or {}),
             **(scaling or {}),
             **({} if self.told_warmup else {"warmup_seconds": self.warmup_seconds}),
         }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes, attention
+from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
 from weft.models.layers.own import own_part
 
@@ -38,7 +38,7 @@ class Attention(nn.Module):
             norm(self.head_dim * (kv_heads if together else 1), config.rms_norm_eps) if config.qk_norm else None
         )
         self.attend = Attend(config)
-        self.clip, self.hidden_dropout = config.clip_qkv, config.hidden_dropout
+        self.clip, self.hidden_dropout = config.clip_qkv, Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
@@ -58,8 +58,7 @@ class Attention(nn.Module):
             q, k = turn(q, k)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # all keys and values so far
-        out = self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1))
-        return F.dropout(out, self.hidden_dropout, self.training)
+        return self.hidden_dropout(self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1)))
 
 
 class Attend(nn.Module):
@@ -75,6 +74,7 @@ class Attend(nn.Module):
         self.dropout = config.attention_dropout
         # Seams: which of all heads are computed here, and which of those that this rank has parameters for.
         self.all_heads, self.heads, self.part = heads, slice(None), slice(None)
+        self.weights_dropout = None  # a seam: what `dropout` does, where not all weights are here
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.own = own_part(chosen, "attention", config) if ":" in chosen else None
@@ -92,9 +92,14 @@ class Attend(nn.Module):
             v,
             causal=True,
             mask=mask,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self._dropout(q.device) if self.training else 0.0,
             scale=self.scale,
             softcap=self.softcap,
             slopes=slopes,
             sinks=None if self.sinks is None else self.sinks[self.part],
         )
+
+    def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
+        """What drops weights in training: other devices than CPUs have kernels that do it by themselves."""
+        own = self.weights_dropout if device.type == "cpu" and self.dropout else None
+        return own or self.dropout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from weft.config.experts import ExpertsSection
 from weft.config.model import ModelSection
 from weft.kernels.grouped import grouped_linear
+from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
 
 SWIGLU_ALPHA = 1.702  # gpt-oss's: x * sigmoid(1.702 x) is close to gelu
@@ -26,18 +29,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
-        self.dispatch = dispatch  # a seam: experts may be on other ranks
-        self.hidden_dropout = config.hidden_dropout
+        # A seam: experts may be on other ranks. How many rows are left is known to no compiler.
+        self.dispatch = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
+        self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; `shares` is as in `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
-        out = self.dispatch(self.experts, x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        dropped = self.router.dropped(chosen) if self.training else None
+        tokens = (None if each is None else each.flatten(0, 1) for each in (x, weights, chosen, dropped))
+        out = self.dispatch(self.experts, *tokens).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
-        out = F.dropout(out, self.hidden_dropout, self.training)
+        out = self.hidden_dropout(out)
         if self.training and shares is not None:
-            penalty = self.router.balance(scores, chosen, shares)
+            penalty = self.router.balance(scores, chosen, shares, dropped)
             if penalty is not None:
                 out = _Joined.apply(out, penalty)
         return out
@@ -48,7 +54,8 @@ class Router(nn.Module):
 
     Attributes:
         correction_bias: added to the scores for the choice alone (Wang et al., 2024); None without.
-        load: how many tokens each expert has had since it was last looked at, in training.
+        load: how many tokens have chosen each expert since it was last looked at, in training.
+        lost: how many of them it had no room for.
     """
 
     def __init__(self, width: int, config: ExpertsSection):
@@ -59,7 +66,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(experts)) if config.router_bias else None
         self.register_buffer("correction_bias", torch.zeros(experts) if config.correction_bias else None)
         self.register_buffer("load", torch.zeros(experts), persistent=False)
-        self.over_rows, self.parts = lambda x: x, 1  # a seam: sums over ranks, if each row's tokens lie on several
+        self.register_buffer("lost", torch.zeros(experts), persistent=False)
+        # Seams, if each row's tokens lie on several ranks: sums over these, and what is found of the whole row.
+        self.over_rows, self.parts = lambda x: x, 1
+        self.of_rows = lambda find, chosen: find(chosen)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Choose.
@@ -100,8 +110,26 @@ class Router(nn.Module):
             likely = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return likely.topk(config.num_experts_per_tok, dim=-1).indices
 
-    def balance(self, scores: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor | None:
-        """Count the tokens of rows that matter into `load`; returns their auxiliary losses, if the config has any.
+    def dropped(self, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Which choices are of an expert that has no room: bool `[batch, seq, num_experts_per_tok]`; None: all have.
+
+        Each sequence by itself, its first tokens first: so nothing depends on how a batch is cut, and no token's output
+        on later ones. (Lepikhin et al., 2021, put all first choices before the second ones; there and in Fedus et al.,
+        2021, it is the tokens of one device that compete.)
+        """
+        return None if self.config.capacity_factor is None else self.of_rows(self._dropped, chosen)
+
+    def _dropped(self, chosen: torch.Tensor) -> torch.Tensor:
+        config, (batch, seq, each) = self.config, chosen.shape
+        # Nothing is rounded up that is whole but for an error of the product.
+        room = math.ceil(config.capacity_factor * seq * each / config.num_experts - 1e-9)
+        had = torch.zeros(batch, seq, config.num_experts, dtype=torch.int32, device=chosen.device)
+        return had.scatter_(2, chosen, 1).cumsum(1).gather(2, chosen) > room
+
+    def balance(
+        self, scores: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, dropped: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Count the tokens of rows that matter; returns their auxiliary losses, if the config has any.
 
         The balancing loss (Fedus et al., 2021) is taken of each sequence by itself, as DeepSeek-V2 does: so it does not
         depend on how a batch is cut.
@@ -111,7 +139,11 @@ class Router(nn.Module):
         had = scores.new_zeros(len(chosen), config.num_experts)
         had = had.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=had.dtype))  # [batch, experts]
         # Run again in backward it adds nothing, and by the same operations: what is kept of them is found by counting.
-        self.load.add_((had * (shares > 0).unsqueeze(1)).sum(0), alpha=0 if _recomputing() else 1)
+        matter, once = (shares > 0).unsqueeze(1), 0 if _recomputing() else 1
+        self.load.add_((had * matter).sum(0), alpha=once)
+        if dropped is not None:
+            lost = torch.zeros_like(had).scatter_add_(1, chosen, dropped.flatten(1).to(had.dtype))
+            self.lost.add_((lost * matter).sum(0), alpha=once)
         losses = []
         if config.router_aux_loss_coef:
             likely = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
@@ -154,24 +186,39 @@ class Experts(nn.Module):
         return out if own is None else out + own @ self.down_bias
 
 
-def dispatch(experts: nn.Module, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def dispatch(
+    experts: nn.Module,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    dropped: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sort tokens by expert, run the experts, and sum what belongs to one token.
 
     Args:
         experts: `(rows, ends) -> rows`, of `num_experts`.
         x: `[tokens, width]`.
         weights, chosen: `[tokens, experts per token]`.
+        dropped: bool, of the same shape: what is not computed. None: all is.
 
     Returns:
         `[tokens, width]`
     """
     tokens, each = chosen.shape
+    if dropped is not None:  # they come last
+        weights, chosen = weights.masked_fill(dropped, 0), chosen.masked_fill(dropped, experts.num_experts)
     by_expert, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts.num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True).to(torch.int32)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     rows = x.unsqueeze(1).expand(-1, each, -1).reshape(tokens * each, -1)
-    out = Permuted.apply(experts(Permuted.apply(rows, order, back), ends), back, order)
+    rows = Permuted.apply(rows, order, back)
+    if dropped is None:
+        out = experts(rows, ends)
+    else:
+        kept = int(ends[-1])
+        out = F.pad(experts(rows[:kept], ends), (0, 0, 0, len(rows) - kept))
+    out = Permuted.apply(out, back, order)
     return (out.view(tokens, each, -1) * weights.unsqueeze(-1)).sum(1)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
 from weft.models.layers.attention import Attend, Turn
+from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm
 
 EPS = 1e-6  # of the norms inside: the published models' own, whatever the residual stream's is
@@ -40,7 +40,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.v_head_dim, width, bias=config.output_bias)
         self.scale = config.attention_multiplier or config.qk_head_dim**-0.5
         self.attend = Attend(config.model_copy(update={"attention_multiplier": self.scale}))
-        self.hidden_dropout = config.hidden_dropout
+        self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
@@ -60,8 +60,7 @@ class LatentAttention(nn.Module):
             k_nope, v = kv.split((self.nope, self.v_head_dim), dim=-1)
             k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), dim=-1)
             out = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
-        out = self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
-        return F.dropout(out, self.hidden_dropout, self.training)
+        return self.hidden_dropout(self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)))
 
     def halves(self, x: torch.Tensor) -> torch.Tensor:
         """What is rotated, with pairs that lie side by side put as far apart as `rotate` has them."""

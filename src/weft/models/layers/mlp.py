@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
+from weft.models.layers.dropout import Dropout
 from weft.models.layers.own import own_part
 
 
@@ -42,7 +43,7 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
         self.activation = make_activation(config.hidden_act)
-        self.hidden_dropout = config.hidden_dropout
+        self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`"""
@@ -50,7 +51,7 @@ class MLP(nn.Module):
             inner = self.activation(self.up_proj(x))
         else:
             inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
-        return F.dropout(self.down_proj(inner), self.hidden_dropout, self.training)
+        return self.hidden_dropout(self.down_proj(inner))
 
 
 def intermediate_size(config: ModelSection) -> int:

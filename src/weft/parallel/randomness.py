@@ -1,0 +1,92 @@
+"""Dropout on a mesh: the numbers that one process draws.
+
+A micro-batch has a seed, and each layer one that is made of it: so a stage of a pipeline draws what it would draw as a
+part of the whole. Ranks that have some of a row's tokens draw for the whole row and take theirs (`Dropout.whole`).
+
+Weights of attention have masks for all heads, queries and keys: on CPUs they are drawn whole, too. On other devices the
+kernels draw their own, and ranks of `tp` and `cp` the same numbers, each for its heads or queries: as likely, but not
+those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.models.decoder import Decoder
+from weft.models.layers.attention import Attend
+from weft.models.layers.dropout import Dropout, Whole
+
+STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: seeds of layers and heads lie far apart
+BITS = (1 << 63) - 1
+
+
+def seed_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Have each layer draw from a seed of its own, made of the one that is set when the model is called."""
+    if not isinstance(model, Decoder) or not any(_rates(model)):
+        return
+    forward, kept = model.forward, [0]
+
+    @wraps(forward)
+    def call(*arguments, **named):
+        kept[0] = torch.initial_seed()
+        return forward(*arguments, **named)
+
+    model.forward = call
+    for block in blocks:
+        block.forward = partial(_seeded, block.forward, kept, block.attention.layer + 1)
+
+
+def _seeded(forward: Callable, kept: list[int], number: int, *arguments, **named):
+    torch.manual_seed(derived(kept[0], number))
+    return forward(*arguments, **named)
+
+
+def derived(seed: int, number: int) -> int:
+    """A seed made of another one and a number."""
+    return (seed + number * STRIDE) & BITS
+
+
+def _rates(model: Decoder) -> tuple[float, float, float]:
+    config = model.config
+    return config.embedding_dropout, config.hidden_dropout, config.attention_dropout
+
+
+def share_row(modules: Sequence[nn.Module], whole: Whole) -> None:
+    """Say to dropouts that the tokens they see are a part of more; of what was said before, a part of a part."""
+    for module in modules:
+        if isinstance(module, Dropout):
+            module.whole = whole if module.whole is None else partial(_both, module.whole, whole)
+
+
+def _both(inner: Whole, outer: Whole, length: int) -> tuple[int, torch.Tensor]:
+    length, places = inner(length)
+    length, further = outer(length)
+    return length, further[places]
+
+
+class WeightsDropout:
+    """Dropout of attention's weights where this rank computes some of the heads, or of the queries.
+
+    Args:
+        module: whose weights they are; `heads` says which are here.
+        rows: of some queries: the number of all, their places, and those of the keys in their order.
+    """
+
+    def __init__(self, module: Attend, rows: Callable[[int], tuple[int, torch.Tensor, torch.Tensor]] | None = None):
+        self.module, self.rows = module, rows
+
+    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+        """`[batch, heads, queries, keys]` -> the same."""
+        batch, _, queries, keys = weights.shape
+        module = self.module
+        ones = weights.new_ones(batch, module.all_heads, keys, keys)
+        mask = F.dropout(ones, module.dropout)[:, module.heads]
+        if self.rows is not None:
+            _, places, order = self.rows(queries)
+            mask = mask[:, :, places][..., order]
+        return weights * mask
