@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "moe": _MOE | {"n_group": 4, "topk_group": 2},
     },
+    "capacity": _SHAPE | {"num_key_value_heads": 4, "moe": _MOE | {"capacity_factor": 0.75}},
     "olmo2": _SHAPE | {"preset": "olmo2-1b"},
     "gpt_neox": _SHAPE | {"preset": "pythia-70m", "partial_rotary_factor": 0.5},
 }
@@ -239,6 +240,7 @@ def matrix() -> list[Case]:
     cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
+    cases.append(Case("capacity", "masked", {"cp": 2, "context": "all_gather"}))
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
@@ -254,6 +256,7 @@ SAMPLE = [
     Case("moe", "masked", {"dp_shard": 2, "ep": 2}),
     Case("gqa", "everything", {"pp": 2, "dp_shard": 2, "tp": 2}),
     Case("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
+    Case("capacity", "masked", {"cp": 2, "ep": 2, "context": "all_gather"}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.

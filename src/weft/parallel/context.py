@@ -47,7 +47,6 @@ class Context:
     def __init__(self, config: ModelSection, group: dist.ProcessGroup, gathers: bool):
         self.config, self.group, self.gathers = config, group, gathers
         self.by_length = by_length(config.rope_scaling)
-        self.apart = False  # whether documents are, in the last forward
         self.apart = False  # whether documents are, in the batch at hand
 
     def places(self, seq: int, apart: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
@@ -139,7 +138,7 @@ class Context:
         """Masks of this rank's queries against all keys, in the order in which the ranks have these."""
         config, ranks = self.config, self.group.size()
         seq, device, apart = tokens.shape[1] * ranks, tokens.device, segments is not None
-        self.apart = apart
+        self.apart = apart  # of a pipeline's stages only the first is given a batch
         queries = self.places(seq, apart, device)
         keys = torch.cat([self.places(seq, apart, device, rank) for rank in range(ranks)])
         whole = tokens.new_zeros(1, seq) if segments is None else segments
