@@ -21,7 +21,9 @@ from weft.models.sharding import decoder_sharding
 from weft.parallel.activations import checkpointed
 from weft.parallel.context import Context, gathers
 from weft.parallel.experts import exchange_tokens
+from weft.parallel.fp8 import use_fp8
 from weft.parallel.fsdp import shard
+from weft.parallel.offload import home, move_buffers
 from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.pipeline import Stages, split
 from weft.parallel.randomness import seed_layers
@@ -41,6 +43,7 @@ def parallelize(
     activation_checkpointing: str = "none",
     only_rows_from: int | None = None,
     sequence: int = 0,
+    fp8: bool = False,
 ) -> nn.Module:
     """Build the model on the meta device, freeze, split, cut, checkpoint, compile, shard and fill it.
 
@@ -50,6 +53,7 @@ def parallelize(
         seed: the weights are a function of it and of the parameters' names, not of the mesh.
         only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
         sequence: tokens per row, of which depends what a pipeline's stages cost.
+        fp8: multiply by the blocks' matrices in 8 bits.
 
     Returns:
         The model on `world.device`; its parameters are DTensors, their names those of the single-device model. Of a
@@ -79,19 +83,22 @@ def parallelize(
     for stage in model.stages if isinstance(model, Stages) else (model,):
         stage.to(state_dtype)
         blocks = repeated_blocks(stage)
+        if fp8:
+            use_fp8(stage, blocks, ranks=world.shape.tp)
         cut(stage, parallel, world)
         _raise_if_shared(stage, blocks)
         wrap(stage, blocks, world, activation_checkpointing=activation_checkpointing, compile=compile)
         shard(stage, blocks, parallel, world, dtype, reduce_dtype)
         if built_in:
-            stage.to_empty(device=world.device)
+            stage.to_empty(device=home(parallel.offload, world.device))
 
     if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
-        materialize(model, world.device)
+        materialize(model, home(parallel.offload, world.device))
     elif built_in:
         fill(model, seed)
     else:
-        model.to(world.device)
+        model.to(home(parallel.offload, world.device))
+    move_buffers(model, world.device)
     return model.train()
 
 

@@ -26,6 +26,8 @@ from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
 from weft.parallel.compress import PowerSGD
+from weft.parallel.fp8 import raise_unless_usable
+from weft.parallel.offload import keep_state_on_host
 from weft.parallel.scaling import LossScale
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
@@ -66,6 +68,7 @@ class Trainer:
         try:
             run, config = prepare(self.config, world, fresh=self.fresh)
             examine_attention(config, world, self.console)
+            examine_fp8(config, world, self.console)
             examine_parts(config, world)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)
@@ -128,9 +131,12 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
         activation_checkpointing=config.training.activation_checkpointing,
         only_rows_from=config.training.only_rows_from,
         sequence=config.data.sequence_length or 0,
+        fp8=config.training.fp8,
     )
     groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
     optimizer = load_class(config.optimizer, "optimizer")(groups, **config.optimizer.arguments)
+    if config.parallel.offload == "optimizer":
+        keep_state_on_host(optimizer, world.device)
     return model, optimizer
 
 
@@ -190,6 +196,20 @@ def examine_attention(config: RunConfig, world: World, console: Console) -> None
             "model.attention_implementation: flex attention is for GPUs, with 16 or 32 bits and heads of 16 or more; "
             "here the same masks are applied whole"
         )
+
+
+def examine_fp8(config: RunConfig, world: World, console: Console) -> None:
+    """Say before any work if products in 8 bits are not to be had here.
+
+    Raises:
+        UserError: what is missing.
+    """
+    if config.training.fp8:
+        world.agree(lambda: raise_unless_usable(world.device))
+        if not config.training.compile:
+            console.warning(
+                "training.fp8 without training.compile: rounding takes longer than is won; set compile: true"
+            )
 
 
 def examine_parts(config: RunConfig, world: World) -> None:

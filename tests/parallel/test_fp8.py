@@ -1,0 +1,94 @@
+"""Products in 8 bits: which, rounded how, and what training makes of them. torchao is an extra: skipped without it."""
+
+import numpy as np
+import pytest
+import torch
+from compare import Run
+from fp8_parts import fit_emulating
+from matrix import MODELS, Case, ranks_of, write_run
+from running import QUIET, losses, train
+
+from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.models.build import build_model
+from weft.models.initialize import initialize
+from weft.parallel.fp8 import raise_unless_usable, use_fp8
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture
+def torchao():
+    return pytest.importorskip("torchao.float8")
+
+
+def decoder(name: str):
+    model = build_model(ModelSection(**{key: value for key, value in MODELS[name].items() if key != "family"}))
+    initialize(model, 0)
+    return model.to(torch.bfloat16)
+
+
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To 8 bits, the largest number to the largest that there is."""
+    factor = (torch.finfo(dtype).max / tensor.abs().max().double()).float()
+    return (tensor.float() * factor).to(dtype).float() / factor
+
+
+def test_the_blocks_linear_maps_are_rounded_and_nothing_else(torchao):
+    plain, model = decoder("moe"), decoder("moe")
+    use_fp8(model, list(model.layers), emulate=True)
+    changed = {name for name, module in model.named_modules() if isinstance(module, torchao.float8_linear.Float8Linear)}
+    linear = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert changed == linear - {"lm_head"}
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+    x = torch.randn(2, 8, 32, dtype=torch.bfloat16, requires_grad=True)
+    mapped = model.layers[0].attention.q_proj
+    out = mapped(x)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    assert torch.equal(out, (rounded(x, e4m3) @ rounded(mapped.weight, e4m3).T).to(out.dtype))
+    gradient = torch.randn_like(out)
+    out.backward(gradient)
+    given = rounded(gradient.flatten(0, 1), e5m2)
+    torch.testing.assert_close(mapped.weight.grad, (given.T @ rounded(x.flatten(0, 1), e4m3)).to(out.dtype))
+    torch.testing.assert_close(x.grad.flatten(0, 1), (given @ rounded(mapped.weight, e4m3)).to(out.dtype))
+
+
+def test_what_does_not_fit_stays(torchao):
+    model = decoder("dense")
+    use_fp8(model, list(model.layers), ranks=4, emulate=True)  # 32 numbers over 4 ranks are 8 on each
+    assert not any(isinstance(module, torchao.float8_linear.Float8Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_training_is_close_to_bfloat16(runner, torchao, mesh):
+    case, training = Case("dense", "plain", mesh), {"dtype": "bfloat16"}
+    wide = runner.run(case, steps=3, name="wide", training=training)
+    file = write_run(runner.folder, case, steps=3, name="narrow", training=training | {"fp8": True})
+    runner.pool.call(fit_emulating, ranks_of(mesh), file, True, seconds=120)
+    narrow = Run(runner.folder / "narrow")
+    np.testing.assert_allclose(narrow.metrics["loss"], wide.metrics["loss"], rtol=0.02)
+    assert not np.array_equal(narrow.metrics["loss"], wide.metrics["loss"])
+    assert narrow.steps[-1].keys() == wide.steps[-1].keys()
+
+
+def test_a_device_without_them_is_refused(run_yaml, capsys):
+    with pytest.raises(UserError, match=r"training.fp8: the device is a cpu, and takes no products in 8 bits"):
+        raise_unless_usable(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        assert train(run_yaml(training={"dtype": "bfloat16", "fp8": True})) == 2
+        assert "training.fp8: the device is a cpu" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_in_them(run_yaml, tmp_path, torchao):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU knows no products in 8 bits")
+    found = {}
+    for fp8 in (False, True):
+        name = f"fp8-{fp8}"
+        file = run_yaml(f"{name}.yaml", run={"name": name}, training={"dtype": "bfloat16", "fp8": fp8}, log=QUIET)
+        assert train(file) == 0
+        found[fp8] = [loss for _, loss, _ in losses(tmp_path / "runs" / name)]
+    np.testing.assert_allclose(found[True], found[False], rtol=0.05)
+    assert found[True] != found[False]
