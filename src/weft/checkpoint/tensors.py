@@ -144,15 +144,17 @@ def blank_state(
     entry = index["tensors"][path]
     dtype = getattr(torch, entry["dtype"])
     like = parameter.detach()
+    offloaded = group.get("state_on_host") and entry["shape"]  # weft.parallel.offload
+    device = torch.device("cpu") if offloaded else like.device
     if content == "parameter":
-        tensor = torch.empty_like(like, dtype=dtype)
+        tensor = torch.empty_like(like, dtype=dtype, device=device)
     elif content == "other" and isinstance(like, DTensor):
-        local = torch.empty(entry["shape"], dtype=dtype, device=like.to_local().device)
+        local = torch.empty(entry["shape"], dtype=dtype, device=device)
         replicated = [Replicate()] * like.device_mesh.ndim
         tensor = DTensor.from_local(local, like.device_mesh, replicated, run_check=False)
     else:
         on_host = content == "scalar" and _counts_on_host(group)
-        tensor = torch.empty(entry["shape"], dtype=dtype, device="cpu" if on_host else like.device)
+        tensor = torch.empty(entry["shape"], dtype=dtype, device="cpu" if on_host else device)
     targets[path] = tensor
     return tensor
 

@@ -106,12 +106,13 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full matrix: orthogonalizing needs all of it on one rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The full matrix: orthogonalizing needs all of it on one rank. On its mesh's device, if it lives on the host."""
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def alike(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """`tensor` cut as `parameter` is. Every rank has the whole, so nothing is sent."""
     if not isinstance(parameter, DTensor):
         return tensor
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(parameter.device)

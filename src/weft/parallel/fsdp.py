@@ -13,6 +13,7 @@ from weft.config.mesh import ParallelSection
 from weft.models.foreign import ForeignModel
 from weft.models.layers.experts import Experts
 from weft.parallel.gradients import NothingToScatter
+from weft.parallel.offload import offload_policy
 from weft.parallel.world import World
 
 
@@ -57,11 +58,12 @@ def shard(
 
 
 def _wrap(unit, parallel, world, mesh, policy, ranks, reshard: bool = True) -> None:
-    keep = ranks == 1  # nothing is shared, so there is nothing to free
+    keep = ranks == 1 and parallel.offload != "parameters"  # nothing is shared, so there is nothing to free
     after = parallel.reshards if reshard and not keep else False
     if parallel.compress is not None:
         mesh = mesh[mesh.mesh_dim_names[-1]]  # gradients are summed inside of each copy: `compress.py` does the rest
-    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=after)
+    host = offload_policy(parallel.offload, world.device)
+    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=after, offload_policy=host)
     for module in unit if isinstance(unit, list) else [unit]:
         if world.shape.data_ranks * world.shape.cp > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it
             module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight

@@ -56,9 +56,11 @@ def clip_gradients(
             mesh = gradient.device_mesh
             axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
         squares[axes].append(torch.linalg.vector_norm(part).to(torch.float64).square())
-    total = torch.zeros((), dtype=torch.float64, device=local[0].device)
+    # Gradients may be on the host, and groups speak from device to device.
+    device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), local[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for axes, values in squares.items():
-        subtotal = torch.stack(values).sum()
+        subtotal = torch.stack(values).sum().to(device)
         for mesh, dim in axes:
             if mesh.size(dim) > 1:
                 dist.all_reduce(subtotal, group=mesh.get_group(dim))
