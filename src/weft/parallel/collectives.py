@@ -9,15 +9,19 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import ProcessGroup
 
+# PyTorch 2.13 has new names for three of them.
+_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+_all_gather_copies = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 
 def gather(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """All ranks' parts, joined along `dim`. Each rank uses the whole: the gradients of all uses are summed."""
-    return funcol.all_gather_tensor_autograd(x.contiguous(), dim, group)
+    return _all_gather(x.contiguous(), dim, group)
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' tensors, of which each keeps its part of `dim`."""
-    return funcol.reduce_scatter_tensor_autograd(x.contiguous(), "sum", dim, group)
+    return _reduce_scatter(x.contiguous(), "sum", dim, group)
 
 
 def exchange(x: torch.Tensor, split: int, join: int, group: ProcessGroup) -> torch.Tensor:
@@ -41,7 +45,7 @@ class _GatherCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
-        return funcol.wait_tensor(funcol.all_gather_tensor(x.contiguous(), dim, group))
+        return funcol.wait_tensor(_all_gather_copies(x.contiguous(), dim, group))
 
     @staticmethod
     def backward(ctx, grad):

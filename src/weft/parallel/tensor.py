@@ -9,6 +9,7 @@ always one summand of its gradient.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -40,6 +41,9 @@ def cut_parameters(
         tp: the axis `tp`; None: there is none, and only experts are cut.
         experts: the axes `ep` and, beside a `tp`, that: experts' first dimension is cut over `ep`.
     """
+    # Whole values are wanted now and then, for samples and by optimizers of matrices: that they take two gatherings each
+    # is told by every rank.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
