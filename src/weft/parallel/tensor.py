@@ -35,7 +35,7 @@ SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between pa
 def cut_parameters(
     model: nn.Module, table: dict[str, Cut], tp: DeviceMesh | None, experts: DeviceMesh | None = None
 ) -> None:
-    """Make parameters on the meta device DTensors, cut as the table says.
+    """Make parameters DTensors, cut as the table says. All ranks have the same values, if they have any.
 
     Args:
         tp: the axis `tp`; None: there is none, and only experts are cut.
@@ -110,6 +110,8 @@ def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None
             module.forward = _embedding(module, group)
         elif kind == "positions":
             module.forward = _sliced(module.forward, group)
+        elif kind == "head":
+            module.forward = _head(module.forward, group)
         elif kind == "norm":
             module.forward = _norm(module, group)
         if isinstance(module, Attend):
@@ -124,7 +126,7 @@ def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None
         share_row([model.embedding_dropout], lambda tokens: slice_of(tokens, group))
         model.token_logprobs = _token_logprobs(model.token_logprobs, group)
         model.logits = _logits(group)
-    else:
+    elif "head" not in table.values():
         model.forward = _whole_output(model.forward, group)
 
 
@@ -157,14 +159,16 @@ def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable:
         own = ids - first
         elsewhere = (own < 0) | (own >= module.weight.shape[0])
         found = F.embedding(own.masked_fill(elsewhere, 0), module.weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
+        out = scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
+        # What is not awaited before it enters compiled code gets a wrong gradient from there (PyTorch 2.13).
+        return out.clone() if out.requires_grad else out
 
     return call
 
 
 def _sliced(forward: Callable, group: dist.ProcessGroup) -> Callable:
     def call(positions):
-        return forward(positions.chunk(group.size(), SEQUENCE)[group.rank()])
+        return forward(positions.chunk(group.size(), -1)[group.rank()])  # `[seq]` or `[batch, seq]`
 
     return call
 
@@ -208,6 +212,13 @@ def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
 def _logits(group: dist.ProcessGroup) -> Callable:
     def call(hidden, weight):
         return gather_copies(F.linear(gather(hidden, SEQUENCE, group), weight), -1, group)
+
+    return call
+
+
+def _head(forward: Callable, group: dist.ProcessGroup) -> Callable:
+    def call(x):
+        return gather_copies(forward(gather(x, SEQUENCE, group)), -1, group)
 
     return call
 
