@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from weft.config.components import load_class
 from weft.config.data import DatasetSection, DatasetSource
 from weft.config.derive import RunLength, derive
@@ -23,7 +25,7 @@ from weft.config.mixture import (
     weighted,
 )
 from weft.config.run import RunConfig
-from weft.data.batches.batch import Batch, Dataset
+from weft.data.batches.batch import Batch, Dataset, read_samples
 from weft.data.batches.loader import BatchSource, validation_batches
 from weft.data.batches.mixture import Joined, MixtureOrder
 from weft.data.batches.order import Order
@@ -60,6 +62,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
         UserError: a damaged store, sources that cannot feed the run, no sample.
     """
     train, digests = open_train(config, console)
+    _raise_if_other_length("data.train", train, config, world)
     doubt = unknown_tokenizers(config.data)
     if doubt is not None and console is not None:
         console.warning(doubt)
@@ -86,6 +89,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     if config.data.validation is None:
         return Data(length, source, None, None, digests, planned)
     held_out, held_info = open_source(config.data.validation, config, console)
+    _raise_if_other_length("data.validation", held_out, config, world)
     limit = config.validation.tokens and max(1, config.validation.tokens // config.data.sequence_length)
     batches = partial(
         validation_batches,
@@ -100,6 +104,20 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     if held_info is not None:
         text = bytes_per_token(held_info.tokens, held_info.documents, held_info.bytes, held_info.eod_id)
     return Data(length, source, lambda whole: batches(limit=None if whole else limit), text, digests, planned)
+
+
+def _raise_if_other_length(key: str, dataset: Dataset, config: RunConfig, world: World) -> None:
+    """Where rows are cut over ranks, samples of the user's own must be what `data.sequence_length` says they are."""
+    if world.shape.cp * world.shape.tp == 1 or not len(dataset):
+        return
+    for part in dataset.datasets if isinstance(dataset, Joined) else [dataset]:
+        if not getattr(part, "complete", False):
+            found, expected = read_samples(part, np.zeros(1, np.int64))["tokens"].shape[1], config.data.sequence_length
+            if found != expected:
+                raise UserError(
+                    f"{key}: {type(part).__name__}'s samples have {found} tokens, and rows of data.sequence_length "
+                    f"{expected} are cut over the ranks of parallel.cp and tp; set data.sequence_length: {found}"
+                )
 
 
 def open_train(config: RunConfig, console: Console | None = None) -> tuple[Dataset, dict[str, str]]:
