@@ -39,6 +39,7 @@ class Needs:
     def __init__(self, get: Get, section: ParallelSection, sequences: int | None):
         self.section, self.sequences = section, sequences
         self.compresses = get("parallel.compress.rank") is not None
+        self.only_rows = get("training.only_rows_from")
         self.compiles, self.micro = bool(get("training.compile")), get("training.micro_batch_size")
         self.length = get("data.sequence_length")
         lengths = (("data.sequence_length", self.length), ("data.length_warmup.start", get("data.length_warmup.start")))
@@ -115,7 +116,17 @@ class Needs:
             elif self.experts % shape.ep:
                 what = f"{shape.ep} does not divide the {self.experts} experts (model.moe.num_experts)"
                 yield Reason("parallel.ep", what)
-        if shape.pp > 1 and self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
+        if shape.pp > 1:
+            yield from self._stages(shape)
+
+    def _stages(self, shape: MeshShape) -> Iterator[Reason]:
+        for key, chosen in self.own:
+            if key == "model.position":
+                yield Reason(key, f"{chosen} would be one in each stage of a pipeline; choose a built-in one")
+        if self.only_rows is not None and self.type == "decoder":
+            what = f"{self.only_rows}, and most stages of a pipeline have no row to train; remove it"
+            yield Reason("training.only_rows_from", what)
+        if self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
             each = f" x {self.section.virtual_stages}" if self.section.virtual_stages > 1 else ""
             what = f"{shape.pp}{each} stages, and the model has {self.layers} layers (model.num_hidden_layers)"
             yield Reason("parallel.pp", what)
@@ -130,7 +141,7 @@ class Needs:
                 yield Reason(key, what)
             elif size > 1 and has_table(self.type) is False:
                 what = f"{size}, and {self.type} does not say how its matrices are cut"
-                yield Reason(key, f"{what}; give the class a table, weft_sharding (see weft/models/sharding.py)")
+                yield Reason(key, f"{what}; give the class a table, weft_sharding (docs/parallel-own-model.md)")
 
     def _exchange(self, shape: MeshShape) -> Iterator[Reason]:
         if self.section.context != "all_to_all" or self.exchanges(shape):

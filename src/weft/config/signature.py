@@ -125,7 +125,9 @@ def method_signature(source: ClassSource, name: str, depth: int = DEPTH) -> Sign
 
 
 def has_attribute(source: ClassSource, name: str, depth: int = DEPTH) -> bool | None:
-    """Whether a class's body, or a base's, gives a name a value; None where a base cannot be read."""
+    """Whether a class's body, or a base's, gives a name a value or a function; None where a base cannot be read."""
+    if _method(source.node, name) is not None:
+        return True
     for part in source.node.body:
         targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):

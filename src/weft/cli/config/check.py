@@ -75,6 +75,8 @@ def facts(config, *, open_data: bool) -> dict[str, str]:
         told["data"] = f"\n{'':14}".join(_outline(config, open_data))
     mesh = _mesh(config)
     ranks = mesh.data_ranks
+    if lines := _axes(config, mesh):
+        told["mesh"] = f"\n{'':14}".join(lines)
     try:
         length = derive(config, train_tokens=tokens, train_samples=samples, mesh=mesh)
     except UserError:
@@ -146,9 +148,41 @@ def _outline(config, open_data: bool) -> list[str]:
     return lines
 
 
+def _axes(config, mesh: MeshShape) -> list[str]:
+    """What the ranks do; nothing for one rank."""
+    from weft.config.derive import sequence_length
+    from weft.config.mesh import AXES
+    from weft.config.stages import stage_ranges
+
+    ranks = mesh.pp * mesh.data_ranks * mesh.cp * mesh.tp
+    if ranks == 1:
+        return []
+    words = {
+        "dp_replicate": "copies of the model, of different rows",
+        "dp_shard": "share the parameters; different rows",
+        "cp": "share the tokens of each row",
+        "tp": "share each layer's matrices, and between them the tokens",
+        "ep": "share the experts, of the ranks of dp_shard x cp",
+    }
+    if mesh.pp > 1:
+        section = config.parallel.model_copy(update={"pp": mesh.pp})
+        layers = ", ".join(str(len(stage)) for stage in stage_ranges(config.model, section, sequence_length(config)))
+        words["pp"] = f"stages of {layers} layers, by {section.schedule}"
+    filled = [axis for axis in AXES if getattr(config.parallel, axis) == -1]
+    more = f"or a multiple: {filled[0]} fills" if filled and not _world() else ""
+    return [f"{ranks} ranks{', ' * bool(more)}{more}"] + [
+        f"  {axis:12} {size:>5}  {words[axis]}" for axis, size in mesh.sizes.items() if size > 1
+    ]
+
+
+def _world() -> int | None:
+    """Ranks as torchrun says."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) or None if world.isdigit() else None
+
+
 def _mesh(config) -> MeshShape:
     """On as many ranks as torchrun says, or as it needs at least."""
     from weft.config.mesh import least_ranks, mesh_shape
 
-    world = os.environ.get("WORLD_SIZE", "")
-    return mesh_shape(config.parallel, int(world) if world.isdigit() and int(world) else least_ranks(config.parallel))
+    return mesh_shape(config.parallel, _world() or least_ranks(config.parallel))
