@@ -41,8 +41,8 @@ def cut_parameters(
         tp: the axis `tp`; None: there is none, and only experts are cut.
         experts: the axes `ep` and, beside a `tp`, that: experts' first dimension is cut over `ep`.
     """
-    # Whole values are wanted now and then, for samples and by optimizers of matrices: that they take two gatherings each
-    # is told by every rank.
+    # Whole values are wanted now and then, for samples and by optimizers of matrices: every rank would tell each time
+    # that they take two gatherings.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
     for path, module in model.named_modules():
