@@ -7,6 +7,7 @@ a cut of each matrix; its outputs are summed over the ranks. So the table says w
 | --- | --- | --- |
 | "part" | a module | it is given all tokens; what it returns is one summand of its output |
 | "embedding" | a module | its rows are cut; it is given all ids, and returns the rank's slice of the sequence |
+| "head" | a module | its rows are cut; it is given all tokens, and returns all logits |
 | "positions" | a module | whole; it is given all positions, and returns the rank's slice |
 | "norm" | a module | the RMS norm of one long vector, of which each rank has a cut |
 | 0, 1, 2 | a parameter | the dimension that is cut |
@@ -14,7 +15,8 @@ a cut of each matrix; its outputs are summed over the ranks. So the table says w
 
 Parameters that no pattern names are whole on every rank. Patterns are those of `fnmatch`; the first that fits counts.
 
-A model of one's own has such a table as `weft_sharding`, a dictionary that is an attribute of its class.
+A model of one's own has such a table as `weft_sharding`, a dictionary that is an attribute of its class. In it the kind
+of an embedding, a head or a norm says that rows are cut; without a "head" the output is gathered along the sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Literal
 
 from weft.config.model import ModelSection
 
-Cut = int | Literal["part", "embedding", "positions", "norm", "added"]
+Kind = Literal["part", "embedding", "positions", "norm", "head", "added"]
+Cut = int | Kind
 
 
 def decoder_sharding(config: ModelSection) -> dict[str, Cut]:

@@ -25,6 +25,7 @@ from weft.parallel.fp8 import use_fp8
 from weft.parallel.fsdp import shard
 from weft.parallel.offload import home, move_buffers
 from weft.parallel.old_rows import freeze_all_but_rows
+from weft.parallel.own import cut_own
 from weft.parallel.pipeline import Stages, split
 from weft.parallel.randomness import seed_layers
 from weft.parallel.tensor import cut_parameters, local_parts, share_parts
@@ -85,7 +86,7 @@ def parallelize(
         blocks = repeated_blocks(stage)
         if fp8:
             use_fp8(stage, blocks, ranks=world.shape.tp)
-        cut(stage, parallel, world)
+        cut(stage, parallel, world, sequence)
         _raise_if_shared(stage, blocks)
         wrap(stage, blocks, world, activation_checkpointing=activation_checkpointing, compile=compile)
         shard(stage, blocks, parallel, world, dtype, reduce_dtype)
@@ -127,13 +128,16 @@ def wrap(
         model.token_logprobs = partial(model.token_logprobs, compiled=True)
 
 
-def cut(model: nn.Module, parallel: ParallelSection, world: World) -> None:
+def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int) -> None:
     """Cut matrices over `tp`, rows over `cp` and experts over `ep`, and have the model's parts talk accordingly."""
     tp = world.tensor
     model.weft_context = None
     if tp is None and world.experts is None and world.shape.cp == 1:
         return
-    table = decoder_sharding(model.config) if isinstance(model, Decoder) else type(model).weft_sharding
+    if not isinstance(model, Decoder):
+        cut_own(model, world, sequence)
+        return
+    table = decoder_sharding(model.config)
     if tp is not None:
         share_parts(model, table, tp)
     if world.shape.cp > 1:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.config.mesh import ParallelSection
-from weft.models.foreign import ForeignModel
+from weft.models.decoder import Decoder
 from weft.models.layers.experts import Experts
 from weft.parallel.gradients import NothingToScatter
 from weft.parallel.offload import offload_policy
@@ -35,9 +35,9 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype or wide, output_dtype=wide, cast_forward_inputs=False
     )
-    # Only the decoder's residual stream is wide: transformers' layers want it in their weights' dtype, experts too.
+    # Only the decoder's residual stream is wide: layers of others want it in their weights' dtype, experts too.
     narrow = replace(policy, output_dtype=None)
-    inner = narrow if isinstance(model, ForeignModel) else policy
+    inner = policy if isinstance(model, Decoder) else narrow
     if world.experts_fsdp is not None:
         for module in model.modules():
             if isinstance(module, Experts):

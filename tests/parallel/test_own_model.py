@@ -1,0 +1,158 @@
+"""A model of the user's own over `tp`: what docs/parallel-own-model.md says, and what is said of wrong tables."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from compare import Run, compare
+from matrix import WITHIN
+from pool import RanksFailed
+from running import finish, start
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parallel-own-model.md").read_text(encoding="utf-8")
+CODE, YAML = (re.search(rf"```{language}\n(.*?)```", PAGE, re.S).group(1) for language in ("python", "yaml"))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes the page's model, changed, into a module of its own; returns its `module:Class`."""
+    number = iter(range(100))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
+
+    def write(*changes, name="GPT"):
+        code = CODE
+        for before, after in changes:
+            assert before in code
+            code = code.replace(before, after)
+        module = f"own_gpt_{next(number)}_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{module}.py").write_text(code)
+        return f"{module}:{name}"
+
+    return write
+
+
+def write_run(folder, name, model, mesh, **training):
+    sections = {
+        "run": {"name": name, "directory": str(folder), "seed": 7},
+        "model": {"width": 32, "head_dim": 8, "longest": 32, "vocab_size": 256} | model,
+        "data": {"sequence_length": 32, "train": {"type": "matrix_parts:Sequences"}},
+        "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
+        "schedule": {"type": "constant"},
+        "training": {"steps": 3, "dtype": "float64", "grad_clip": None, "threads": 1, "batch_tokens": 8 * 32}
+        | {"micro_batch_size": 2, **training},
+        "parallel": {"dp_shard": 1, **mesh},
+        "checkpoint": {"every": 1, "keep_last": 10},
+        "log": {"every": 1, "trackers": []},
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in sections.items()))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "meshes", "training"),
+    [
+        ([], {"tied": True}, [{"tp": 2}, {"tp": 2, "dp_shard": 2}, {"dp_shard": 2}], {}),
+        ([], {"tied": False}, [{"tp": 2}], {"activation_checkpointing": "full"}),
+        # A head that is whole, of a rank's slice of the sequence; biases everywhere.
+        ([('        "head": "head",\n', ""), ("bias=False", "bias=True")], {"tied": False}, [{"tp": 2}], {}),
+        # `labels` and `positions` are the model's to take; output projections begin as zeros.
+        (
+            [
+                ("def forward(self, tokens):", "def forward(self, tokens, positions, labels):"),
+                ("torch.arange(tokens.shape[1], device=tokens.device)", "positions"),
+                (
+                    "return self.head(self.norm(x))",
+                    "return self.head(self.norm(x)).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)",
+                ),
+                (
+                    "        if tied:\n",
+                    "        for block in self.blocks:\n"
+                    "            nn.init.zeros_(block.mlp[2].weight)\n"
+                    "            nn.init.zeros_(block.mlp[2].bias)\n"
+                    "        if tied:\n",
+                ),
+            ],
+            {},
+            [{"tp": 2, "dp_replicate": 2}],
+            {},
+        ),
+    ],
+    ids=["tied", "recomputing", "whole head", "labels"],
+)
+def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, meshes, training):
+    model = {"type": own(*changes), **arguments}
+    runner.pool.run(write_run(tmp_path, "alone", model, {}, **training), 1, seconds=120)
+    alone = Run(tmp_path / "alone")
+    for number, mesh in enumerate(meshes):
+        ranks = mesh.get("tp", 1) * mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
+        runner.pool.run(write_run(tmp_path, f"mesh{number}", model, mesh, **training), ranks, seconds=120)
+        difference = compare(alone, Run(tmp_path / f"mesh{number}"))
+        assert difference.largest <= WITHIN, (mesh, difference.wrong())
+
+
+LINE = '        "blocks.*.mlp.2.bias": "added",\n'
+WRONG = {
+    "no table": ([("weft_sharding = {", "sharding = {")], {}, " does not say how its matrices are cut"),
+    "no pattern": (
+        [("blocks.*.attention.o.weight", "blocks.*.atention.o.weight")],
+        {},
+        "'blocks.*.atention.o.weight' fits no part and no parameter of the model; did you mean "
+        "'blocks.*.attention.o.weight'?",
+    ),
+    "size": ([], {"vocab_size": 255}, "parallel.tp: 2 does not divide dimension 0 of words.weight, which is 255"),
+    "dimension": ([(LINE, LINE.replace('"added"', "1"))], {}, "blocks.0.mlp.2.bias has no dimension 1, its shape is (32,)"),
+    "word": ([(LINE, LINE.replace("added", "add"))], {}, "'blocks.*.mlp.2.bias': 'add'; give it a dimension or one of part, embedding,"),
+    "no embedding": ([('"embedding"', '"positions"')], {"tied": False}, "it names no embedding"),
+    "tied": (
+        [('"head": "head"', '"head.weight": 1')],
+        {},
+        "words.weight is head.weight, and cut in another way (0, 1); give both the same",
+    ),
+    "nothing cut": (
+        [('        "blocks.*.mlp.0.*": 0,\n        "blocks.*.mlp.2.weight": 1,\n', "")],
+        {},
+        "blocks.0.mlp is a part of which nothing is cut, so",
+    ),
+    # What only a trial tells: biases begin as zeros, heads do not divide, matrices are fused.
+    "bias": (
+        [(LINE, ""), ("        if tied:\n", "        nn.init.zeros_(self.blocks[0].mlp[2].bias)\n        if tied:\n")],
+        {},
+        "cut over 2 ranks the model gives other outputs (by ",
+    ),
+    "heads": ([], {"head_dim": 32}, "cut over 2 ranks the model fails in line 14: RuntimeError: shape"),
+    "slice": (
+        [('        "places": "positions",\n', "")],
+        {},
+        "cut over 2 ranks the model fails in line 54: RuntimeError: The size of tensor a (4) must match",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tables(runner, own, tmp_path, case):
+    changes, arguments, said = WRONG[case]
+    type_ = own(*changes)
+    file = write_run(tmp_path, "wrong", {"type": type_, **arguments}, {"tp": 2})
+    with pytest.raises(RanksFailed) as failure:
+        runner.pool.run(file, 2, seconds=120)
+    found = [line for line in str(failure.value).splitlines() if said in line]
+    assert found, str(failure.value)
+    line = found[0]
+    if case != "no table":  # which is seen in the source, and told at the run's file
+        assert re.search(rf"UserError: {type_.partition(':')[0]}.py:\d+: GPT.weft_sharding: ", line), line
+    assert "; " in line
+
+
+def test_the_page_as_it_stands(tmp_path, tiny_store, tiny_tokenizer):
+    (tmp_path / "my_gpt.py").write_text(CODE)
+    (tmp_path / "run.yaml").write_text(YAML)
+    (tmp_path / "store").symlink_to(tiny_store)
+    (tmp_path / "tok").symlink_to(tiny_tokenizer)
+    (command,) = re.findall(r"^\$ weft train (.*)$", PAGE, re.M)
+    code, errors = finish(start(*command.split(), cwd=tmp_path))
+    assert code == 0, errors
+    assert len(Run(tmp_path / "runs" / "run").metrics["loss"]) >= 1
