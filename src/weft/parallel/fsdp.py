@@ -38,17 +38,20 @@ def shard(
     # Only the decoder's residual stream is wide: layers of others want it in their weights' dtype, experts too.
     narrow = replace(policy, output_dtype=None)
     inner = policy if isinstance(model, Decoder) else narrow
-    if world.experts_fsdp is not None:
-        for module in model.modules():
-            if isinstance(module, Experts):
-                _wrap(module, parallel, world, world.experts_fsdp, narrow, world.shape.fsdp // world.shape.ep)
     units = [
         list(blocks[first : first + parallel.layers_per_unit])
         for first in range(0, len(blocks), parallel.layers_per_unit)
     ]
+    # Backward begins with the rest and the last unit: freeing them before it would be for nothing.
+    last = {module for block in units[-1] for module in block.modules()} if units else set()
+    if world.experts_fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                size = world.shape.fsdp // world.shape.ep
+                _wrap(module, parallel, world, world.experts_fsdp, narrow, size, reshard=module not in last)
     for unit in units:
-        _wrap(unit if len(unit) > 1 else unit[0], parallel, world, world.fsdp, inner, world.shape.fsdp)
-    # The rest's parts are needed at once in backward: freeing them in between would be for nothing.
+        one = unit if len(unit) > 1 else unit[0]
+        _wrap(one, parallel, world, world.fsdp, inner, world.shape.fsdp, reshard=unit[0] not in last)
     _wrap(model, parallel, world, world.fsdp, policy, world.shape.fsdp, reshard=False)
     for number, unit in enumerate(units if parallel.prefetch else []):
         ahead = units[number + 1 : number + 1 + parallel.prefetch]
@@ -76,10 +79,12 @@ def _wrap(unit, parallel, world, mesh, policy, ranks, reshard: bool = True) -> N
 def on_last_micro_batch(model: nn.Module, last: bool, parallel: ParallelSection | None = None) -> None:
     """Say before each backward whether it is the step's last: gradients are summed over the ranks once a step.
 
-    Where nothing is sharded, or gathered parameters are kept until backward anyway, they are also kept from one
-    micro-batch to the next.
+    Or, if that is set, with every micro-batch, over the ranks that share a copy of the model; copies add up their sums
+    with the last one. Where nothing is sharded, or gathered parameters are kept until backward anyway, they are also
+    kept from one micro-batch to the next.
     """
     model.set_requires_gradient_sync(last or (parallel is not None and parallel.reduces_every))
+    model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)
     kept = parallel is not None and parallel.reshards is False
     for module in model.modules():
