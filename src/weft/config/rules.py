@@ -9,6 +9,7 @@ from weft.config.draft import Draft
 from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
 from weft.config.legal_mesh import SIZES, reasons_against
+from weft.config.mesh import ParallelSection
 from weft.config.model import RopeScaling
 from weft.config.own import check_parts
 from weft.config.precision import check_precision
@@ -211,7 +212,9 @@ def _name(draft: Draft) -> None:
 
 def _mesh(draft: Draft) -> None:
     """The mesh, on as many ranks as torchrun says, or as it needs at least."""
-    if any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems):
+    told = any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems)
+    keys = {f"parallel.{name}" for name in ParallelSection.model_fields} - {"parallel.compress"}
+    if told or not keys <= draft.values.keys():
         return
     known = all(key in draft.values for key in ("training.batch_tokens", "training.micro_batch_size"))
     ranks = os.environ.get("WORLD_SIZE", "")
