@@ -113,7 +113,7 @@ def main() -> int:
     rows, lines = [], [
         "# What activation checkpointing keeps and computes again",
         "",
-        f"A row of {args.sequence:,} tokens, width {SHAPE['hidden_size']:,}, bfloat16; {datetime.date.today()}; counted.",
+        f"{args.sequence:,} tokens, width {SHAPE['hidden_size']:,}, bfloat16; counted; {datetime.date.today()}.",
         "",
         "| layers | mode | kept of each | share | more operations |",
         "| --- | --- | ---: | ---: | ---: |",
