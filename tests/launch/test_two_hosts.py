@@ -6,9 +6,11 @@ every process, namespace and interface with it.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from running import QUIET, assert_same_weights, losses, train
@@ -34,7 +36,7 @@ ip -json -statistics link show here > here.json
 kill $two
 exit $code
 """
-LAUNCHER = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint one:29400 --rdzv-id weft"
+PAGE = (Path(__file__).parents[2] / "docs" / "launch.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +56,18 @@ def interfaces():
 
 
 def test_two_hosts_train_together(unshare, run_yaml, tmp_path):
-    before = interfaces()
+    present = interfaces()
     sections = {
         "training": {"steps": 2, "batch_tokens": 512, "micro_batch_size": 2, "dtype": "float64"},
         "schedule": {"warmup_steps": 0},
         "log": QUIET,
     }
     two = run_yaml("two.yaml", run={"name": "two"}, parallel={"dp_shard": 2, "tp": 2}, **sections)
-    command = f"{sys.executable} -m torch.distributed.run {LAUNCHER} -m weft train {two}"
+    (command,) = re.findall(r"^\$ (torchrun .*)$", PAGE, re.M)
+    changes = {"torchrun ": f"{sys.executable} -m torch.distributed.run ", "node 8": "node 2", "run.yaml": str(two)}
+    for before, after in changes.items():
+        assert before in command
+        command = command.replace(before, after)
     script = SCRIPT.replace("COMMAND", command).replace("CABLE", CABLE)
     process = subprocess.Popen(
         [*unshare, "bash", "-c", script],
@@ -85,4 +91,4 @@ def test_two_hosts_train_together(unshare, run_yaml, tmp_path):
     assert_same_weights(runs / "alone", runs / "two", within=1e-9)
     (cable,) = json.loads((tmp_path / "here.json").read_bytes())
     assert all(cable["stats64"][way]["bytes"] > 1e6 for way in ("rx", "tx")), cable["stats64"]
-    assert interfaces() == before
+    assert interfaces() == present

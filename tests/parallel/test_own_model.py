@@ -104,8 +104,16 @@ WRONG = {
         "'blocks.*.attention.o.weight'?",
     ),
     "size": ([], {"vocab_size": 255}, "parallel.tp: 2 does not divide dimension 0 of words.weight, which is 255"),
-    "dimension": ([(LINE, LINE.replace('"added"', "1"))], {}, "blocks.0.mlp.2.bias has no dimension 1, its shape is (32,)"),
-    "word": ([(LINE, LINE.replace("added", "add"))], {}, "'blocks.*.mlp.2.bias': 'add'; give it a dimension or one of part, embedding,"),
+    "dimension": (
+        [(LINE, LINE.replace('"added"', "1"))],
+        {},
+        "blocks.0.mlp.2.bias has no dimension 1, its shape is (32,)",
+    ),
+    "word": (
+        [(LINE, LINE.replace("added", "add"))],
+        {},
+        "'blocks.*.mlp.2.bias': 'add'; give it a dimension or one of part, embedding,",
+    ),
     "no embedding": ([('"embedding"', '"positions"')], {"tied": False}, "it names no embedding"),
     "tied": (
         [('"head": "head"', '"head.weight": 1')],
@@ -156,3 +164,11 @@ def test_the_page_as_it_stands(tmp_path, tiny_store, tiny_tokenizer):
     code, errors = finish(start(*command.split(), cwd=tmp_path))
     assert code == 0, errors
     assert len(Run(tmp_path / "runs" / "run").metrics["loss"]) >= 1
+
+
+def test_layers_get_what_their_weights_are(runner, own, tmp_path):
+    """In 16 bits: a norm of PyTorch's takes no float32 beside weights in bfloat16."""
+    for name, mesh in (("alone", {}), ("two", {"tp": 2})):
+        runner.pool.run(write_run(tmp_path, name, {"type": own()}, mesh, dtype="bfloat16"), mesh.get("tp", 1))
+    alone, two = (Run(tmp_path / name).metrics["loss"] for name in ("alone", "two"))
+    assert alone == pytest.approx(two, rel=2e-3)
