@@ -123,14 +123,18 @@ def share_rows(
 
     Args:
         length: tokens of a sequence.
-        micro_batch_size: as it is set; None: as many as fill matrix products, or fewer that a pipeline can order.
+        micro_batch_size: as it is set; None: as many as fill matrix products, or so few that each stage of a pipeline
+            has a micro-batch.
     """
     rows = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:
         return rows, min(rows, micro_batch_size)
     most = min(rows, max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
-    fitting = (size for size in range(most, 0, -1) if parallel.orders(math.ceil(rows / size), mesh.pp))
-    return rows, next(fitting, 1)
+    if mesh.pp == 1:
+        return rows, most
+    stages = mesh.pp * parallel.virtual_stages
+    fitting = [size for size in range(most, 0, -1) if parallel.orders(math.ceil(rows / size), mesh.pp)]
+    return rows, next((size for size in fitting if math.ceil(rows / size) >= stages), min(fitting, default=1))
 
 
 def count_steps(

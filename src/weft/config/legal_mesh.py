@@ -50,7 +50,8 @@ def check_mesh(config: RunSections, ranks: int) -> MeshShape:
 
 def _placed(config: RunSections, reason: Reason) -> Problem:
     """A reason, at the first of its key and the axes that is written in a file or on the command line."""
-    for key in (reason.key, *(f"parallel.{axis}" for axis in SIZES)):
+    axes = [f"parallel.{axis}" for axis in SIZES]
+    for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")
         if file and line.isdigit():
             return Problem(reason.key, reason.what, file, int(line))

@@ -9,6 +9,7 @@ from functools import cache
 
 from weft.config.mesh import AXES, MeshShape, ParallelSection
 
+_AXES = (*AXES, "ep")
 # Inner axes first: their sizes are held narrowest by the model.
 _ORDER = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 
@@ -38,7 +39,7 @@ def nearest_mesh(
     filled = next((axis for axis in _ORDER if getattr(section, axis) == -1), None)  # dp_shard is so by default
     if ranks is None and filled is None:
         ranks = math.prod(max(1, getattr(section, axis)) for axis in AXES)
-    sizes = {axis: max(1, getattr(section, axis)) for axis in (*AXES, "ep")}
+    sizes = {axis: max(1, getattr(section, axis)) for axis in _AXES}
     wanted: dict[str, float] = dict(sizes)
     if filled is not None and ranks is not None:
         wanted[filled] = max(1.0, ranks / math.prod(sizes[axis] for axis in AXES))
@@ -47,10 +48,10 @@ def nearest_mesh(
     search.go({}, ranks, 0.0)
     if search.best is None:
         return None
-    found = {axis: size for axis, size in search.best.sizes.items() if size > 1}
+    found = {axis: size for axis, size in search.best.items() if size > 1}
     if filled is not None and ranks is None:
         found[filled] = -1
-    return {axis: found[axis] for axis in (*AXES, "ep") if axis in found}
+    return {axis: found[axis] for axis in _AXES if axis in found}
 
 
 def as_yaml(mesh: dict[str, int]) -> str:
@@ -59,7 +60,7 @@ def as_yaml(mesh: dict[str, int]) -> str:
     said = {axis: size for axis, size in mesh.items() if not fills or axis != "dp_shard"}
     if not said or (-1 in said.values() and "dp_shard" not in said):
         said["dp_shard"] = -1 if fills else 1
-    return "{" + ", ".join(f"{axis}: {said[axis]}" for axis in (*AXES, "ep") if axis in said) + "}"
+    return "{" + ", ".join(f"{axis}: {said[axis]}" for axis in _AXES if axis in said) + "}"
 
 
 @dataclass
@@ -73,7 +74,7 @@ class _Search:
     wanted: dict[str, float]
     alone: Callable[[str, int], bool]
     fits: Callable[[MeshShape], bool]
-    best: MeshShape | None = None
+    best: dict[str, int] | None = None
     best_key: tuple = (math.inf,)
     _sizes: dict[tuple[str, int | None], list[tuple[float, int]]] = field(default_factory=dict)
 
@@ -109,18 +110,18 @@ class _Search:
                 whole = dict(sizes)
                 if self.ranks is None and self.filled is not None:
                     whole[self.filled] = more * (size // math.gcd(size, fsdp) if free else 1)
-                shape = MeshShape(**whole, ep=size)
-                key = self._key(shape, distance + far)
-                if key < self.best_key and self.fits(shape):
-                    self.best, self.best_key = shape, key
+                whole["ep"] = size
+                key = self._key(whole, distance + far)
+                if key < self.best_key and self.fits(MeshShape(**whole)):
+                    self.best, self.best_key = whole, key
 
-    def _key(self, shape: MeshShape, distance: float) -> tuple:
-        sizes = shape.sizes
+    def _key(self, sizes: dict[str, int], distance: float) -> tuple:
         # What data ranks share is what is most easily shared by more or by fewer of them.
-        other = [axis for axis, size in sizes.items() if axis not in ("dp_shard", self.filled)]
-        changed = [axis for axis in other if sizes[axis] != self.wanted[axis]]
-        set_ones = sum(self.wanted[axis] != 1 for axis in changed)
-        return round(distance, 9), set_ones, len(changed), tuple(sizes.values())
+        changed = [axis for axis in _AXES if sizes[axis] != self.wanted[axis] and axis not in ("dp_shard", self.filled)]
+        written = [axis for axis in changed if self.wanted[axis] != 1]
+        gone = sum(sizes[axis] == 1 for axis in written)
+        data_ranks = sizes["dp_replicate"] * sizes["dp_shard"]
+        return round(distance, 9), len(written), gone, len(changed), -data_ranks, tuple(map(sizes.get, _AXES))
 
     def _options(self, axis: str, left: int | None) -> list[tuple[float, int]]:
         if (axis, left) not in self._sizes:

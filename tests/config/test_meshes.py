@@ -1,0 +1,573 @@
+"""Which meshes are refused, in which words, and that what is said to be the nearest legal one is that."""
+
+import itertools
+import math
+import random
+import re
+import time
+
+import pytest
+import yaml
+from config_cases import load, make_store, problems, write
+
+from weft.cli.main import main
+from weft.config.derive import derive
+from weft.config.errors import ConfigError
+from weft.config.legal_mesh import check_mesh, reasons_against
+from weft.config.mesh import AXES, MeshShape, ParallelSection
+from weft.config.mesh_needs import Needs
+
+SIZES = (*AXES, "ep")
+# 8 query heads, 4 of keys and values; 8 layers; 32 sequences a step, 2 at a time.
+DENSE = """\
+model: {vocab_size: 512, hidden_size: 64, num_hidden_layers: 8, num_attention_heads: 8, num_key_value_heads: 4,
+        intermediate_size: 96}
+data: {train: store, sequence_length: 64}
+training: {steps: 10, batch_tokens: 2048, micro_batch_size: 2}
+parallel:
+  dp_shard: -1
+"""
+MOE = DENSE.replace("96}", "96,\n  moe: {num_experts: 12, num_experts_per_tok: 2, moe_intermediate_size: 40}}")
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    """What is said of a mesh, whose keys stand one below the other from the line of `parallel:` on."""
+
+    def said(text: str, ranks: int | None, keys: dict) -> list[str]:
+        lines = text.partition("parallel:")[0] + "parallel:\n"
+        lines += "".join(f"  {key}: {in_yaml(value)}\n" for key, value in keys.items())
+        before = lines_of(lambda: load(lines))
+        if ranks is None:
+            return before
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        known = lines_of(lambda: load(lines))
+        monkeypatch.delenv("WORLD_SIZE")
+        if not before:  # legal on some number of ranks: told of this one when it is known
+            assert lines_of(lambda: check_mesh(load(lines), ranks)) == known
+        return known
+
+    return said
+
+
+def lines_of(act) -> list[str]:
+    try:
+        act()
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+def in_yaml(value) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "said"),
+    [
+        # sizes that do not multiply to the ranks
+        (
+            {"dp_replicate": 3},
+            8,
+            "run.yaml:6: parallel: 3 does not divide the 8 ranks; start a multiple of 3, or make the axes that are set "
+            "multiply to a divisor of 8; nearest legal: parallel: {dp_replicate: 4, dp_shard: 2}",
+        ),
+        (
+            {"dp_shard": 2, "tp": 2},
+            8,
+            "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 x tp 2 = 4, but there are 8; set dp_shard: -1 to fill, "
+            "or start 4 (--nproc 4); nearest legal: parallel: {dp_shard: 4, tp: 2}",
+        ),
+        (
+            {"pp": -1},
+            None,
+            "run.yaml:6: parallel: only one of pp and dp_shard can be -1; set the others, for example pp: 1; "
+            "nearest legal: parallel: {pp: -1, dp_shard: 1}",
+        ),
+        # tensor parallel
+        (
+            {"tp": 8},
+            8,
+            "run.yaml:6: parallel.tp: 8 does not divide 4 key-value heads (model.num_key_value_heads); "
+            "nearest legal: parallel: {dp_shard: 2, tp: 4}",
+        ),
+        (
+            {"tp": 8},
+            None,
+            "run.yaml:6: parallel.tp: 8 does not divide 4 key-value heads (model.num_key_value_heads); "
+            "nearest legal: parallel: {tp: 4}",
+        ),
+        # context parallel
+        (
+            {"cp": 64},
+            64,
+            "run.yaml:6: parallel.cp: cp 64 cannot cut rows of 64 tokens (data.sequence_length), which would be a "
+            "multiple of 128; nearest legal: parallel: {dp_shard: 2, cp: 32}",
+        ),
+        (
+            {"cp": 8, "context": "all_to_all"},
+            8,
+            "run.yaml:7: parallel.context: all_to_all, and cp 8 does not divide 4 key-value heads; set auto; "
+            "nearest legal: parallel: {dp_shard: 2, cp: 4}",
+        ),
+        (
+            {"cp": 4, "tp": 2, "context": "all_to_all"},
+            8,
+            "run.yaml:8: parallel.context: all_to_all, and cp 4 does not divide 4 key-value heads / tp 2; set auto; "
+            "nearest legal: parallel: {dp_shard: 2, cp: 2, tp: 2}",
+        ),
+        # expert parallel
+        (
+            {"ep": 2},
+            2,
+            "run.yaml:6: parallel.ep: 2, and the model has no experts (model.moe); "
+            "nearest legal: parallel: {dp_shard: 2}",
+        ),
+        # pipelines
+        (
+            {"pp": 16, "schedule": "gpipe"},
+            16,
+            "run.yaml:6: parallel.pp: 16 stages, and the model has 8 layers (model.num_hidden_layers); "
+            "nearest legal: parallel: {pp: 8, dp_shard: 2}",
+        ),
+        (
+            {"pp": 4, "stages_per_rank": 3, "schedule": "interleaved_1f1b"},
+            4,
+            "run.yaml:6: parallel.pp: 4 x 3 stages, and the model has 8 layers (model.num_hidden_layers); "
+            "nearest legal: parallel: {pp: 2, dp_shard: 2}",
+        ),
+        (
+            {"pp": 2, "stages_per_rank": 3, "schedule": "dualpipev"},
+            2,
+            "run.yaml:7: parallel.stages_per_rank: 3, and dualpipev has 2, one from each end of the model; "
+            "remove the key",
+        ),
+        (
+            {"pp": 2, "stages_per_rank": 2},
+            2,
+            "run.yaml:7: parallel.stages_per_rank: 2, and 1f1b has one; remove the key, or set schedule: "
+            "interleaved_1f1b",
+        ),
+        (
+            {"pp": 2, "stage_layers": [3, 3]},
+            2,
+            "run.yaml:7: parallel.stage_layers: 6 layers in all, and the model has 8 (model.num_hidden_layers); "
+            "mend the list",
+        ),
+        (
+            {"pp": 2, "stage_layers": [8, 0]},
+            2,
+            "run.yaml:7: parallel.stage_layers: [8, 0]: every stage needs a layer; give each at least 1",
+        ),
+        (
+            {"pp": 4, "stage_layers": [4, 4]},
+            8,
+            "run.yaml:7: parallel.stage_layers: 2 stages, and pp 4 with 1f1b has 4; give each its layers, or remove "
+            "the key; nearest legal: parallel: {pp: 2, dp_shard: 4}",
+        ),
+        (
+            {"pp": 4, "dp_shard": 8},
+            32,
+            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 micro-batches, and a step has 2 (4 rows, 2 at "
+            "a time); set training.micro_batch_size: 1; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 2}",
+        ),
+        (
+            {"pp": 4, "dp_shard": 16},
+            64,
+            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 micro-batches, and a step has 1 (2 rows, 2 at "
+            "a time); set training.batch_tokens: 8192; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 4}",
+        ),
+        (
+            {"pp": 4, "dp_shard": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            12,
+            "",
+        ),
+        (
+            {"pp": 2, "dp_shard": 3, "schedule": "interleaved_1f1b"},
+            6,
+            "",
+        ),
+        (
+            {"pp": 2, "dp_shard": 7, "schedule": "interleaved_1f1b"},
+            14,
+            "",
+        ),
+        # FSDP
+        (
+            {"reshard_after_forward": 3, "dp_shard": 4},
+            4,
+            "run.yaml:6: parallel.reshard_after_forward: 3 does not divide dp_shard 4 x cp 1; set true or false; "
+            "nearest legal: parallel: {dp_replicate: 4}",
+        ),
+        (
+            {"reshard_after_forward": 2, "dp_shard": 4, "tp": 2},
+            8,
+            "run.yaml:6: parallel.reshard_after_forward: 2 of 4 ranks goes with neither pp nor tp; set true or false; "
+            "nearest legal: parallel: {dp_replicate: 2, dp_shard: 2, tp: 2}",
+        ),
+        (
+            {"reshard_after_forward": 0},
+            4,
+            "run.yaml:6: parallel.reshard_after_forward: 0 ranks; set true, false or a number of ranks",
+        ),
+        (
+            {"zero_stage": 3, "reshard_after_forward": False},
+            4,
+            "run.yaml:7: parallel.reshard_after_forward: false, and zero_stage 3 says true; remove one of the two",
+        ),
+        (
+            {"zero_stage": 1, "reduce_gradients": "every"},
+            4,
+            "run.yaml:7: parallel.reduce_gradients: every, and zero_stage 1 says last; remove one of the two",
+        ),
+        (
+            {"compress": {"rank": 2, "start_step": 5}},
+            4,
+            "run.yaml:6: parallel.compress: it makes smaller what copies of the model tell one another, and there is "
+            "one copy; set dp_replicate, or remove it; nearest legal: parallel: {dp_replicate: 2, dp_shard: 2}",
+        ),
+        (
+            {"compress": {"rank": 2, "start_step": 5}},
+            1,
+            "run.yaml:6: parallel.compress: it makes smaller what copies of the model tell one another, and there is "
+            "one copy; set dp_replicate, or remove it; no mesh of these ranks is legal",
+        ),
+    ],
+)
+def test_a_dense_decoder(mesh, keys, ranks, said):
+    assert mesh(DENSE, ranks, keys) == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "said"),
+    [
+        (
+            {"ep": 8},
+            8,
+            "run.yaml:7: parallel.ep: 8 does not divide the 12 experts (model.moe.num_experts); "
+            "nearest legal: parallel: {dp_shard: 8, ep: 4}",
+        ),
+        (
+            {"ep": 4, "tp": 2},
+            4,
+            "run.yaml:7: parallel.ep: 4 does not divide dp_shard 2 x cp 1, from whose ranks it is taken; "
+            "nearest legal: parallel: {dp_shard: 2, tp: 2, ep: 2}",
+        ),
+        (
+            {"dp_shard": 8, "ep": 2, "reshard_after_forward": 2},
+            8,
+            "run.yaml:9: parallel.reshard_after_forward: 2, and experts are shared by 4 ranks (dp_shard x cp / ep); "
+            "set that, true or false; nearest legal: parallel: {dp_shard: 8, ep: 4}",
+        ),
+        ({"dp_shard": 4, "ep": 4, "reshard_after_forward": 2}, 4, ""),
+        ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, 8, ""),
+        ({"dp_shard": -1, "ep": 4}, None, ""),
+    ],
+)
+def test_experts(mesh, keys, ranks, said):
+    assert mesh(MOE, ranks, keys) == ([said] if said else [])
+
+
+def test_all_that_is_wrong_is_told_at_once(mesh):
+    text = MOE.replace("2048, micro_batch_size: 2", "1920, compile: true").replace(
+        "sequence_length: 64", "sequence_length: 60"
+    )
+    keys = {"tp": 16, "ep": 5, "pp": 2, "schedule": "zbv_zero_bubble", "zero_stage": 3, "reduce_gradients": "last"}
+    said = mesh(text, 160, keys)
+    assert said == [
+        "run.yaml:5: training.compile: zbv_zero_bubble takes each backward in two parts, which compiled code "
+        "does not have; set it to false, or parallel.schedule: interleaved_1f1b",
+        *(
+            f"run.yaml:{line}: parallel.{what}; nearest legal: parallel: {{pp: 2, dp_shard: 20, tp: 4, ep: 4}}"
+            for line, what in [
+                (7, "tp: 16 does not divide 8 attention heads (model.num_attention_heads)"),
+                (7, "tp: 16 does not divide 4 key-value heads (model.num_key_value_heads)"),
+                (7, "tp: 16 does not divide the experts' width, 40 (model.moe.moe_intermediate_size)"),
+                (7, "tp: tp 16 cannot cut rows of 60 tokens (data.sequence_length), which would be a multiple of 16"),
+                (8, "ep: 5 does not divide the 12 experts (model.moe.num_experts)"),
+            ]
+        ),
+        "run.yaml:12: parallel.reduce_gradients: last, and zero_stage 3 says every; remove one of the two",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("vocab_size: 511", "the vocabulary's 511 rows (model.vocab_size); set model.pad_vocab_to_multiple: 2, or"),
+        ("intermediate_size: 97", "the MLP's width, 97 (model.intermediate_size)"),
+        (
+            "num_attention_heads: 5, num_key_value_heads: 5, head_dim: 8",
+            "5 attention heads (model.num_attention_heads)",
+        ),
+        (
+            "moe: {num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 11, first_k_dense_replace: 1}, "
+            "intermediate_size: 96",
+            "the experts' width, 11 (model.moe.moe_intermediate_size)",
+        ),
+        (
+            "moe: {num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 12, mlp_only_layers: [1]}, "
+            "intermediate_size: 97",
+            "the MLP's width, 97 (model.intermediate_size)",
+        ),
+        # No layer has this MLP.
+        ("moe: {num_experts: 4, num_experts_per_tok: 1, moe_intermediate_size: 12}, intermediate_size: 97", None),
+        ("mla: {kv_lora_rank: 9, qk_nope_head_dim: 3, qk_rope_head_dim: 2, v_head_dim: 5}, q: 0", None),
+    ],
+)
+def test_what_two_tensor_ranks_can_share(mesh, model, said):
+    keys = {"vocab_size": "512", "hidden_size": "64", "num_hidden_layers": "2", "num_attention_heads": "4"}
+    keys |= dict(re.findall(r"(\w+): (\{.*?\}|[^,]+)(?:, |$)", model))
+    keys.pop("q", None)
+    text = "model:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items()) + DENSE[DENSE.index("data:") :]
+    found = mesh(text, None, {"tp": 2})
+    if said is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert f"parallel.tp: 2 does not divide {said}" in line
+
+
+def test_every_row_of_a_warm_up_can_be_cut(mesh):
+    text = DENSE.replace("sequence_length: 64", "sequence_length: 64, length_warmup: {start: 4, steps: 2}")
+    assert mesh(text, 4, {"cp": 4}) == []  # by heads
+    assert mesh(text, 4, {"cp": 2, "tp": 2}) == []
+    (line,) = mesh(text, 4, {"cp": 4, "context": "all_gather"})
+    assert "cp 4 cannot cut rows of 4 tokens (data.length_warmup.start), which would be a multiple of 8" in line
+
+
+def test_micro_batches_that_are_not_set_are_such_as_a_pipeline_can_order(mesh):
+    text = DENSE.replace(", micro_batch_size: 2", "")
+    for keys in ({"pp": 8}, {"pp": 4, "schedule": "dualpipev"}, {"pp": 3, "schedule": "interleaved_1f1b"}):
+        assert mesh(text, keys["pp"], keys) == []
+        pipeline = load(text, "parallel.dp_shard=1", *(f"parallel.{key}={value}" for key, value in keys.items()))
+        length = derive(pipeline, mesh=MeshShape(pp=keys["pp"]))
+        assert pipeline.parallel.orders(length.accumulation, keys["pp"])
+        assert length.accumulation >= keys["pp"] * pipeline.parallel.virtual_stages > 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"pp": 2}, "model.position: own:Turns would be one in each stage of a pipeline; choose a built-in one"),
+        ({"tp": 2}, "model.position: own:Turns would be given only some of the heads (tp 2); choose a built-in one"),
+        ({"cp": 2}, "model.position: own:Turns would be given only some of the tokens (cp 2); choose a built-in one"),
+        ({"dp_replicate": 2}, None),
+    ],
+)
+def test_parts_of_ones_own(mesh, keys, said):
+    write("class Turns:\n  def __init__(self, config): ...\n  def forward(self, q, k, positions): ...\n", "own.py")
+    found = mesh(DENSE.replace("96}", "96, position: 'own:Turns'}"), 2, keys)
+    assert found == ([] if said is None else [f"run.yaml:2: {said}; nearest legal: parallel: {{dp_shard: 2}}"])
+
+
+def test_rows_that_are_trained_alone(mesh):
+    text = DENSE.replace("micro_batch_size: 2", "micro_batch_size: 2, only_rows_from: 500")
+    assert mesh(text, 4, {"tp": 2, "cp": 2}) == []
+    (line,) = mesh(text, 2, {"pp": 2})
+    assert line.startswith(
+        "run.yaml:4: training.only_rows_from: 500, and most stages of a pipeline have no row to train"
+    )
+
+
+OWN = """\
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self): ...
+
+class Cut(Plain):
+    weft_sharding = {"words": "embedding"}
+
+class Inherits(Cut): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "keys", "said"),
+    [
+        (
+            "own:Plain",
+            {"tp": 2},
+            "parallel.tp: 2, and own:Plain does not say how its matrices are cut",
+        ),
+        ("own:Cut", {"tp": 2}, None),
+        ("own:Inherits", {"tp": 2}, None),
+        ("own:Cut", {"pp": 2}, "parallel.pp: 2, and a model of your own has the axes of data and, with a table"),
+        ("own:Cut", {"cp": 2}, "parallel.cp: 2, and a model of your own has the axes of data and, with a table"),
+        ("own:Cut", {"dp_shard": 2, "ep": 2}, "parallel.ep: 2, and a model of your own has the axes of data and"),
+        ("own:Cut", {"dp_replicate": 2}, None),
+    ],
+)
+def test_a_model_of_ones_own(mesh, chosen, keys, said):
+    write(OWN, "own.py")
+    text = f"model: {{type: '{chosen}'}}\n" + DENSE[DENSE.index("data:") :]
+    found = mesh(text, 2, keys)
+    if said is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert said in line
+        assert line.endswith("nearest legal: parallel: {dp_shard: 2}")
+
+
+# ---- the nearest
+
+
+def values(rng: random.Random, sizes: dict[str, int]) -> dict:
+    """A run's values, as the rules read them, of a random model."""
+    found = {f"parallel.{name}": info.get_default() for name, info in ParallelSection.model_fields.items()}
+    found |= {f"parallel.{axis}": size for axis, size in sizes.items()}
+    heads = rng.choice([6, 8, 12, 16, 32])
+    found |= {
+        "model.type": "decoder",
+        "model.num_hidden_layers": rng.randint(1, 48),
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": rng.choice([None, heads, heads // 2]),
+        "model.hidden_size": heads * 64,
+        "model.mlp": "gated",
+        "model.vocab_size": rng.choice([50257, 50304, 32000, 128256]),
+        "data.sequence_length": rng.choice([96, 1024, 8192]),
+        "training.micro_batch_size": rng.choice([None, 1, 4]),
+    }
+    if rng.random() < 0.5:
+        found |= {"model.moe.num_experts": rng.choice([8, 60, 128]), "model.moe.num_experts_per_tok": 2}
+        found |= {"model.moe.moe_intermediate_size": rng.choice([704, 768, 1408])}
+    if rng.random() < 0.2:
+        found["parallel.compress.rank"] = 4
+    if rng.random() < 0.2:
+        found["parallel.reshard_after_forward"] = rng.choice([2, 4, 8])
+    found["parallel.schedule"] = rng.choice(["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"])
+    found["parallel.context"] = rng.choice(["auto", "all_to_all", "all_gather"])
+    return found
+
+
+def wanted_sizes(rng: random.Random, largest: int) -> dict[str, int]:
+    sizes = {axis: rng.choice([1, 1, 1, rng.randint(1, largest)]) for axis in SIZES}
+    if rng.random() < 0.7:
+        sizes[rng.choice(AXES)] = -1
+    return sizes
+
+
+def nearest_of(found: dict, sequences: int, ranks: int | None) -> dict[str, int] | None:
+    """What is said to be the nearest, with what is left out; None if the mesh is legal, {} if there is none."""
+    reasons = reasons_against(found.get, sequences, ranks)
+    said = {re.sub(r".*; (nearest legal: parallel: |(?=no mesh))", "", reason.what) for reason in reasons}
+    if not said:
+        return None
+    (text,) = said
+    if text.startswith("no mesh"):
+        return {}
+    return dict.fromkeys(SIZES, 1) | {"dp_shard": -1} | yaml.safe_load(text)
+
+
+def of_parallel(found: dict) -> dict:
+    return {name: found[f"parallel.{name}"] for name in ParallelSection.model_fields}
+
+
+def every_mesh(ranks: int, experts: int | None):
+    """All meshes of so many ranks, by trying."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for sizes in itertools.product(divisors, repeat=4):
+        if ranks % math.prod(sizes) == 0:
+            whole = dict(zip(("pp", "dp_replicate", "cp", "tp"), sizes, strict=True))
+            whole["dp_shard"] = ranks // math.prod(sizes)
+            for ep in range(1, (experts or 1) + 1):
+                yield whole | {"ep": ep}
+
+
+def is_legal(found: dict, sizes: dict[str, int], sequences: int, ranks: int | None) -> bool:
+    changed = found | {f"parallel.{axis}": size for axis, size in sizes.items()}
+    return not reasons_against(changed.get, sequences, ranks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_nearest_mesh_is_legal_and_no_other_is_nearer(seed):
+    rng = random.Random(seed)
+    ranks, sizes = rng.choice([1, 4, 6, 8, 12, 16]), wanted_sizes(rng, 8)
+    found = values(rng, sizes)
+    experts, sequences = found.get("model.moe.num_experts"), rng.choice([32, 48, 512])
+    told = nearest_of(found, sequences, ranks)
+    if told is None:
+        return
+    set_ones = math.prod(max(1, sizes[axis]) for axis in AXES)
+    wanted = {axis: max(1, ranks / set_ones) if size == -1 else size for axis, size in sizes.items()}
+
+    def far(one: dict[str, int]) -> float:
+        return sum(abs(math.log2(one[axis] / wanted[axis])) for axis in SIZES)
+
+    needs = Needs(found.get, ParallelSection.model_construct(**of_parallel(found)), sequences)
+    legal = [one for one in every_mesh(ranks, experts) if needs.fits(MeshShape(**one))]
+    if not legal:
+        assert told == {}
+        return
+    told["dp_shard"] = ranks // math.prod(told[axis] for axis in AXES if axis != "dp_shard")
+    assert is_legal(found, told, sequences, ranks)
+    assert far(told) == pytest.approx(min(map(far, legal)))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_mesh_is_legal_or_a_legal_one_is_told_in_no_time(seed):
+    rng = random.Random(seed)
+    ranks = rng.choice([None, 64, 720, 1024, 2048, 2048])
+    found = values(rng, wanted_sizes(rng, 2 if ranks is None else 64))
+    sequences = rng.choice([512, 2048])
+    began = time.process_time()
+    told = nearest_of(found, sequences, ranks)
+    assert time.process_time() - began < 0.2  # some 5 ms; a machine may be busy
+    if told:
+        assert is_legal(found, told, sequences, ranks)
+
+
+# ---- the command line
+
+
+def test_check_tells_what_the_axes_do(capsys):
+    write(DENSE.replace("dp_shard: -1", "tp: 2\n  cp: 2\n  pp: 2\n  dp_replicate: 2"))
+    assert main(["config", "check", "run.yaml", "--no-data"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("mesh 16 ranks, or a multiple: dp_shard fills")
+    assert lines[start + 1 : start + 5] == [
+        "pp 2 stages of 4, 4 layers, by 1f1b",
+        "dp_replicate 2 copies of the model, of different rows",
+        "cp 2 share the tokens of each row",
+        "tp 2 share each layer's matrices, and between them the tokens",
+    ]
+    assert "32 sequences = 2 ranks x 8 micro-batches of up to 2" in "\n".join(lines)
+    write(DENSE)
+    assert main(["config", "check", "run.yaml", "--no-data"]) == 0
+    assert "mesh" not in capsys.readouterr().out
+
+
+def test_training_is_refused_before_it_starts(capsys):
+    make_store("store", 10_000)
+    write(DENSE.replace("dp_shard: -1", "dp_shard: 2"))
+    assert main(["config", "check", "run.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["train", "run.yaml", "--nproc", "3"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 = 2, but there are 3; set dp_shard: -1 to fill, or start 2 "
+        "(--nproc 2); nearest legal: parallel: {dp_shard: 3}"
+    )
+    assert main(["train", "run.yaml"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("tensor_model_parallel_size: 2", "parallel.tp"),
+        ("parallel: {tensor_parallel_degree: 2}", "tp"),
+        ("parallel: {pipeline_parallel_degree: 2}", "pp"),
+        ("parallel: {context_parallel_degree: 2}", "cp"),
+        ("parallel: {expert_model_parallel_size: 2}", "ep"),
+        ("parallel: {data_parallel_shard_degree: 2}", "dp_shard"),
+        ("parallel: {data_parallel_replicate_degree: 2}", "dp_replicate"),
+        ("zero_optimization: {stage: 2}", "parallel.zero_stage"),
+        ("parallel: {sequence_parallel: true}", "tp"),
+        ("parallel: {fsdp_auto_wrap_policy: x}", "layers_per_unit"),
+        ("parallel: {virtual_pipeline_model_parallel_size: 2}", "stages_per_rank"),
+    ],
+)
+def test_names_of_elsewhere(written, meant):
+    (line,) = problems(f"{DENSE.partition('parallel:')[0]}{written}\n")
+    assert f"unknown key; did you mean {meant!r}?" in line
