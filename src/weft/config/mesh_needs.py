@@ -156,7 +156,7 @@ class Needs:
         return self.heads is None or all(count // shape.tp % shape.cp == 0 for count in self.heads)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
-        gathers = shape.cp > 1 and (self.section.context == "all_gather" or not self.exchanges(shape))
+        gathers = shape.cp > 1 and (self.section.context in ("all_gather", "ring") or not self.exchanges(shape))
         # Where keys and values are gathered, a rank has a piece from the front of a row and one from its end.
         unit = shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
         for key, length in self.lengths:
