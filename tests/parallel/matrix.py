@@ -48,6 +48,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _SHAPE | {"preset": "gpt2"},
     "gemma2": _SHAPE | {"preset": "gemma2-2b", "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 8},
     "mpt": _SHAPE | {"preset": "mpt-7b"},
+    "dynamic": _SHAPE
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
     "gpt_oss": _SHAPE
     | {
         "preset": "gpt-oss-20b",
@@ -157,7 +159,19 @@ SCHEDULES = [
 ]
 SETTINGS = [
     {"dp_shard": 4, "reshard_after_forward": False},
+    {"dp_shard": 4, "reshard_after_forward": 2},
+    {"dp_shard": 4, "zero_stage": 1},
+    {"dp_shard": 4, "zero_stage": 2},
+    {"dp_shard": 2, "tp": 2, "zero_stage": 3},
+    {"dp_shard": 2, "layers_per_unit": 2, "prefetch": 1},
+    {"dp_shard": 2, "offload": "parameters"},
+    {"dp_shard": 2, "offload": "optimizer"},
     {"pp": 2, "dp_shard": 2, "reshard_after_forward": False},
+    {"pp": 2, "stage_layers": [1, 3]},
+    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "stage_layers": [1, 1, 1, 1]},
+    *({"cp": size, "context": way} for size in (2, 4) for way in ("all_gather", "ring")),
+    {"cp": 2, "tp": 2, "context": "ring"},
+    {"pp": 2, "cp": 2, "context": "ring"},
 ]
 MESHES = [*ALONE, *PAIRS, *MORE, *SCHEDULES, *SETTINGS]
 # Where every family goes once, and every way of training.
@@ -165,6 +179,8 @@ CHOSEN = [
     {"dp_replicate": 2, "dp_shard": 2},
     {"tp": 2},
     {"cp": 2},
+    {"cp": 2, "context": "all_gather"},
+    {"cp": 2, "context": "ring"},
     {"pp": 2},
     {"dp_shard": 2, "ep": 2},
     {"pp": 2, "dp_shard": 2, "tp": 2},

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -59,8 +60,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
         return functools.partial(checkpoint, forward, use_reentrant=False)
     if kind == "budget":
         return _Budget(forward, float(amount))
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if compile else _selective
-    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
 
 
 def _tell_compiler(share: float) -> None:
@@ -102,7 +102,9 @@ def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective() -> tuple[_Keep, _Give]:
+def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    if get_proxy_mode() is not None:  # a compiler traces; where it gives a block up, the block runs as it is
+        return create_selective_checkpoint_contexts(_policy)
     kept: dict[Key, Any] = {}
     return (
         _Keep(kept, lambda op: name_of(op) in _EXPENSIVE, lambda key, *given: _expensive(key[0], *given)),

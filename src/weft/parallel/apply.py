@@ -19,7 +19,7 @@ from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
 from weft.models.sharding import decoder_sharding
 from weft.parallel.activations import checkpointed
-from weft.parallel.context import Context, gathers
+from weft.parallel.context import Context, way_of
 from weft.parallel.experts import exchange_tokens
 from weft.parallel.fp8 import use_fp8
 from weft.parallel.fsdp import shard
@@ -141,8 +141,8 @@ def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int
     if tp is not None:
         share_parts(model, table, tp)
     if world.shape.cp > 1:
-        gathering = gathers(model.config, parallel.context, world.shape.cp, world.shape.tp)
-        model.weft_context = Context(model.config, world.group("cp"), gathering)
+        way = way_of(model.config, parallel.context, world.shape.cp, world.shape.tp)
+        model.weft_context = Context(model.config, world.group("cp"), way)
         model.weft_context.apply(model)
     if world.experts is not None:
         exchange_tokens(model, world.experts.get_group("ep"))

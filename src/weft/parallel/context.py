@@ -1,12 +1,14 @@
 """Context parallelism: the tokens of each row lie on several ranks, and attention brings them together.
 
-Two ways, both exact and on any device:
+Three ways, all exact and on any device:
 
 - all-to-all (Ulysses; Jacobs et al., 2023): for attention, ranks exchange tokens for heads. Each has the whole row of
   some of the heads, so it computes as one process does, and the work is equal. A rank has consecutive tokens.
 - all-gather of keys and values: each rank computes its own tokens' rows of the attention matrix. Under a causal mask
   later tokens see more. So a rank has a piece from the row's front and one from its end, which together see as much as
   any other rank's; and where documents are kept apart every so-manieth token, so that each document's work is shared.
+- a ring (`parallel/ring.py`): the same, with the keys and values of one rank at a time, where causality is all that
+  hides keys; layers with a window, documents kept apart and the like gather all the same.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
@@ -28,12 +31,15 @@ from weft.models.layers.experts import Router
 from weft.models.layers.rope import by_length
 from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies
 from weft.parallel.randomness import WeightsDropout, share_row
+from weft.parallel.ring import ring_attention
 
 
-def gathers(config: ModelSection, way: str, cp: int, tp: int) -> bool:
-    """Whether keys and values are gathered: as `parallel.context` says; auto: where heads cannot be exchanged."""
+def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
+    """What `parallel.context` comes to; auto: keys and values are gathered where heads cannot be exchanged."""
+    if chosen != "auto":
+        return chosen
     exchangeable = config.num_attention_heads // tp % cp == 0 and (config.kv_heads // tp % cp == 0 or bool(config.mla))
-    return way == "all_gather" or (way == "auto" and not exchangeable)
+    return "all_to_all" if exchangeable else "all_gather"
 
 
 class Context:
@@ -41,11 +47,11 @@ class Context:
 
     Args:
         group: the ranks of `cp`.
-        gathers: by which of the two ways attention is computed.
+        way: by which attention is computed: all_to_all, all_gather or ring.
     """
 
-    def __init__(self, config: ModelSection, group: dist.ProcessGroup, gathers: bool):
-        self.config, self.group, self.gathers = config, group, gathers
+    def __init__(self, config: ModelSection, group: dist.ProcessGroup, way: str):
+        self.config, self.group, self.way = config, group, way
         self.by_length = by_length(config.rope_scaling)
         self.apart = False  # whether documents are, in the batch at hand
 
@@ -57,7 +63,7 @@ class Context:
             rank: by default this one.
         """
         rank, ranks = self.group.rank() if rank is None else rank, self.group.size()
-        if not self.gathers:
+        if self.way == "all_to_all":
             return torch.arange(seq, device=device).chunk(ranks)[rank]
         if apart:
             return torch.arange(rank, seq, ranks, device=device)
@@ -77,8 +83,9 @@ class Context:
 
     def apply(self, model: Decoder) -> None:
         """Have attention and the balance of experts look at whole rows."""
-        model.masks = partial(self._rows if self.gathers else self._whole, model, model.masks)
-        if not self.gathers:
+        make = self._masks_of_rows if self.way == "all_to_all" else self._masks_of_queries
+        model.masks = partial(make, model, model.masks)
+        if self.way == "all_to_all":
             model.heads = self._head_part(model.heads, self.config.num_attention_heads)
         share_row(list(model.modules()), self._row)
         for module in model.modules():
@@ -90,10 +97,12 @@ class Context:
 
     def _attend(self, module: Attend) -> None:
         forward, group = module.forward, self.group
-        module.weights_dropout = WeightsDropout(module, self._row_and_keys if self.gathers else None)
-        if self.gathers:
+        module.weights_dropout = WeightsDropout(module, None if self.way == "all_to_all" else self._row_and_keys)
+        if self.way != "all_to_all":
 
             def call(q, k, v, mask=None):
+                if mask is None:
+                    return _round(q, k, v, module.scale, group)
                 return forward(q, gather(k, 2, group), gather(v, 2, group), mask)
         else:
             start, stop, _ = module.heads.indices(module.all_heads)
@@ -130,12 +139,12 @@ class Context:
         each = (stop - start) // self.group.size()
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
-    def _whole(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+    def _masks_of_rows(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
         """Masks of whole rows: what attention is given after the exchange."""
         return masks(tokens.repeat(1, self.group.size()), positions, segments, cache, dtype)
 
-    def _rows(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
-        """Masks of this rank's queries against all keys, in the order in which the ranks have these."""
+    def _masks_of_queries(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+        """Masks of this rank's queries against all keys, in the order in which the ranks have these; None: a ring."""
         config, ranks = self.config, self.group.size()
         seq, device, apart = tokens.shape[1] * ranks, tokens.device, segments is not None
         self.apart = apart  # of a pipeline's stages only the first is given a batch
@@ -143,9 +152,14 @@ class Context:
         keys = torch.cat([self.places(seq, apart, device, rank) for rank in range(ranks)])
         whole = tokens.new_zeros(1, seq) if segments is None else segments
 
+        plain = config.attn_logit_softcapping is None and not config.attention_sinks and config.position != "alibi"
+
         def make(window: int | None = None):
             window = None if window is None or window >= seq else window
             dropout = config.attention_dropout if model.training else 0.0
+            hidden = segments is not None or window is not None or model.pattern is not None
+            if self.way == "ring" and plain and not hidden and dropout == 0:
+                return None
             if flex_usable(device, dtype, config.qk_head_dim, dropout) and config.attention_implementation != "sdpa":
                 return blocks_of(whole, window, model.pattern, queries, keys)
             if model.pattern is not None:
@@ -159,3 +173,11 @@ class Context:
 
         full = make()
         return full, full if model.window is None else make(model.window)
+
+
+def _round(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, group: dist.ProcessGroup):
+    """Ring attention, whose kernels want one size of heads."""
+    width = v.shape[3]
+    if width < k.shape[3]:
+        v = F.pad(v, (0, k.shape[3] - width))
+    return ring_attention(q, k, v, scale, group)[..., :width]

@@ -33,10 +33,11 @@ class ExchangedExperts:
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         coming = coming.view(ranks, here)  # from each rank, for each expert
-        given, taken = counts.view(ranks, here).sum(1).tolist(), coming.sum(1).tolist()
+        given, taken = torch.stack((counts.view(ranks, here), coming)).sum(2).tolist()  # at once: a GPU is waited for
         rows = exchange_rows(x, taken, given, self.group)
         # They lie as they came, rank by rank; experts want theirs together.
-        which = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(coming.flatten())
+        which = torch.arange(here, device=x.device).repeat(ranks)
+        which = which.repeat_interleave(coming.flatten(), output_size=len(rows))
         order = which.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         own_ends = coming.sum(0).cumsum(0).to(torch.int32)
