@@ -86,7 +86,8 @@ def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
             yield f"{pattern!r}: {kind!r}; give it a dimension or one of {words}"
         if not any(fnmatchcase(name, pattern) for name in names):
             general = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names]
-            yield f"{pattern!r} fits no part and no parameter of the model{did_you_mean(pattern, general) or '; remove it'}"
+            remedy = did_you_mean(pattern, general) or "; remove it"
+            yield f"{pattern!r} fits no part and no parameter of the model{remedy}"
     if "embedding" not in table.values():
         yield "it names no embedding; give the module that is given token ids: 'embedding'"
     whole = _completed(table)
