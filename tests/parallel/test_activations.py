@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from compare import compare
 from matrix import WITHIN, Case
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,8 +234,16 @@ ON_RANKS = [
 @pytest.mark.parametrize(("model", "mesh", "mode"), ON_RANKS, ids=["tp", "ep", "ep-budget", "zbv"])
 def test_on_several_ranks(runner, model, mesh, mode):
     """FSDP2's hooks inside a block, collectives that are kept or run again, and a backward in two parts."""
-    from compare import compare
-
     case = Case(model, "dropout" if "ep" in mesh else "plain", mesh)
     run = runner.run(case, training={"activation_checkpointing": mode})
+    assert compare(runner.reference(case), run).largest <= WITHIN
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", ["selective", "budget-0.5", "every-2"])
+@pytest.mark.parametrize(("model", "mesh"), [("gqa", {"tp": 2}), ("moe", {"dp_shard": 2, "ep": 2})], ids=["tp", "ep"])
+def test_compiled_on_several_ranks(runner, model, mesh, mode):
+    """Blocks whose tokens travel are given up by the compiler, and run as they are."""
+    case = Case(model, "plain", mesh)
+    run = runner.run(case, training={"activation_checkpointing": mode, "compile": True})
     assert compare(runner.reference(case), run).largest <= WITHIN
