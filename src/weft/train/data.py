@@ -24,13 +24,16 @@ from weft.config.mixture import (
     unknown_tokenizers,
     weighted,
 )
+from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.config.stages import stages_of_rank
 from weft.data.batches.batch import Batch, Dataset, read_samples
 from weft.data.batches.loader import BatchSource, validation_batches
 from weft.data.batches.mixture import Joined, MixtureOrder
 from weft.data.batches.order import Order
 from weft.data.sequences.length_warmup import LengthWarmup
 from weft.data.sequences.packed import PackedDataset
+from weft.data.sequences.unread import UnreadDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.evaluate.bits import BytesPerToken, bytes_per_token
@@ -77,7 +80,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
         planned = plan(config.data, train.sizes, length.sequence_length, samples)
     warmup = config.data.length_warmup
     source = BatchSource(
-        train,
+        train if needs_rows(train, config, world) else UnreadDataset(train, length.sequence_length),
         rows=length.sequences_per_step,
         rank=world.data_rank,
         ranks=world.data_ranks,
@@ -104,6 +107,20 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     if held_info is not None:
         text = bytes_per_token(held_info.tokens, held_info.documents, held_info.bytes, held_info.eod_id)
     return Data(length, source, lambda whole: batches(limit=None if whole else limit), text, digests, planned)
+
+
+def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
+    """Whether this rank has a use for what is in the rows of a step.
+
+    In a pipeline the first stage has one for tokens, the last for labels, and all of them where attention keeps
+    documents apart or experts are balanced by how much a row counts.
+    """
+    parts = train.datasets if isinstance(train, Joined) else [train]
+    plain = all(isinstance(part, StoreDataset) for part in parts) and not config.data.document_attention
+    if world.shape.pp == 1 or not plain or not isinstance(config.model, ModelSection) or config.model.moe is not None:
+        return True
+    stages = stages_of_rank(config.parallel, world.place("pp"), world.shape.pp)
+    return 0 in stages or world.shape.pp * config.parallel.virtual_stages - 1 in stages
 
 
 def _raise_if_other_length(key: str, dataset: Dataset, config: RunConfig, world: World) -> None:
