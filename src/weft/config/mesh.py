@@ -54,10 +54,15 @@ class ParallelSection(Section):
         "none", description="what lives on the host between uses: parameters with all their state, or the optimizer's"
     )
 
+    async_tp: bool = Field(
+        False,
+        description="tp: overlap gathering and summing with matrix products; needs training.compile, and GPUs that "
+        "reach one another's memory",
+    )
     context: Literal["auto", "all_to_all", "all_gather", "ring"] = Field(
         "auto",
-        description="cp: exchange heads for tokens (Ulysses), gather keys and values, or pass them round where causality "
-        "is all that hides keys. auto: the first, where the heads of a tensor rank divide by cp, or else the second",
+        description="cp: exchange heads for tokens (Ulysses), gather keys and values, or pass them round where "
+        "causality is all that hides keys. auto: the first, where a tensor rank's heads divide by cp, else the second",
     )
     schedule: Schedule = Field("1f1b", description="pp: the order of forwards and backwards")
     stages_per_rank: int | None = Field(

@@ -97,6 +97,9 @@ class Needs:
         """Reasons against single axes."""
         if self.type not in (None, "decoder"):
             yield from self._other_models(shape)
+        if shape.tp > 1 and self.section.async_tp and not self.compiles:
+            what = "it is compiled code that overlaps them; set training.compile: true, or remove it"
+            yield Reason("parallel.async_tp", what)
         if shape.tp > 1:
             for size, what, remedy in self.cut:
                 if size % shape.tp:

@@ -28,7 +28,7 @@ from weft.parallel.old_rows import freeze_all_but_rows
 from weft.parallel.own import cut_own
 from weft.parallel.pipeline import Stages, split
 from weft.parallel.randomness import seed_layers
-from weft.parallel.tensor import cut_parameters, local_parts, share_parts
+from weft.parallel.tensor import cut_parameters, local_parts, overlap, share_parts
 from weft.parallel.world import World
 
 
@@ -134,6 +134,8 @@ def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int
     model.weft_context = None
     if tp is None and world.experts is None and world.shape.cp == 1:
         return
+    if tp is not None and parallel.async_tp:
+        world.agree(lambda: overlap(tp, world.device))
     if not isinstance(model, Decoder):
         cut_own(model, world, sequence)
         return

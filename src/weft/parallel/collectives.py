@@ -14,6 +14,7 @@ _all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_
 _all_gather_copies = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _reduce_scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 
+
 def gather(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """All ranks' parts, joined along `dim`. Each rank uses the whole: the gradients of all uses are summed."""
     return _all_gather(x.contiguous(), dim, group)

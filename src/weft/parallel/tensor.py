@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from weft.config.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.experts import Experts, MixtureOfExperts
@@ -97,6 +98,26 @@ def local_part(parameter: DTensor) -> torch.Tensor:
     """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
     placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
     return parameter.to_local(grad_placements=placements)
+
+
+def overlap(tp: DeviceMesh, device: torch.device) -> None:
+    """Have Inductor cut gatherings, sums and the products beside them into pieces that overlap (async TP).
+
+    Raises:
+        UserError: there is no GPU, or none that reaches the others' memory.
+    """
+    if device.type != "cuda":
+        raise UserError("parallel.async_tp: GPUs write to one another's memory for it, and there is none; remove it")
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    try:
+        enable_symm_mem_for_group(tp.get_group().group_name)
+    except RuntimeError as error:
+        raise UserError(
+            f"parallel.async_tp: these GPUs do not reach one another's memory ({error}); remove it"
+        ) from error
 
 
 def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None:
