@@ -2,12 +2,17 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from running import QUIET, SLOW, finish, losses, metrics, start, train, until_step
 
 from weft.cli.main import main
+from weft.config.errors import UserError
+from weft.config.mesh import MeshShape
+from weft.config.run import RunConfig
+from weft.train.data import open_data
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +140,15 @@ def test_a_dead_worker_ends_the_run_with_one_line_and_its_checkpoint_whole(mixed
     (tmp_path / "healed").touch()
     assert train(file) == 0
     assert [step for step, *_ in losses(tmp_path / "runs" / "dead")] == list(range(1, 15))
+
+
+def test_own_samples_have_the_length_that_rows_are_cut_by(run_yaml, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = "class Own:\n    def __len__(self): return 9\n    def __getitem__(self, i): return {'tokens': range(48)}\n"
+    (tmp_path / "own_lengths.py").write_text(code)
+    data = {"train": {"type": "own_lengths:Own"}, "validation": None, "sequence_length": 32}
+    config = RunConfig.load(run_yaml("own.yaml", data=data, training={"steps": 9, "batch_tokens": 128}))
+    assert open_data(config, SimpleNamespace(shape=MeshShape(), data_rank=0, data_ranks=1)).length.steps == 9
+    with pytest.raises(UserError, match=r"data\.train: Own's samples have 48 tokens.*; set data\.sequence_length: 48$"):
+        open_data(config, SimpleNamespace(shape=MeshShape(tp=2), data_rank=0, data_ranks=1))
