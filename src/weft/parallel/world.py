@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from weft.config.errors import UserError
 from weft.config.mesh import AXES, MeshShape, ParallelSection, mesh_shape
@@ -150,11 +153,40 @@ class World:
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
+            forget_groups()
 
     def abandon(self) -> None:
         """Leave without the others: some of them may be gone or stuck."""
         if dist.is_initialized() and self.ranks == 1:
             dist.destroy_process_group()
+
+
+@cache
+def _store() -> dist.Store:
+    """The one that torchrun's environment names, or that the first rank opens there."""
+    store, _, _ = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    return store
+
+
+def _next_store() -> dist.Store:
+    """A part of it that nothing has been written to: a process may train more than once."""
+    number = next(_times)
+    return dist.PrefixStore(f"weft-{number}", _store())
+
+
+_times = itertools.count()
+
+
+def forget_groups() -> None:
+    """Have DTensor plan anew: what it keeps of an earlier mesh of this process names groups that are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    infos = getattr(_redistribute, "_gen_transform_infos", None)
+    if infos is not None and hasattr(infos, "cache_clear"):
+        infos.cache_clear()
 
 
 def start_world(section: ParallelSection) -> World:
@@ -178,7 +210,9 @@ def start_world(section: ParallelSection) -> World:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            dist.init_process_group(
+                backend, store=_next_store(), rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
+            )
         else:
             # No port, no host name: a run of one process needs no network.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
