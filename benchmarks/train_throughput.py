@@ -23,7 +23,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import SHAPES, VOCABULARY, available_cores, flops_per_token, processor, slug, write_results  # noqa: E402
+from common import (  # noqa: E402
+    SHAPES,
+    VOCABULARY,
+    available_cores,
+    flops_per_token,
+    processor,
+    slug,
+    write_results,
+    write_tokens,
+)
 
 SEQUENCE = 256
 # (sequences a step; warm-up and measured steps in bf16, in fp32): a whole round in some ten minutes on 4 cores.
@@ -66,16 +75,6 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def make_data(work: Path) -> Path:
-    """Random tokens from a fixed seed: what is in them does not change how long a step takes."""
-    import numpy as np
-
-    path = work / "tokens.npy"
-    rows = np.random.default_rng(0).integers(0, VOCABULARY, size=(512, SEQUENCE + 1), dtype=np.uint16)
-    np.save(path, rows, allow_pickle=False)
-    return path
-
-
 def run(program: str, asked: dict, python: str, args: argparse.Namespace) -> dict | str:
     """The program's last line as JSON; or, in a word, why there is none."""
     source = str(HERE.parent / "src")
@@ -108,7 +107,12 @@ def measure(args: argparse.Namespace) -> dict:
     work = HERE / "work"
     work.mkdir(exist_ok=True)
     began = time.monotonic()
-    base = {"data": str(make_data(work)), "work": str(work), "threads": args.threads, "device": args.device}
+    base = {
+        "data": str(write_tokens(work / "tokens.npy", 512, SEQUENCE)),
+        "work": str(work),
+        "threads": args.threads,
+        "device": args.device,
+    }
     base |= {"sequence": SEQUENCE}
 
     peaks = dict.fromkeys(args.dtypes, 0.0)

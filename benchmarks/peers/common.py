@@ -8,9 +8,12 @@ and numpy from here, so that it can live in an environment of its own.
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 VOCABULARY = 32_000
@@ -47,6 +50,12 @@ def matmul_parameters(shape: dict) -> int:
     return shape["num_hidden_layers"] * block + width * shape["vocab_size"]
 
 
+def parameters_of(shape: dict) -> int:
+    """All of a Llama's."""
+    look_up = 0 if shape["tie_word_embeddings"] else shape["hidden_size"] * shape["vocab_size"]
+    return matmul_parameters(shape) + look_up + (2 * shape["num_hidden_layers"] + 1) * shape["hidden_size"]
+
+
 def flops_per_token(shape: dict, sequence: int) -> int:
     """Of forward and backward: 6 x matmul parameters + 12 x layers x width x sequence."""
     return 6 * matmul_parameters(shape) + 12 * shape["num_hidden_layers"] * shape["hidden_size"] * sequence
@@ -59,6 +68,15 @@ def job() -> dict:
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(asked["threads"])
     return asked
+
+
+def write_tokens(path: Path, rows: int, sequence: int, vocabulary: int = VOCABULARY) -> Path:
+    """Random tokens from a fixed seed, uint16 [rows, sequence + 1]: what is in them does not change a step's time."""
+    import numpy as np
+
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(rows, sequence + 1), dtype=np.uint16)
+    np.save(path, tokens, allow_pickle=False)
+    return path
 
 
 def windows(asked: dict):
@@ -78,11 +96,12 @@ def batch(asked: dict, step: int):
     return block[:, :-1].to(asked["device"]).contiguous(), block[:, 1:].to(asked["device"]).contiguous()
 
 
-def optimizer(model):
+def optimizer(model, groups: list[dict] | None = None):
     """AdamW as every peer runs it: the fused one, the fastest on CPU and GPU alike."""
     import torch
 
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    groups = groups or [{"params": list(model.parameters())}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 class Clock:
@@ -178,14 +197,60 @@ def slug(device: str) -> str:
 def measured_apart(script: str, job: dict) -> dict:
     """What `script --job JOB` prints as its last line, in a process of its own; or `{"failed": why}`."""
     done = subprocess.run([sys.executable, script, "--job", json.dumps(job)], capture_output=True, text=True)
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
-        word = (raised or lines)[-1]
-        out_of_memory = re.search(r"MemoryError|OutOfMemory|out of memory|allocate memory", done.stderr)
-        return {"failed": "out of memory" if out_of_memory or done.returncode < 0 else word}
+    return _result(done.stdout, done.stderr, done.returncode)
+
+
+def measured_on_ranks(script: str, job: dict, ranks: int, minutes: float = 10) -> dict:
+    """The same of the first of so many processes, that find one another as torchrun's do.
+
+    When one of them ends badly, the others are ended too: they would wait for it.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": str(job["threads"]),
+    }
+    command = [sys.executable, script, "--job", json.dumps(job)]
+    with ExitStack() as stack:
+        outs, errors = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)] for _ in "ab")
+        workers = []
+        for rank in range(ranks):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.append(subprocess.Popen(command, env=environment, stdout=outs[rank], stderr=errors[rank]))
+            stack.callback(_end, workers[-1])
+        until = time.monotonic() + 60 * minutes
+        while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+            if time.monotonic() > until:
+                return {"failed": f"took more than {minutes:g} minutes"}
+            time.sleep(0.05)
+        found = []
+        for rank in [rank for rank, worker in enumerate(workers) if worker.poll()] or [0]:
+            for file in (outs[rank], errors[rank]):
+                file.seek(0)
+            found.append(_result(outs[rank].read(), errors[rank].read(), workers[rank].returncode))
+        # Who lost the others has less to tell than who was lost.
+        return min(found, key=lambda one: "onnection" in one.get("failed", ""))
+
+
+def _end(worker: subprocess.Popen) -> None:
+    if worker.poll() is None:
+        worker.kill()
+    worker.wait()
+
+
+def _result(out: str, error: str, code: int) -> dict:
+    with suppress(IndexError, ValueError):
+        return json.loads(out.splitlines()[-1])
+    lines = error.strip().splitlines() or [f"exit code {code}"]
+    raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
+    word = (raised or lines)[-1]
+    out_of_memory = re.search(r"MemoryError|OutOfMemory|out of memory|allocate memory", error)
+    return {"failed": "out of memory" if out_of_memory or code < 0 else word}
 
 
 def write_results(out: Path, name: str, page: str, found: dict | list) -> None:
