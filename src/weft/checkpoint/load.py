@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from weft.checkpoint import files, ranks
-from weft.checkpoint.huggingface.folder import open_folder
+from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
 from weft.checkpoint.huggingface.load import fill
 from weft.checkpoint.save import first_failure, planning
 from weft.checkpoint.storage import SafetensorsReader
@@ -157,7 +157,9 @@ def load(
     if is_huggingface(checkpoint):
         if optimizer is not None:
             raise UserError("a Hugging Face folder has no optimizer's state; load the model alone", checkpoint)
-        return fill(open_folder(checkpoint), model)
+        opened: list[HuggingFaceFolder] = []
+        ranks.everywhere(lambda: opened.append(open_folder(checkpoint)))
+        return fill(opened[0], model)
     _verify_together(checkpoint)
     index = read_json(checkpoint, files.INDEX)
     targets: dict[str, Tensor] = {}

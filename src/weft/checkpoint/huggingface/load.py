@@ -29,15 +29,21 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
         UserError: the model is another one than the folder's.
     """
     tensors = {name: tensor.detach() for name, (tensor, _) in model_tensors(model).items()}
-    problems = [f"{name} is in this model, not in the folder" for name in tensors if name not in folder.sources]
-    problems += [f"{name} is in the folder, not in this model" for name in folder.sources if name not in tensors]
+    wrong = [f"{name} is in this model, not in the folder" for name in tensors if name not in folder.sources]
     for name, tensor in tensors.items():
         if name in folder.sources and folder.sources[name].shape != tuple(tensor.shape):
             there = list(folder.sources[name].shape)
-            problems.append(f"{name} is {list(tensor.shape)} in this model, {there} in the folder")
+            wrong.append(f"{name} is {list(tensor.shape)} in this model, {there} in the folder")
+    # Ranks of a pipeline have different parts: what none of them has is missing.
+    answers = ranks.gather_different([wrong, sorted(tensors)])
+    held = {name for _, names in answers for name in names}
+    problems = [problem for theirs, _ in answers for problem in theirs]
+    problems += [f"{name} is in the folder, not in this model" for name in folder.sources if name not in held]
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise UserError(f"the model does not fit: {'; '.join(problems[:_NAMED])}{more}", folder.path)
+        error = UserError(f"the model does not fit: {'; '.join(problems[:_NAMED])}{more}", folder.path)
+        error.quiet = ranks.rank() != 0
+        raise error
     for note in folder.notes if ranks.rank() == 0 else ():
         warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:
