@@ -70,9 +70,9 @@ NARROW = {"weft-narrow"}  # says something in bf16 alone
 NOTES = """\
 - **Weft**: the parts of its training loop: `parallelize`, the passes, clipping, the same AdamW; the loss's weight and
   the loss are summed over the ranks in each step. Gradients are summed in float32 unless it says bfloat16.
-- **Accelerate**: `Accelerator` with `prepare`, `backward` and `clip_grad_norm_`; FSDP2 with `fsdp_version=2`, a unit for
-  each layer, and its defaults (`mixed_precision="bf16"` sums gradients in bfloat16 too). On CPUs Accelerate takes no
-  notice of its FSDP plugin and goes on with DDP; here it is told by hand that it is FSDP, and the rest is its own.
+- **Accelerate**: `Accelerator` with `prepare`, `backward` and `clip_grad_norm_`; FSDP2 with `fsdp_version=2`, a unit
+  for each layer, and its defaults (`mixed_precision="bf16"` sums gradients in bfloat16 too). On CPUs Accelerate takes
+  no notice of its FSDP plugin and goes on with DDP; here it is told by hand that it is FSDP, and the rest is its own.
 - **transformers**: a model that is sharded by its own `DistributedConfig`, in a plain loop; FSDP2 by its
   `fsdp_mixed_precision` (gradients summed in float32), tensor parallel, which has no sequence parallel, under autocast.
 - **PyTorch**: `DistributedDataParallel` in a plain loop, under autocast.
