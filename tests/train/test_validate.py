@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from weft.config.mesh import MeshShape, ParallelSection
 from weft.data.batches.loader import validation_batches
 from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
@@ -15,12 +16,15 @@ from weft.data.stores.store import StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
 from weft.evaluate.bits import bytes_per_token
 from weft.objectives.pretrain import Pretrain
+from weft.parallel.passes import Passes
 from weft.train.validate import validate
 
 EOD, BYTES_EACH = 0, 2  # each token of text stands for two bytes
 LENGTHS = np.array([5, 2, 9, 1, 30, 17, 2, 8])  # the end-of-document token among them
 TEXT = int(LENGTHS.sum() - len(LENGTHS))
-WORLD = SimpleNamespace(device=torch.device("cpu"), sum=lambda *values: [float(value) for value in values])
+WORLD = SimpleNamespace(
+    device=torch.device("cpu"), shape=MeshShape(), sum=lambda *values: [float(value) for value in values]
+)
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "masked"])
@@ -48,16 +52,20 @@ def store(request, tmp_path):
     return TokenStore.open(tmp_path / "store")
 
 
-def forward(inputs):
-    bits = torch.where(inputs["labels"] == EOD, 3.0, 8.0).double()
-    return -bits * math.log(2)
+class Known(torch.nn.Module):
+    """A model whose log-probabilities are known."""
+
+    def forward(self, tokens, labels, positions=None, segments=None):
+        return -torch.where(labels == EOD, 3.0, 8.0).double() * math.log(2)
 
 
 def bits(dataset, store, limit=None):
     info = store.info
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
     batches = validation_batches(dataset, rows=3, limit=limit)
-    return validate(torch.nn.Identity(), forward, Pretrain(), batches, WORLD, bytes_per_token=each)
+    model = Known()
+    passes = Passes(model, Pretrain(), WORLD, ParallelSection())
+    return validate(model, passes, batches, WORLD, bytes_per_token=each)
 
 
 @pytest.mark.parametrize("way", ["end to end", "kept apart", "best fit"])
