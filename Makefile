@@ -11,10 +11,10 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel lint format bench bench-data bench-models docs gpu-check clean
+.PHONY: help install quickstart test test-parallel lint format bench bench-data bench-models bench-parallel docs gpu-check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with the package (editable) and its pinned dependencies
 
@@ -84,6 +84,11 @@ bench-models: $(STAMP) ## measure each family and Hugging Face files beside tran
 	@.venv/bin/python benchmarks/family_step.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/huggingface_files.py --out $(OUT) $(BENCH)
 
+bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transformers and DDP (BENCH="--quick" and the like)
+	@for file in $(filter-out benchmarks/parallel_gpu.py,$(wildcard benchmarks/parallel_*.py)); do \
+	  .venv/bin/python $$file --out $(OUT) $(BENCH) || exit; \
+	done
+
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
@@ -93,6 +98,7 @@ gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchm
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) -m pytest -q -m gpu -o addopts= tests 2>&1 | tee $(OUT)/gpu-tests.txt; exit $${PIPESTATUS[0]}
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/train_throughput.py --device cuda --out $(OUT) $(BENCH)
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/family_step.py --device cuda --out $(OUT) $(BENCH)
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PY) benchmarks/parallel_gpu.py --out $(OUT) $(BENCH)
 
 clean: ## remove caches and what the benchmarks left, not .venv and not runs
 	@rm -rf .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist build benchmarks/work

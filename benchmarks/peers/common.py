@@ -62,10 +62,10 @@ def flops_per_token(shape: dict, sequence: int) -> int:
 
 
 def job() -> dict:
-    """The JSON object this process was started with; sets the number of threads."""
+    """The JSON object this process was started with, its last argument; sets the number of threads."""
     import torch
 
-    asked = json.loads(sys.argv[1])
+    asked = json.loads(sys.argv[-1])
     torch.set_num_threads(asked["threads"])
     return asked
 
@@ -248,12 +248,12 @@ def _result(out: str, error: str, code: int) -> dict:
         return json.loads(out.splitlines()[-1])
     lines = error.strip().splitlines() or [f"exit code {code}"]
     raised = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
-    word = (raised or lines)[-1]
+    word = re.sub(r"^\[rank\d+\]: ", "", (raised or lines)[-1])
     out_of_memory = re.search(r"MemoryError|OutOfMemory|out of memory|allocate memory", error)
     return {"failed": "out of memory" if out_of_memory or code < 0 else word}
 
 
-def write_results(out: Path, name: str, page: str, found: dict | list) -> None:
+def write_results(out: Path, name: str, page: str, found: dict | list, show: bool = True) -> None:
     """Write a table and all its numbers, and show the table.
 
     Args:
@@ -263,4 +263,5 @@ def write_results(out: Path, name: str, page: str, found: dict | list) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / f"{name}.md").write_text(page)
-    print(f"\n{page}\nwritten to {out / name}.md and .json")
+    if show:
+        print(f"\n{page}\nwritten to {out / name}.md and .json")

@@ -9,6 +9,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 asked = job()
 rows = windows(asked)
+shape = asked.get("shape") or SHAPES[asked["size"]]
+micro = asked.get("micro", asked["batch"])
 
 
 class Rows(torch.utils.data.Dataset):
@@ -32,11 +34,12 @@ steps = asked["warmup"] + asked["steps"]
 with tempfile.TemporaryDirectory() as directory:
     times = Times()
     trainer = Trainer(
-        model=llama(SHAPES[asked["size"]]),
+        model=llama(shape),
         args=TrainingArguments(
             output_dir=directory,
             max_steps=steps,
-            per_device_train_batch_size=asked["batch"],
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=asked["batch"] // micro,
             learning_rate=LEARNING_RATE,
             adam_beta1=BETAS[0],
             adam_beta2=BETAS[1],

@@ -1,4 +1,5 @@
-"""One rank of one measurement of parallel_fsdp.py or parallel_gpu.py: some training steps; or the models' folder, made.
+"""One rank of one measurement of parallel_fsdp.py or parallel_gpu.py: some training steps; or the models' folder, made;
+or what the device can do at most.
 
     parallel_steps.py --job '{"peer": "weft", "mesh": {"dp_shard": 4}, "shape": ..., "folder": ..., ...}'
 
@@ -36,6 +37,13 @@ def work(asked: dict) -> None:
         llama(asked["shape"]).save_pretrained(asked["folder"])
         print(json.dumps({"made": True}))
         return
+    if asked["peer"] == "peak":
+        from weft.observe.flops import device_peak
+
+        peak = device_peak(asked["device"], torch.bfloat16)
+        name = torch.cuda.get_device_name() if asked["device"] == "cuda" else None
+        print(json.dumps({"flops_per_second": peak.flops_per_second, "origin": peak.origin, "device": name}))
+        return
     step = PEERS[asked["peer"]](asked)
     clock, losses = Clock(asked), []
     began = time.perf_counter()
@@ -53,7 +61,6 @@ def work(asked: dict) -> None:
         "peak_bytes": max(peak for peak, _ in every),
         # Peers note the mean of their own rows, Weft that of all: over the ranks both are one.
         "first_loss": sum(loss for _, loss in every) / RANKS,
-        "device": torch.cuda.get_device_name() if cuda else None,
         "torch": torch.__version__,
     }
     if RANK == 0:
@@ -78,10 +85,10 @@ def weft(asked: dict):
     from weft.data.batches.batch import Batch
     from weft.objectives.pretrain import Pretrain
     from weft.parallel.apply import parallelize
+    from weft.parallel.axes.pipeline import PipelinePasses
     from weft.parallel.fp8 import raise_unless_usable
-    from weft.parallel.gradients import clip_gradients
+    from weft.parallel.gradients.clip import clip_gradients
     from weft.parallel.passes import Passes
-    from weft.parallel.pipeline import PipelinePasses
     from weft.parallel.world import start_world
     from weft.train.choices import DTYPES
 
