@@ -147,8 +147,9 @@ class Router(nn.Module):
         losses = []
         if config.router_aux_loss_coef:
             likely = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
-            likely = self.over_rows((likely / likely.sum(-1, keepdim=True)).sum(1) / seq)
-            unequal = (self.over_rows(had) * likely).sum(1) * (config.num_experts / (config.num_experts_per_tok * seq))
+            likely = (likely / likely.sum(-1, keepdim=True)).sum(1) / seq
+            had, likely = self.over_rows(torch.stack((had, likely)))
+            unequal = (had * likely).sum(1) * (config.num_experts / (config.num_experts_per_tok * seq))
             losses.append(config.router_aux_loss_coef * unequal)
         if config.router_z_loss_coef:
             losses.append(config.router_z_loss_coef * scores.logsumexp(-1).square().sum(1) / seq)
