@@ -44,7 +44,7 @@ def count(keys: dict, mode: str, sequence: int) -> tuple[float, int]:
 
     from weft.config.model import ModelSection
     from weft.models.build import build_model
-    from weft.parallel.activations import checkpointed
+    from weft.parallel.memory.activations import checkpointed
 
     class Made(TorchDispatchMode):
         def __init__(self):

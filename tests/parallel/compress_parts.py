@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.config.compress import CompressSection
 from weft.config.mesh import ParallelSection
-from weft.parallel.compress import PowerSGD
-from weft.parallel.gradients import clip_gradients
+from weft.parallel.gradients.clip import clip_gradients
+from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.world import World, start_world
 
 ROWS, COLUMNS = 24, 16

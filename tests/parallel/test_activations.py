@@ -16,8 +16,8 @@ from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.models.build import build_model
 from weft.models.initialize import initialize
-from weft.parallel.activations import checkpointed
-from weft.parallel.budget import Result, most_valuable
+from weft.parallel.memory.activations import checkpointed
+from weft.parallel.memory.budget import Result, most_valuable
 
 BLOCKS = 4
 MODELS = {

@@ -5,7 +5,7 @@ import torch
 
 from weft.config.model import ModelSection
 from weft.kernels.documents import run_starts
-from weft.parallel.context import Context
+from weft.parallel.axes.context import Context
 
 CONFIG = ModelSection(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=8)
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.checkpoint.tensors import blank_state
 from weft.optim.adamw import AdamW
 from weft.optim.muon import Muon
-from weft.parallel.offload import keep_state_on_host
+from weft.parallel.memory.offload import keep_state_on_host
 
 OPTIMIZERS = {
     "adamw": {"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]},

@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.config.training import TrainingSection
 from weft.observe.metrics import read_metrics
-from weft.parallel.scaling import LossScale
+from weft.parallel.gradients.scaling import LossScale
 
 STEPS = 12
 

@@ -144,7 +144,7 @@ def blank_state(
     entry = index["tensors"][path]
     dtype = getattr(torch, entry["dtype"])
     like = parameter.detach()
-    offloaded = group.get("state_on_host") and entry["shape"]  # weft.parallel.offload
+    offloaded = group.get("state_on_host") and entry["shape"]  # weft.parallel.memory.offload
     device = torch.device("cpu") if offloaded else like.device
     if content == "parameter":
         tensor = torch.empty_like(like, dtype=dtype, device=device)

@@ -161,7 +161,7 @@ class Decoder(nn.Module):
             labels: `[batch, seq]`.
             shares: `[batch]`, what part of the step's loss each row is: so much its balance of experts counts for. In
                 training; None: experts are not balanced.
-            lengths: `[batch]`, of the rows, where `tokens` are some of a row's (`parallel/context.py`).
+            lengths: `[batch]`, of the rows, where `tokens` are some of a row's (`parallel/axes/context.py`).
             last_only: logits of each row's last position alone, `[batch, 1, vocab]`: all that generating needs.
 
         Returns:

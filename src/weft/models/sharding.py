@@ -1,4 +1,4 @@
-"""How a model's matrices are cut for tensor parallelism: data, which `parallel/tensor.py` acts on.
+"""How a model's matrices are cut for tensor parallelism: data, which `parallel/axes/tensor.py` acts on.
 
 Between the parts of a layer each rank has a slice of every sequence. A part (attention, an MLP) sees all tokens and has
 a cut of each matrix; its outputs are summed over the ranks. So the table says what the parts are, and what is cut:

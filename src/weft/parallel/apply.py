@@ -18,17 +18,17 @@ from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
 from weft.models.sharding import decoder_sharding
-from weft.parallel.activations import checkpointed
-from weft.parallel.context import Context, way_of
-from weft.parallel.experts import exchange_tokens
+from weft.parallel.axes.context import Context, way_of
+from weft.parallel.axes.experts import exchange_tokens
+from weft.parallel.axes.fsdp import shard
+from weft.parallel.axes.own import cut_own
+from weft.parallel.axes.pipeline import Stages, split
+from weft.parallel.axes.tensor import cut_parameters, local_parts, overlap, share_parts
 from weft.parallel.fp8 import use_fp8
-from weft.parallel.fsdp import shard
-from weft.parallel.offload import home, move_buffers
-from weft.parallel.old_rows import freeze_all_but_rows
-from weft.parallel.own import cut_own
-from weft.parallel.pipeline import Stages, split
+from weft.parallel.gradients.old_rows import freeze_all_but_rows
+from weft.parallel.memory.activations import checkpointed
+from weft.parallel.memory.offload import home, move_buffers
 from weft.parallel.randomness import seed_layers
-from weft.parallel.tensor import cut_parameters, local_parts, overlap, share_parts
 from weft.parallel.world import World
 
 

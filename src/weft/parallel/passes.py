@@ -13,7 +13,7 @@ from weft.config.mesh import ParallelSection
 from weft.data.batches.batch import Batch
 from weft.models.forward import forward_of
 from weft.models.layers.experts import Router
-from weft.parallel.fsdp import on_last_micro_batch
+from weft.parallel.axes.fsdp import on_last_micro_batch
 from weft.parallel.world import World
 
 

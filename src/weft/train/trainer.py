@@ -25,10 +25,10 @@ from weft.models.trial import try_parts
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
 from weft.parallel.apply import parallelize
-from weft.parallel.compress import PowerSGD
 from weft.parallel.fp8 import raise_unless_usable
-from weft.parallel.offload import keep_state_on_host
-from weft.parallel.scaling import LossScale
+from weft.parallel.gradients.compress import PowerSGD
+from weft.parallel.gradients.scaling import LossScale
+from weft.parallel.memory.offload import keep_state_on_host
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
 from weft.train.data import Data, open_data

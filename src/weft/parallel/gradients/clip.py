@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.parallel.parts import local
+
 
 class NothingToScatter:
     """FSDP2's reduce-scatter where a rank keeps the whole gradient: its result is the buffer that it is called with.
@@ -47,17 +49,17 @@ def clip_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    parts = [local(gradient) for gradient in gradients]
     # One sum for each set of axes that parameters are cut over: norms of different meshes cannot be stacked.
     squares: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    for gradient, part in zip(gradients, local, strict=True):
+    for gradient, part in zip(gradients, parts, strict=True):
         axes: tuple = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
         squares[axes].append(torch.linalg.vector_norm(part).to(torch.float64).square())
     # Gradients may be on the host, and groups speak from device to device.
-    device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), local[0].device)
+    device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), parts[0].device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes, values in squares.items():
         subtotal = torch.stack(values).sum().to(device)
@@ -69,6 +71,6 @@ def clip_gradients(
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().item()
     if max_norm is not None and norm > max_norm:
-        for part in local:
+        for part in parts:
             part.mul_(max_norm / norm)
     return norm

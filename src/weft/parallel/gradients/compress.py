@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.config.compress import CompressSection
 from weft.models.layers.own import keyed
+from weft.parallel.parts import local
 from weft.parallel.world import World
 
 PREFIX = "compress."
@@ -93,15 +94,15 @@ class PowerSGD:
         """
         told = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         matrices = {name: m for name, m in self.matrices.items() if name in told and step >= self.start}
-        exact = [_local(gradient) for name, gradient in told.items() if name not in matrices]
+        exact = [local(gradient) for name, gradient in told.items() if name not in matrices]
         self._sum_exactly(exact)
         if not matrices:
             return
         for name in matrices.keys() - self.q.keys():
             self.q[name] = self._first_q(name)
             self.error[name] = torch.zeros_like(told[name])
-        whole = {name: _local(told[name]).add_(_local(self.error[name])) for name in matrices}  # [..., rows, columns]
-        p = {name: self._p(matrices[name], m, _local(self.q[name])) for name, m in whole.items()}
+        whole = {name: local(told[name]).add_(local(self.error[name])) for name in matrices}  # [..., rows, columns]
+        p = {name: self._p(matrices[name], m, local(self.q[name])) for name, m in whole.items()}
         _sum(p, {name: m.sums_p for name, m in matrices.items()}, self.copies)
         if not torch.stack([part.isfinite().all() for part in (*p.values(), *exact)]).all():
             for m in whole.values():
@@ -112,10 +113,10 @@ class PowerSGD:
         q = {name: m @ p[name] for name, m in whole.items()}
         _sum(q, {name: m.sums_q for name, m in matrices.items()}, None)
         for name, m in whole.items():
-            torch.sub(m, q[name] @ p[name].mT, out=_local(self.error[name]))
+            torch.sub(m, q[name] @ p[name].mT, out=local(self.error[name]))
         _sum(q, {name: m.sums_q for name, m in matrices.items()}, self.copies, inside=False)
         for name, part in q.items():
-            _local(self.q[name]).copy_(part)
+            local(self.q[name]).copy_(part)
             torch.matmul(part, p[name].mT, out=whole[name])
 
     def _p(self, matrix: _Matrix, m: Tensor, q: Tensor) -> Tensor:
@@ -260,11 +261,6 @@ def _orthogonal(parts: dict[str, Tensor]) -> dict[str, Tensor]:
         orthonormal = torch.linalg.qr(stacked).Q.split([parts[name].shape[:-2].numel() for name in names])
         done |= {name: q.reshape(parts[name].shape) for name, q in zip(names, orthonormal, strict=True)}
     return done
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _name(key: str) -> str:

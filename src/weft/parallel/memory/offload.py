@@ -18,6 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from weft.parallel.parts import local
+
 HOST = torch.device("cpu")
 _PIECE = 128 << 20  # bytes of parameters that are updated at a time; AdamW's state is twice as much
 
@@ -122,4 +124,4 @@ def _copied(value: Tensor) -> Tensor:
 
 
 def _pinned(tensor: Tensor) -> bool:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).is_pinned()
+    return local(tensor).is_pinned()

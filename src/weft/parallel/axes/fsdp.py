@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from weft.config.mesh import ParallelSection
 from weft.models.decoder import Decoder
 from weft.models.layers.experts import Experts
-from weft.parallel.gradients import NothingToScatter
-from weft.parallel.offload import offload_policy
+from weft.parallel.gradients.clip import NothingToScatter
+from weft.parallel.memory.offload import offload_policy
 from weft.parallel.world import World
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.config.errors import UserError
 from weft.models.decoder import Decoder
+from weft.parallel.parts import local
 
 
 def freeze_all_but_rows(model: nn.Module, first: int) -> None:
@@ -63,21 +64,15 @@ class OldRows:
         """Set the old rows' gradients to zero."""
         for parameter, count in self.count.items():
             if parameter.grad is not None:
-                _local(parameter.grad)[:count].zero_()
+                local(parameter.grad)[:count].zero_()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Put the old rows back as they were, whatever the block does to them. Costs a copy of them meanwhile."""
-        kept = {parameter: _local(parameter)[:count].clone() for parameter, count in self.count.items()}
+        kept = {parameter: local(parameter)[:count].clone() for parameter, count in self.count.items()}
         yield
         for parameter, rows in kept.items():
-            _local(parameter)[: len(rows)].copy_(rows)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local(parameter)[: len(rows)].copy_(rows)
 
 
 def _below(parameter: nn.Parameter, first: int) -> int:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.config.errors import UserError
-from weft.parallel.budget import ATTENTION, Key, choose, draws, name_of
+from weft.parallel.memory.budget import ATTENTION, Key, choose, draws, name_of
 
 _EXPENSIVE = ATTENTION | {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",

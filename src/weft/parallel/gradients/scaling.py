@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weft.config.training import TrainingSection
+from weft.parallel.parts import local
 
 INITIAL, WINDOW = 65536.0, 2000  # those of torch.amp.GradScaler, as are doubling and halving
 FLOOR = 1.0  # below it gradients would be made smaller than they are
@@ -47,7 +47,7 @@ class LossScale:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
         for gradient in gradients:
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(1.0 / self.factor)
+            local(gradient).mul_(1.0 / self.factor)
 
     def may_skip(self) -> bool:
         """Whether an overflow is a reason to try with a smaller factor, and not to give up."""

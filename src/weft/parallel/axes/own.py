@@ -21,7 +21,7 @@ from weft.config.suggest import did_you_mean
 from weft.models.forward import forward_of
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import Cut, Kind, cut_of
-from weft.parallel.tensor import cut_parameters, local_parts, share_parts
+from weft.parallel.axes.tensor import cut_parameters, local_parts, share_parts
 from weft.parallel.world import World
 
 TOLERANCE = 1e-3  # of the largest output: a wrong table is wrong by much more, other orders of sums by less

@@ -7,8 +7,8 @@ Three ways, all exact and on any device:
 - all-gather of keys and values: each rank computes its own tokens' rows of the attention matrix. Under a causal mask
   later tokens see more. So a rank has a piece from the row's front and one from its end, which together see as much as
   any other rank's; and where documents are kept apart every so-manieth token, so that each document's work is shared.
-- a ring (`parallel/ring.py`): the same, with the keys and values of one rank at a time, where causality is all that
-  hides keys; layers with a window, documents kept apart and the like gather all the same.
+- a ring (`ring.py`): the same, with the keys and values of one rank at a time, where causality is all that hides keys;
+  layers with a window, documents kept apart and the like gather all the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.experts import Router
 from weft.models.layers.rope import by_length
+from weft.parallel.axes.ring import ring_attention
 from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies
 from weft.parallel.randomness import WeightsDropout, share_row
-from weft.parallel.ring import ring_attention
 
 
 def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:

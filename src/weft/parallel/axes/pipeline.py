@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import SEVERAL_STAGES, ParallelSection
 from weft.config.model import ModelSection
 from weft.config.stages import rank_of_stage, stage_ranges, stages_of_rank
 from weft.data.batches.batch import Batch
 from weft.models.decoder import Decoder
+from weft.parallel.parts import local
 from weft.parallel.passes import Asked, Passes
 from weft.parallel.world import World
 
@@ -192,10 +192,10 @@ class PipelinePasses(Passes):
             ]
             name = self.parallel.schedule
             several = name in SEVERAL_STAGES
-            with _quiet():
-                self.schedules[key] = get_schedule_class(SCHEDULES[name])(
-                    stages if several else stages[0], count, loss_fn=self._loss, scale_grads=False
-                )
+            logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)  # not: which it is
+            self.schedules[key] = get_schedule_class(SCHEDULES[name])(
+                stages if several else stages[0], count, loss_fn=self._loss, scale_grads=False
+            )
         return self.schedules[key]
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -258,23 +258,7 @@ class TiedHead:
             dist.send(local(self.owner.weight).contiguous(), group=self.group, group_dst=self.last)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def filled(batch: Batch, rows: int) -> Batch:
     """A batch of so many rows: those that are missing are copies of the first that count for nothing."""
     missing = rows - len(batch.tokens)
     return batch.padded(missing) if missing else batch
-
-
-class _quiet:
-    """Without PyTorch's word, at each schedule, of what it is."""
-
-    def __enter__(self) -> None:
-        logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)
-
-    def __exit__(self, *_: object) -> None:
-        pass

@@ -1,0 +1,1 @@
+"""What is done with gradients between backward and the update."""

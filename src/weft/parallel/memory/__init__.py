@@ -1,0 +1,1 @@
+"""What is kept for backward, and where."""

@@ -1,0 +1,12 @@
+"""A rank's part of a tensor that may be shared out."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing its memory, and without a gradient's history."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
