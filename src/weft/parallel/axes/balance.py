@@ -20,6 +20,8 @@ class ExpertBalance:
     def __init__(self, model: nn.Module, world: World):
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.world = world
+        # Of a pipeline's stages some may have none of the model's experts.
+        self.stages = world.stages if world.stages is not None and model.config.moe is not None else None
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
@@ -31,10 +33,9 @@ class ExpertBalance:
             Without experts nothing.
         """
         found = torch.tensor(self._update(), dtype=torch.float64)
-        stages = self.world.stages
-        if stages is not None:  # of which some may have no experts
+        if self.stages is not None:
             found = found.to(self.world.device)
-            dist.all_reduce(found, group=stages)
+            dist.all_reduce(found, group=self.stages)
         load, layers, chosen, lost, limited = found.tolist()
         if not layers:
             return {}
