@@ -1,5 +1,6 @@
 """Which meshes are refused, in which words, and that what is said to be the nearest legal one is that."""
 
+import os
 import re
 
 import pytest
@@ -437,6 +438,31 @@ def test_training_is_refused_before_it_starts(capsys):
         "(--nproc 2); nearest legal: parallel: {dp_shard: 3}"
     )
     assert main(["train", "run.yaml"]) == 2
+
+
+def test_what_is_near_has_as_many_ranks_as_are_started(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    make_store("store", 10_000)
+    write(DENSE)
+    assert main(["train", "run.yaml", "--nproc", "3", "parallel.tp=3"]) == 2
+    assert capsys.readouterr().err.endswith("nearest legal: parallel: {dp_shard: 3}\n")
+    assert "WORLD_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("parallel.tp=100000000000000000000", "parallel.tp: must be at most 1048576"),
+        ("parallel.stage_layers=[2,2]", "parallel.stage_layers: [2, 2], and there is no pipeline"),
+        ("parallel.stages_per_rank=2", "parallel.stages_per_rank: 2, and "),
+        ("parallel.async_tp=true", "parallel.async_tp: there are no tensor ranks"),
+    ],
+)
+def test_sizes_without_end_and_settings_without_use(capsys, change, said):
+    make_store("store", 10_000)
+    write(DENSE)
+    assert main(["config", "check", "run.yaml", change]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

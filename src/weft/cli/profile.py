@@ -59,10 +59,12 @@ def run(args: argparse.Namespace) -> int:
 
         die_with_launcher()
         return profile(lambda: RunConfig.load(args.file, args.overrides), args, ranks)
-    config = RunConfig.load(args.file, args.overrides)
+    from weft.config.legal_mesh import check_mesh, on_ranks
+
+    with on_ranks(args.nproc):
+        config = RunConfig.load(args.file, args.overrides)
     out = Path(args.out) if args.out else default_out(config)
     raise_if_taken(out)
-    from weft.config.legal_mesh import check_mesh
     from weft.launch.local import checked_nproc, launch_local
 
     nproc = checked_nproc(args.nproc)

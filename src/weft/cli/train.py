@@ -51,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
         die_with_launcher()
         return train(lambda: RunConfig.load(args.file, args.overrides), fresh=args.fresh)
-    config = RunConfig.load(args.file, args.overrides)  # mistakes are told before anything heavy starts
-    from weft.config.legal_mesh import check_mesh
+    from weft.config.legal_mesh import check_mesh, on_ranks
+
+    with on_ranks(args.nproc):
+        config = RunConfig.load(args.file, args.overrides)  # mistakes are told before anything heavy starts
     from weft.launch.local import checked_nproc, launch_local
 
     nproc = checked_nproc(args.nproc)

@@ -6,7 +6,9 @@ the least that the mesh can have); and again when the number of processes is kno
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weft.config.derive import batch_sequences
@@ -27,6 +29,20 @@ from weft.config.tree import COMMAND_LINE
 from weft.config.whole import RunSections
 
 SIZES = (*AXES, "ep")
+
+
+@contextmanager
+def on_ranks(ranks: int | None) -> Iterator[None]:
+    """Check what is loaded meanwhile on so many ranks, as the environment of torchrun would have it; None: as it is."""
+    before = os.environ.get("WORLD_SIZE")
+    if ranks is not None and ranks > 0:
+        os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop("WORLD_SIZE", None)
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
 
 
 def check_mesh(config: RunSections, ranks: int) -> MeshShape:
@@ -114,6 +130,12 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
     elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:
         what = f"{sum(counts)} layers in all, and the model has {needs.layers} (model.num_hidden_layers); mend the list"
         yield Reason("parallel.stage_layers", what)
+    if section.pp == 1:
+        for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
+            if value is not None:
+                yield Reason(f"parallel.{key}", f"{value}, and there is no pipeline (parallel.pp is 1); remove the key")
+    if section.tp == 1 and section.async_tp:
+        yield Reason("parallel.async_tp", "there are no tensor ranks to overlap (parallel.tp is 1); remove the key")
     if section.pp != 1 and section.schedule in SPLIT_BACKWARD and needs.compiles:
         what = (
             f"{section.schedule} takes each backward in two parts, which compiled code does not have; set it to false"

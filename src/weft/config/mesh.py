@@ -12,6 +12,7 @@ from weft.config.compress import CompressSection
 from weft.config.errors import UserError
 from weft.config.section import Section
 
+MOST = 1 << 20  # ranks of an axis: more is a slip, and looking for a legal mesh near it would take for ever
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: neighbours talk most
 Schedule = Literal[
     "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
@@ -25,12 +26,12 @@ SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
 class ParallelSection(Section):
     """Sizes of the mesh axes, outer to inner. One of them may be -1: what is left of the ranks."""
 
-    pp: int = Field(1, ge=-1, description="pipeline stages' ranks: each has some of the layers")
-    dp_replicate: int = Field(1, ge=-1, description="copies of the sharded model (HSDP)")
-    dp_shard: int = Field(-1, ge=-1, description="ranks that share one copy of the parameters (FSDP2)")
-    cp: int = Field(1, ge=-1, description="ranks that share each sequence (context parallel)")
-    tp: int = Field(1, ge=-1, description="ranks that share each layer's matrices (tensor and sequence parallel)")
-    ep: int = Field(1, ge=1, description="ranks that share the experts, taken from dp_shard x cp")
+    pp: int = Field(1, ge=-1, le=MOST, description="pipeline stages' ranks: each has some of the layers")
+    dp_replicate: int = Field(1, ge=-1, le=MOST, description="copies of the sharded model (HSDP)")
+    dp_shard: int = Field(-1, ge=-1, le=MOST, description="ranks that share one copy of the parameters (FSDP2)")
+    cp: int = Field(1, ge=-1, le=MOST, description="ranks that share each sequence (context parallel)")
+    tp: int = Field(1, ge=-1, le=MOST, description="ranks that share each layer's matrices (with sequence parallel)")
+    ep: int = Field(1, ge=1, le=MOST, description="ranks that share the experts, taken from dp_shard x cp")
 
     zero_stage: Literal[1, 2, 3] | None = Field(
         None,
@@ -48,8 +49,8 @@ class ParallelSection(Section):
         description="sum gradients over the ranks with the last micro-batch alone, which keeps them whole in between, "
         "or with every one. Default: last",
     )
-    layers_per_unit: int = Field(1, ge=1, description="layers that are gathered together (FSDP2)")
-    prefetch: int = Field(0, ge=0, description="units gathered ahead of need; 0: as PyTorch does by itself")
+    layers_per_unit: int = Field(1, ge=1, le=MOST, description="layers that are gathered together (FSDP2)")
+    prefetch: int = Field(0, ge=0, le=MOST, description="units gathered ahead of need; 0: as PyTorch does by itself")
     offload: Literal["none", "parameters", "optimizer"] = Field(
         "none", description="what lives on the host between uses: parameters with all their state, or the optimizer's"
     )
@@ -66,7 +67,7 @@ class ParallelSection(Section):
     )
     schedule: Schedule = Field("1f1b", description="pp: the order of forwards and backwards")
     stages_per_rank: int | None = Field(
-        None, ge=1, description="pp: default: 2 for schedules with several stages a rank, 1 for the others"
+        None, ge=1, le=MOST, description="pp: default: 2 for schedules with several stages a rank, 1 for the others"
     )
     stage_layers: list[int] | None = Field(
         None, description="pp: layers of each stage, first to last; default: balanced by what they cost"

@@ -135,7 +135,7 @@ def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int
     if tp is None and world.experts is None and world.shape.cp == 1:
         return
     if tp is not None and parallel.async_tp:
-        world.agree(lambda: overlap(tp, world.device))
+        world.agree(lambda: overlap(tp))
     if not isinstance(model, Decoder):
         cut_own(model, world, sequence)
         return

@@ -207,6 +207,12 @@ def start_world(section: ParallelSection) -> World:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    if section.async_tp and device.type != "cuda":
+        mistake = UserError(
+            "parallel.async_tp: GPUs write to one another's memory for it, and there is none; remove it"
+        )
+        mistake.quiet = rank != 0  # all ranks find the same
+        raise mistake
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:

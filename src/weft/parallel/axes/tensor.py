@@ -100,14 +100,12 @@ def local_part(parameter: DTensor) -> torch.Tensor:
     return parameter.to_local(grad_placements=placements)
 
 
-def overlap(tp: DeviceMesh, device: torch.device) -> None:
+def overlap(tp: DeviceMesh) -> None:
     """Have Inductor cut gatherings, sums and the products beside them into pieces that overlap (async TP).
 
     Raises:
-        UserError: there is no GPU, or none that reaches the others' memory.
+        UserError: the GPUs do not reach one another's memory.
     """
-    if device.type != "cuda":
-        raise UserError("parallel.async_tp: GPUs write to one another's memory for it, and there is none; remove it")
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
