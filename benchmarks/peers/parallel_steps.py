@@ -124,13 +124,14 @@ def weft(asked: dict):
     passes.updated()
 
     def step(number: int) -> float:
-        tokens, labels = mine(batch(asked, number), world.data_rank, world.data_ranks)
+        # As from the loader, on the host: what is counted of it does not wait for a GPU.
+        tokens, labels = mine(batch(asked | {"device": "cpu"}, number), world.data_rank, world.data_ranks)
         rows, sequence = tokens.shape
         whole = Batch(
             tokens=tokens,
             labels=labels,
-            weight=torch.ones(rows, sequence, device=tokens.device),
-            positions=torch.arange(sequence, device=tokens.device).repeat(rows, 1),
+            weight=torch.ones(rows, sequence),
+            positions=torch.arange(sequence).repeat(rows, 1),
             segments=None,
             samples=torch.arange(rows),
         )
