@@ -1,0 +1,195 @@
+"""Steps of a run's own loop in a world of which only one rank is there: PyTorch's fake process group.
+
+What the others would send is as what this rank sends (the fake group copies it), or 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.config.components import load_class
+from weft.config.derive import derive
+from weft.config.run import RunConfig
+from weft.data.batches.batch import Batch
+from weft.observe.wire import Call, Wire, axis_names
+from weft.parallel.gradients.scaling import LossScale
+from weft.parallel.world import World, start_world
+from weft.train.loop import Loop
+from weft.train.trainer import build
+
+# ---- a world
+
+
+@contextlib.contextmanager
+def imagined(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be one of `ranks`. PyTorch remembers process groups in many places: use it in a process of its own."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Received(TorchDispatchMode):
+    """What is received from ranks that are not there is 1: the fake group leaves memory as it was."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.recv_.default:
+            for tensor in args[0]:
+                tensor.fill_(1)
+        return func(*args, **(kwargs or {}))
+
+
+def names_of(world: World) -> dict[str, str]:
+    """What to call the process groups of a world."""
+    names = axis_names(*(value for value in vars(world).values() if isinstance(value, DeviceMesh)))
+    if world.tokens is not None:
+        names[world.tokens.group_name] = "tokens"
+    return {dist.group.WORLD.group_name: "world"} | names
+
+
+# ---- a loop
+
+
+class Steps(Loop):
+    """A run's loop that saves and measures nothing, and tells a `Wire` which part of the step it is in."""
+
+    wire = Wire()
+
+    def due(self, step: int, every: int) -> bool:
+        return False
+
+    def save(self, step: int) -> None:
+        pass
+
+    def accumulate_gradients(self, *arguments: Any) -> float:
+        self.wire.phase = "forward"
+        loss = super().accumulate_gradients(*arguments)
+        self.wire.phase = "update"
+        return loss
+
+
+class Rows:
+    """The same random tokens in every step."""
+
+    def __init__(self, rows: int, sequence: int, vocabulary: int):
+        tokens = torch.randint(vocabulary, (rows, sequence + 1))
+        self.batch = Batch(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            weight=torch.ones(rows, sequence),
+            positions=torch.arange(sequence).repeat(rows, 1),
+            segments=None,
+            samples=torch.arange(rows),
+        )
+
+    def iterate(self, start: int, stop: int, workers: int) -> Iterator[Batch]:
+        for _ in range(start, stop):
+            yield self.batch
+
+
+class Beginnings:
+    """A recorder that notes when steps begin, and has the wire count the last of them alone."""
+
+    def __init__(self, wire: Wire):
+        self.wire, self.times = wire, []
+
+    def begin_step(self) -> None:
+        self.wire.phase = "weights"
+        self.wire.calls.clear()
+        self.times.append(time.perf_counter())
+
+    def progress(self, step: int):
+        return contextlib.nullcontext()
+
+    def __getattr__(self, name: str):
+        return lambda *arguments, **named: None
+
+
+class Unstopped:
+    """No signal comes, and nobody is asked for one."""
+
+    votes = ()
+
+    def agreed(self, votes: list[float]) -> None:
+        return None
+
+
+def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module, optimizer: Any) -> Steps:
+    """The loop of a run, with random data."""
+    length = derive(config, mesh=world.shape)
+    loop = Steps(
+        config=config,
+        length=length,
+        world=world,
+        directory=Path(),
+        source=Rows(length.rows_per_rank, length.sequence_length, config.model.vocab_size),
+        held_out=None,
+        bytes_per_token=None,
+        model=model,
+        objective=load_class(config.objective, "objective")(**config.objective.arguments),
+        optimizer=optimizer,
+        schedule=load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments),
+        recorder=Beginnings(wire),
+        prompts=[],
+        stop_ids=frozenset(),
+        decode=None,
+        scale=LossScale(config.training),
+        compress=None,
+    )
+    loop.wire = wire
+    return loop
+
+
+# ---- counting
+
+
+def counted(file: Path, before: dict[str, str] | None = None) -> list[Call]:
+    """The collectives of a run's last step, and a mark before each layer; this process is part of a world.
+
+    Args:
+        before: what groups are called of earlier runs in this process, and of this one. PyTorch goes on to use those of
+            an equal mesh.
+    """
+    config = RunConfig.load(file)
+    world = start_world(config.parallel)
+    before = {} if before is None else before
+    before |= names_of(world)
+    wire = Wire(before)
+    model, optimizer = build(config, world)
+    for number, layer in enumerate(model.layers):
+        if layer is not None:  # its parameters have been gathered when this is called
+            layer.register_forward_pre_hook(lambda *_, name=f"layer {number}": wire.mark(name))
+    loop = loop_of(config, world, wire, model, optimizer)
+    with Received(), wire:
+        outcome = loop.run(0)
+    assert outcome.status == "finished", outcome
+    return wire.calls
+
+
+def counted_alone(files: Sequence[Path], ranks: int, rank: int = 0) -> list[list[Call]]:
+    """`counted` of each, as one of so many imagined ranks."""
+    with imagined(ranks, rank):
+        names: dict[str, str] = {}
+        return [counted(file, names) for file in files]
+
+
+def counted_together(file: Path) -> list[Call]:
+    """`counted`, as one of ranks that are there."""
+    calls = counted(file)
+    dist.barrier()
+    dist.destroy_process_group()
+    return calls
