@@ -9,6 +9,8 @@ from pathlib import Path
 
 from running import QUIET, SLOW, finish, losses, start, train, until_step
 
+from weft.cli.main import main
+
 
 def slow_run(run_yaml, tmp_path, steps=2000):
     """A run that would take minutes."""
@@ -154,3 +156,8 @@ def test_a_mistake_in_the_file_is_told_before_any_rank_starts(run_yaml, tmp_path
     assert "run.yaml:" in line
     assert "stepz" in line
     assert "steps" in line
+
+
+def test_more_processes_than_a_machine_has_room_for_are_refused(run_yaml, capsys):
+    assert main(["train", str(run_yaml()), "--nproc", "99999"]) == 2
+    assert "--nproc 99999: this machine has" in capsys.readouterr().err

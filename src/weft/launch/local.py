@@ -74,11 +74,15 @@ def default_nproc() -> int:
     return max(1, torch.cuda.device_count())
 
 
+# Each process takes a fifth of a gigabyte and more, and so many share a core only where a mesh is tried out.
+MOST_A_CORE = 16
+
+
 def checked_nproc(nproc: int | None) -> int:
     """The number of processes that the user asked for.
 
     Raises:
-        UserError: not positive, or more than there are GPUs.
+        UserError: not positive, more than there are GPUs, or more than any machine's memory has room for.
     """
     if nproc is None:
         return default_nproc()
@@ -88,4 +92,7 @@ def checked_nproc(nproc: int | None) -> int:
 
     if torch.cuda.is_available() and nproc > torch.cuda.device_count():
         raise UserError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPUs; ask for at most that")
+    most = MOST_A_CORE * (os.cpu_count() or 1)
+    if nproc > most:
+        raise UserError(f"--nproc {nproc}: this machine has {os.cpu_count()} cores; ask for at most {most}")
     return nproc
