@@ -46,7 +46,7 @@ def test_the_scale_moves_as_pytorchs_own_scaler():
 def test_other_dtypes_are_not_scaled():
     scale = LossScale(TrainingSection(steps=1, dtype="bfloat16"))
     scale.update(False)
-    assert (scale.factor, scale.may_skip(), scale.metrics(), scale.state()) == (1.0, False, {}, {})
+    assert (scale.factor, scale.may_skip(), scale.metrics(True), scale.state()) == (1.0, False, {}, {})
     assert LossScale(TrainingSection(steps=1, dtype="bfloat16", reduce_dtype="float16")).factor == 65536.0
 
 
@@ -75,6 +75,7 @@ def test_an_overflow_skips_the_update_and_halves_the_scale(float16_run, capsys):
     assert [line["loss_scale"] for line in lines[: len(skipped) + 1]] == [
         2.0 ** (30 - n) for n in range(len(skipped) + 1)
     ]
+    assert [line["skipped"] for line in lines[: len(skipped)]] == list(range(1, len(skipped) + 1))
     assert lines[-1]["skipped"] == len(skipped)
     assert all(math.isfinite(line["loss"]) for line in lines)
     folder = run / "checkpoints"

@@ -112,7 +112,8 @@ class Loop:
                 if self.compress is not None:
                     self.compress.reduce(step)
                 norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
-                finite, scaling = math.isfinite(loss) and math.isfinite(norm), self.scale.metrics()
+                finite = math.isfinite(loss) and math.isfinite(norm)
+                scaling = self.scale.metrics(finite)
                 if not (finite or self.scale.may_skip()):
                     self.optimizer.zero_grad()
                     if saved_at != step:

@@ -66,9 +66,9 @@ class Trainer:
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         world, run = start_world(self.config.parallel), None
         try:
+            examine_fp8(self.config, world, self.console)  # before there is a run directory
             run, config = prepare(self.config, world, fresh=self.fresh)
             examine_attention(config, world, self.console)
-            examine_fp8(config, world, self.console)
             examine_parts(config, world)
             data = world.agree(lambda: open_data(config, world, self.console))
             model, optimizer = build(config, world)

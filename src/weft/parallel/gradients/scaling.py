@@ -65,9 +65,9 @@ class LossScale:
         else:
             self.row += 1
 
-    def metrics(self) -> dict[str, float]:
-        """What a line of metrics has of it."""
-        return {"loss_scale": self.factor, "skipped": self.skipped} if self.scales else {}
+    def metrics(self, finite: bool) -> dict[str, float]:
+        """What a step's line of metrics has of it; one that is not finite is the next that is skipped."""
+        return {"loss_scale": self.factor, "skipped": self.skipped + (not finite)} if self.scales else {}
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of it, as JSON."""
