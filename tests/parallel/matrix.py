@@ -71,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "moe": _MOE | {"n_group": 4, "topk_group": 2},
     },
+    "few_experts": _SHAPE | {"num_key_value_heads": 4, "moe": _MOE | {"num_experts": 4}},
     "capacity": _SHAPE | {"num_key_value_heads": 4, "moe": _MOE | {"capacity_factor": 0.75}},
     "olmo2": _SHAPE | {"preset": "olmo2-1b"},
     "gpt_neox": _SHAPE | {"preset": "pythia-70m", "partial_rotary_factor": 0.5},
@@ -257,6 +258,7 @@ def matrix() -> list[Case]:
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
     cases.append(Case("capacity", "masked", {"cp": 2, "context": "all_gather"}))
+    cases += [Case("few_experts", "everything", {"dp_shard": 8} | mesh) for mesh in ({}, {"ep": 2})]
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
@@ -283,6 +285,7 @@ JOURNEYS = [
     ("gqa", [{"pp": 2, "schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "schedule": "interleaved_1f1b"}, {"tp": 2}]),
     ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
     ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
+    ("few_experts", [{"dp_shard": 8, "ep": 2}, {}, {"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "ep": 2}]),
 ]
 
 

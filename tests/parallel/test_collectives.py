@@ -78,14 +78,14 @@ def add(*forms):
     """All of them together; what is nothing is left out."""
     together = defaultdict(lambda: (0, 0))
     for form in forms:
-        for key, (calls, size) in form.items():
-            together[key] = together[key][0] + calls, together[key][1] + size
+        for key, (calls, amount) in form.items():
+            together[key] = together[key][0] + calls, together[key][1] + amount
     return {key: value for key, value in together.items() if value[0]}
 
 
-def times(calls, size):
+def times(calls, amount):
     """So many, each of so many bytes."""
-    return calls, calls * size
+    return calls, calls * amount
 
 
 def around(ranks, *clipped):
@@ -94,22 +94,23 @@ def around(ranks, *clipped):
     return add(sums, *({("update", "all_reduce", axis): times(1, NUMBER)} for axis in clipped))
 
 
-def padded(rows, ranks):
-    """Rows of a matrix, when each rank has as many."""
-    return math.ceil(rows / ranks) * ranks
+def size(rows, columns, ranks):
+    """Numbers of a matrix, when each rank has as many rows; or columns, if a tenth of the rows would be for nothing."""
+    padded = math.ceil(rows / ranks) * ranks
+    return rows * columns if padded > 1.1 * rows and columns % ranks == 0 else padded * columns
 
 
 def size_of_layer(ranks, tp=1, moe=False):
     """Numbers of a layer's parameters, as `ranks` bring them together; experts are brought together by themselves."""
-    heads = sum(padded(each * HEAD // tp, ranks) for each in (HEADS, KV_HEADS, KV_HEADS))
-    attention = heads * WIDTH + padded(WIDTH, ranks) * HEADS * HEAD // tp
-    mlp = 2 * padded(INNER // tp, ranks) * WIDTH + padded(WIDTH, ranks) * INNER // tp
-    return attention + (padded(EXPERTS, ranks) * WIDTH if moe else mlp) + 2 * padded(WIDTH, ranks)
+    q, kv, inner = HEADS * HEAD // tp, KV_HEADS * HEAD // tp, INNER // tp
+    attention = size(q, WIDTH, ranks) + 2 * size(kv, WIDTH, ranks) + size(WIDTH, q, ranks)
+    mlp = 2 * size(inner, WIDTH, ranks) + size(WIDTH, inner, ranks)
+    return attention + (size(EXPERTS, WIDTH, ranks) if moe else mlp) + 2 * size(WIDTH, 1, ranks)
 
 
 def size_of_rest(ranks, tp=1):
     """The embedding, the head, the last norm."""
-    return 2 * padded(WORDS // tp, ranks) * WIDTH + padded(WIDTH, ranks)
+    return 2 * size(WORDS // tp, WIDTH, ranks) + size(WIDTH, 1, ranks)
 
 
 def fsdp(axis, ranks, *, tp=1, micro=1, reshard=True, every=False, unit=1, item=FLOAT32, summed=FLOAT32, moe=False):
@@ -174,15 +175,15 @@ def context(way, cp, *, axis="cp", tp=1, item=FLOAT32):
 def experts(ep, axis="ep", *, efsdp=1, cp=1, counted="world"):
     """Each token goes to the ranks of its experts and back; before that it is said how many come. Loads are summed."""
     rows = ROWS * SEQ // cp * CHOSEN * WIDTH * FLOAT32
-    size = EXPERTS // ep * 3 * OF_EXPERT * WIDTH * FLOAT32
+    whole = size(EXPERTS // ep, 3 * OF_EXPERT * WIDTH, efsdp) * FLOAT32
     cut = efsdp > 1
     return add(
         {("forward", "all_to_all", axis): times(LAYERS, EXPERTS * NUMBER)},
         {(phase, "all_to_all", axis): times(2 * LAYERS, rows) for phase in PHASES},
         {
-            ("forward", "all_gather", "efsdp"): times(LAYERS * cut, size),
-            ("backward", "all_gather", "efsdp"): times((LAYERS - 1) * cut, size),
-            ("backward", "reduce_scatter", "efsdp"): times(LAYERS * cut, size),
+            ("forward", "all_gather", "efsdp"): times(LAYERS * cut, whole),
+            ("backward", "all_gather", "efsdp"): times((LAYERS - 1) * cut, whole),
+            ("backward", "reduce_scatter", "efsdp"): times(LAYERS * cut, whole),
         },
         {("update", "all_reduce", counted): times(1, 2 * LAYERS * EXPERTS * NUMBER)},  # had, and lost
     )
@@ -199,7 +200,7 @@ def assert_counts(calls, expected, *fields, say=None):
 
 
 def test_parameters_are_gathered_and_gradients_scattered_once_each(count):
-    """In 2 micro-batches. Nothing of the model divides by 3 ranks."""
+    """In 2 micro-batches. Of the model only INNER divides by 3 ranks."""
     forms = [
         ({}, {}),
         ({"reshard_after_forward": False}, {"reshard": False}),
@@ -272,6 +273,16 @@ def test_tokens_travel_to_experts_and_back(count):
     balance = {("forward", "all_reduce", "fsdp"): times(LAYERS, 2 * ROWS * EXPERTS * FLOAT32)}
     parts = experts(2, efsdp=2, cp=4, counted="fsdp"), context("all_gather", 4, axis="fsdp"), balance
     assert_counts(over_rows, add(axes, *parts, fsdp("fsdp", 4, moe=True)))
+
+
+def test_few_experts_are_cut_without_room_for_more(count):
+    """2 on a rank of `ep`, over 4 ranks: along their width."""
+    (calls,) = count({"dp_shard": 8, "ep": 4}, model={"moe": MOE})
+    (wide,) = count({"dp_shard": 16, "ep": 4}, model={"moe": MOE})
+    for found, ranks in ((calls, 8), (wide, 16)):
+        axes = around("dp_shard", "dp_shard", "ep", "efsdp")
+        parts = experts(4, efsdp=ranks // 4, counted="dp_shard"), fsdp("dp_shard", ranks, moe=True)
+        assert_counts(found, add(axes, *parts))
 
 
 def test_stages_pass_on_each_micro_batch_once(count):

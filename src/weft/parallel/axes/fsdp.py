@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from weft.config.mesh import ParallelSection
 from weft.models.decoder import Decoder
 from weft.models.layers.experts import Experts
 from weft.parallel.gradients.clip import NothingToScatter
 from weft.parallel.memory.offload import offload_policy
+from weft.parallel.parts import local
 from weft.parallel.world import World
 
 
@@ -66,7 +70,14 @@ def _wrap(unit, parallel, world, mesh, policy, ranks, reshard: bool = True) -> N
     if parallel.compress is not None:
         mesh = mesh[mesh.mesh_dim_names[-1]]  # gradients are summed inside of each copy: `compress.py` does the rest
     host = offload_policy(parallel.offload, world.device)
-    fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=after, offload_policy=host)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=policy,
+        reshard_after_forward=after,
+        offload_policy=host,
+        shard_placement_fn=partial(dimension, ranks),
+    )
     for module in unit if isinstance(unit, list) else [unit]:
         if world.shape.data_ranks * world.shape.cp > 1:  # alone, FSDP2 would divide each gradient by 1, in a copy of it
             module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
@@ -74,6 +85,21 @@ def _wrap(unit, parallel, world, mesh, policy, ranks, reshard: bool = True) -> N
         module.weft_keeps_parameters = keep
         if keep:
             module.set_custom_reduce_scatter(NothingToScatter())
+
+
+def dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The dimension that a parameter is cut along; None: the first.
+
+    Each rank's cut has room for as many rows as any: 16 experts over 128 ranks would take, and send, eight times what
+    they are. So where more than a tenth of the first dimension's cuts were for nothing, another is cut, if one divides
+    evenly, which costs a copy of what is gathered.
+    """
+    here = local(parameter).shape
+    if not here or math.ceil(here[0] / ranks) * ranks <= 1.1 * here[0]:
+        return None
+    taken = {p.dim for p in getattr(parameter, "placements", ()) if p.is_shard()}
+    others = (dim for dim in range(1, len(here)) if dim not in taken and here[dim] % ranks == 0)
+    return next((Shard(dim) for dim in others), None)
 
 
 def on_last_micro_batch(model: nn.Module, last: bool, parallel: ParallelSection | None = None) -> None:
