@@ -1,0 +1,243 @@
+"""A rank's step in shapes alone: of a large model on thousands of ranks in seconds, with hardly any memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from imagined import Received, Unstopped, imagined, loop_of, names_of
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.config.derive import derive
+from weft.config.run import RunConfig
+from weft.kernels.cross_entropy import CHUNK_ELEMENTS
+from weft.observe.wire import Call, Wire
+from weft.parallel.parts import local
+from weft.parallel.world import World, start_world
+from weft.train.trainer import build
+
+RANKS, SEQUENCE = 2048, 8192
+_VOCABULARY = {"vocab_size": 128_256, "max_position_embeddings": SEQUENCE}
+LLAMA_28B = _VOCABULARY | {
+    "hidden_size": 6144,
+    "num_hidden_layers": 56,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "intermediate_size": 21_504,
+}
+MOE_30B = _VOCABULARY | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe": {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "router_aux_loss_coef": 0.001,
+    },
+}
+# The kinds of meshes; `dp_shard` is the rest of the ranks.
+MESHES: list[dict[str, Any]] = [
+    {},
+    {"dp_replicate": 8},
+    {"tp": 8},
+    {"pp": 4},
+    {"pp": 4, "tp": 2, "schedule": "interleaved_1f1b"},
+    {"cp": 4},
+    {"cp": 4, "context": "all_gather"},
+    {"cp": 4, "context": "ring"},
+    {"ep": 8},
+    {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 4},
+    {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 4, "ep": 8},
+]
+
+
+def write_run(
+    folder: Path,
+    mesh: dict[str, Any],
+    model: dict[str, Any] | None = None,
+    *,
+    ranks: int = RANKS,
+    sequence: int = SEQUENCE,
+    micro: int = 1,
+    **training: Any,
+) -> Path:
+    """The file of a run: `micro` rows in each step for every data rank, or two for each rank of a pipeline."""
+    others = math.prod(mesh.get(axis, 1) for axis in ("pp", "dp_replicate", "cp", "tp"))
+    mesh = {"dp_shard": ranks // others} | mesh
+    rows = 2 * mesh["pp"] if "pp" in mesh else micro
+    batch = rows * sequence * mesh["dp_shard"] * mesh.get("dp_replicate", 1)
+    training = {"dtype": "bfloat16", "activation_checkpointing": "full", "steps": 2} | training
+    content = {
+        "run": {"name": "run", "directory": str(folder)},
+        "model": model or (MOE_30B if "ep" in mesh else LLAMA_28B),
+        "data": {"train": {"type": "matrix_parts:Sequences"}, "sequence_length": sequence},
+        "optimizer": {"type": "adamw", "lr": 1e-4},
+        "training": training | {"batch_tokens": batch, "micro_batch_size": 1},
+        "parallel": mesh,
+    }
+    file = folder / "run.yaml"
+    file.write_text("".join(f"{section}: {json.dumps(value)}\n" for section, value in content.items()))
+    return file
+
+
+@dataclass
+class Imagined:
+    """What a step of one rank is like.
+
+    Attributes:
+        building: seconds for the model, on the meta device, sharded; without its values.
+        step: seconds of the last step.
+        state: bytes of this rank's parameters, their gradients and what the optimizer keeps of them.
+        peak: bytes that it needs at the most.
+        resident: bytes that this process had at the most.
+        calls: collectives of the last step.
+    """
+
+    building: float
+    step: float
+    state: int
+    peak: int
+    resident: int
+    calls: list[Call]
+
+
+def imagine(file: Path, ranks: int, rank: int = 0) -> Imagined:
+    """Build the model of a run and take its steps, in shapes alone."""
+    with imagined(ranks, rank):
+        began = time.perf_counter()
+        config = RunConfig.load(file)
+        world = start_world(config.parallel)
+        wire = Wire(names_of(world))
+        with shapes_only(config, world) as mode:
+            # Built inside of the mode a model would take minutes: parameters come into it when they are given memory.
+            with (
+                mock.patch.object(torch.nn.Module, "to_empty", _within(mode, torch.nn.Module.to_empty)),
+                mock.patch("weft.parallel.apply.fill"),
+            ):
+                model, optimizer = build(config, world)
+            building = time.perf_counter() - began
+            with mode, _Answers():
+                loop = loop_of(config, world, wire, model, optimizer)
+                with Memory(mode, model.parameters()) as memory, Received(), wire:
+                    outcome = loop.run(0, Unstopped())
+                assert outcome.status == "finished", outcome
+                step = time.perf_counter() - loop.recorder.times[-1]
+                parameters = [p for p in model.parameters() if p.requires_grad]
+                state = 2 * _bytes(parameters) + _bytes(
+                    value for p in parameters for value in optimizer.state[p].values() if value.dim() > 0
+                )
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Imagined(building, step, state, memory.peak, resident, wire.calls)
+
+
+class Memory(TorchDispatchMode):
+    """The memory of a mode's tensors as they come and go, with `parameters` among them; `peak` is in bytes."""
+
+    def __init__(self, mode: FakeTensorMode, parameters: Iterable[torch.Tensor]):
+        super().__init__()
+        self.mode, self.now, self.peak = mode, 0, 0
+        self.sizes = weakref.WeakKeyDictionary[torch.UntypedStorage, _Number]()
+        for parameter in parameters:
+            self._note(local(parameter).untyped_storage())
+
+    def __enter__(self):
+        resize, note = torch.UntypedStorage.resize_, self._note
+
+        def resized(storage, size):  # how FSDP2 frees what it has gathered
+            resize(storage, size)
+            note(storage)
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self.sizes:
+            weakref.finalize(storage, self._freed, number := _Number())
+            self.sizes[storage] = number
+        self.now += storage.nbytes() - self.sizes[storage].bytes
+        self.sizes[storage].bytes = storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _freed(self, number: _Number) -> None:
+        self.now -= number.bytes
+
+
+class _Number:
+    bytes = 0
+
+
+@contextlib.contextmanager
+def shapes_only(config: RunConfig, world: World) -> Iterator[FakeTensorMode]:
+    """Tensors of the mode have no numbers. What asks for some gets an answer that a step can go on with.
+
+    Experts are told that each of their ranks is sent as many rows as any other.
+    """
+    moe = getattr(config.model, "moe", None)
+    length = derive(config, mesh=world.shape)
+    rows = length.micro_batch_size * length.sequence_length * (moe.num_experts_per_tok if moe else 0) // world.shape.cp
+
+    def tolist(tensor: FakeTensor) -> Any:
+        if tensor.dim() == 0:
+            return tensor.item()
+        if tensor.dim() == 2:
+            return [tolist(row) for row in tensor]
+        return [1.0 if tensor.is_floating_point() else rows // len(tensor)] * len(tensor)
+
+    with (
+        mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.dict(CHUNK_ELEMENTS, clear=True),  # a CPU's caches do not matter, and a thousand chunks take long
+        # How results of DTensors are cut is worked out with whole tensors of a mode: let it be one of PyTorch's own.
+        mock.patch("torch.distributed.tensor._sharding_prop.detect_fake_mode", return_value=None),
+    ):
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Answers(TorchDispatchMode):
+    """Single numbers: sums and norms are 1; of int32, a pipeline's vote on shapes (1: they are known); else 0."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else int(args[0].dtype == torch.int32)
+        return func(*args, **(kwargs or {}))
+
+
+def _within(mode: FakeTensorMode, function: Callable) -> Callable:
+    def call(*arguments, **named):
+        with mode:
+            return function(*arguments, **named)
+
+    return call
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
