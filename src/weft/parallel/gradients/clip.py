@@ -51,18 +51,18 @@ def clip_gradients(
         return 0.0
     parts = [local(gradient) for gradient in gradients]
     # One sum for each set of axes that parameters are cut over: norms of different meshes cannot be stacked.
-    squares: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    together: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for gradient, part in zip(gradients, parts, strict=True):
         axes: tuple = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
-        squares[axes].append(torch.linalg.vector_norm(part).to(torch.float64).square())
+        together[axes].append(part)
     # Gradients may be on the host, and groups speak from device to device.
     device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), parts[0].device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for axes, values in squares.items():
-        subtotal = torch.stack(values).sum().to(device)
+    for axes, values in together.items():
+        subtotal = torch.stack(torch._foreach_norm(values)).to(torch.float64).square().sum().to(device)
         for mesh, dim in axes:
             if mesh.size(dim) > 1:
                 dist.all_reduce(subtotal, group=mesh.get_group(dim))
@@ -71,6 +71,5 @@ def clip_gradients(
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().item()
     if max_norm is not None and norm > max_norm:
-        for part in parts:
-            part.mul_(max_norm / norm)
+        torch._foreach_mul_(parts, max_norm / norm)
     return norm
