@@ -161,3 +161,14 @@ def test_a_mistake_in_the_file_is_told_before_any_rank_starts(run_yaml, tmp_path
 def test_more_processes_than_a_machine_has_room_for_are_refused(run_yaml, capsys):
     assert main(["train", str(run_yaml()), "--nproc", "99999"]) == 2
     assert "--nproc 99999: this machine has" in capsys.readouterr().err
+
+
+def test_a_launcher_leaves_its_own_environment_as_it_was(run_yaml, tmp_path, monkeypatch):
+    """What the same process starts afterwards is not a rank of this launcher, nor ends as one."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    assert (
+        main(["train", str(run_yaml(training={"steps": 1}, schedule={"warmup_steps": 0}, log=QUIET)), "--nproc", "2"])
+        == 0
+    )
+    assert dict(os.environ) == before

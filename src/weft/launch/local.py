@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from weft.config.errors import UserError
 from weft.launch.failures import account_for
@@ -30,10 +31,16 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int
     elastic = logging.getLogger("torch.distributed.elastic")  # its loggers have levels of their own: stop them here
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # time to save a checkpoint on SIGTERM
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    os.environ["WEFT_LAUNCHER"] = str(os.getpid())
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as words:  # that ranks leave of how they ended
+    for_ranks = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save a checkpoint on SIGTERM
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        **os.environ,
+        "WEFT_LAUNCHER": str(os.getpid()),
+    }
+    with (
+        patch.dict(os.environ, for_ranks),  # what this process starts afterwards is not this launcher's
+        tempfile.TemporaryDirectory(prefix="weft-ranks-") as words,  # that ranks leave of how they ended
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -58,7 +65,7 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int
 
 def die_with_launcher() -> None:
     """In a rank: make the kernel end this process when the launcher is gone, for a killed launcher tells nobody."""
-    launcher = os.environ.get("WEFT_LAUNCHER")
+    launcher = os.environ.pop("WEFT_LAUNCHER", None)  # a process that this one starts has another parent
     if launcher is None or not sys.platform.startswith("linux"):
         return
     pr_set_pdeathsig = 1
