@@ -67,8 +67,8 @@ NOTES = """\
   keeps what it has gathered, and passes on the residual stream (4 bytes) and its gradient. A token goes once to each
   rank that has one of its experts, and one sum comes back, if all choices are equally likely; so do the gradients.
   Single numbers, norms' gradients and what fills up cuts are not in it.
-- A row of 4,096 tokens a step for each data rank, 8 in a pipeline, one at a time; or as many as it says. Of a pipeline,
-  the second rank."""
+- A row of 4,096 tokens a step for each data rank, two for each rank of a pipeline, one at a time; or as many as it
+  says. Of a pipeline, the second rank."""
 
 
 def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, float]:
@@ -91,7 +91,9 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
 
     mlp = 3 * width * shape["intermediate_size"] / tp
     layer = 2 * width * head * (heads + kv) / tp + (moe["num_experts"] * width if moe else mlp) + 2 * width
-    rest = (2 * shape["vocab_size"] * width / tp + width) if pp == 1 else 0
+    # Of two stages the second is the last, and has the head; of more it has neither that nor the embedding.
+    ends = {1: 2, 2: 1}.get(pp, 0)
+    rest = ends * shape["vocab_size"] * width / tp + width * (ends > 0)
     for_weights = weights(layer, rest, shards)
     if moe:
         for_weights += weights(3 * moe["num_experts"] * moe["moe_intermediate_size"] * width / ep / tp, 0, shards // ep)
@@ -99,7 +101,7 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
     tokens, for_tokens = SEQUENCE / cp, 0.0
     message = tokens * width
     if tp > 1:
-        parts = 2 * layers + (1 if pp == 1 else 0)  # attention, MLP; embedding and head
+        parts = 2 * layers + ends / 2  # attention and MLP are gathered and scattered, the embedding or head either
         again = 3 * layers if checkpointing == "full" else 0
         for_tokens += (tp - 1) / tp * message * ACTIVATION * (4 * parts + again)
     if cp > 1:
@@ -110,7 +112,7 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
             for_tokens += layers * 2 * (cp - 1) / cp * keys
     if pp > 1:
         stages = 2 if mesh.get("schedule") == "interleaved_1f1b" else 1
-        for_tokens += stages * 2 * message / tp * RESIDUAL
+        for_tokens += (2 * stages if pp > 2 else 1) * message / tp * RESIDUAL
     if ep > 1:
         experts, chosen = moe["num_experts"], moe["num_experts_per_tok"]
         missed = math.comb(experts - experts // ep, chosen) / math.comb(experts, chosen)
@@ -126,6 +128,9 @@ def job(asked: dict) -> None:
     shape = EXPERTS if "ep" in mesh else LLAMA
     shape = shape | {"num_hidden_layers": asked["layers"]}
     micro = training.pop("micro", 1)
+    if "pp" in mesh:
+        stages = mesh["pp"] * (2 if mesh.get("schedule") == "interleaved_1f1b" else 1)
+        mesh["stage_layers"] = [asked["layers"] // stages] * stages
     training = {"activation_checkpointing": "none", "steps": 2, "threads": 1} | training
     with tempfile.TemporaryDirectory() as folder:
         file = write_run(Path(folder), mesh, shape, ranks=RANKS, sequence=SEQUENCE, micro=micro, **training)
