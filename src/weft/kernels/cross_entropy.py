@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.autocast import as_autocast
+
 KEPT_ELEMENTS = 1 << 27  # logits held from forward to backward at most; of more, blocks of so many are computed twice
 # What is done to each logit is done to so many at a time, to stay in a CPU's second-level caches: 4,096 tokens of
 # 32,000 words take 229 ms in place of 262, of 4,096 words 31 in place of 50; compiled 209 and 26 (width 384, bf16,
@@ -61,7 +63,7 @@ def token_logprobs(
     Returns:
         `[...]`, float32 (float64 for float64). The products are in the inputs' dtype, everything after them is not.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat, weight = as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight)
     return _Logprobs.apply(flat, weight, labels.reshape(-1), softcap, compiled, vocabulary).view(labels.shape)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from weft.kernels.autocast import as_autocast
+
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes: what the fused kernel asks of every row
 # oneDNN, which multiplies 16-bit matrices on CPUs, makes a program for each new shape, and experts' counts are new in
@@ -23,8 +25,7 @@ def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, ends: torch.
     return torch.cat([rows @ matrix.mT for rows, matrix in zip(_split(x, ends), weight, strict=True)])
 
 
-@torch.library.custom_op("weft::grouped_linear", mutates_args=(), schema=_SIGNATURE)
-def grouped_linear(x, weight, ends):
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Each row times the matrix of its expert.
 
     Args:
@@ -35,6 +36,11 @@ def grouped_linear(x, weight, ends):
     Returns:
         `[rows, out]`
     """
+    return _grouped_linear(*as_autocast(x, weight), ends)
+
+
+@torch.library.custom_op("weft::grouped_linear", mutates_args=(), schema=_SIGNATURE)
+def _grouped_linear(x, weight, ends):
     if _in_steps(x):
         return _stepped(x, weight.mT, ends)
     if _fused(x, weight):
@@ -104,7 +110,7 @@ def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.split([stop - start for start, stop in zip([0, *stops], stops, strict=False)])
 
 
-@grouped_linear.register_fake
+@_grouped_linear.register_fake
 def _(x, weight, ends):
     return x.new_empty(x.shape[0], weight.shape[1])
 
@@ -122,4 +128,4 @@ def _backward(ctx, grad):
     return *grouped_linear_backward(grad, *ctx.saved_tensors), None
 
 
-grouped_linear.register_autograd(_backward, setup_context=_keep)
+_grouped_linear.register_autograd(_backward, setup_context=_keep)
