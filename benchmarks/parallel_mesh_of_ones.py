@@ -4,8 +4,8 @@
 
 One process has two models with the same weights: one as `parallelize` makes it, in FSDP2's units, with its passes,
 clipping and update; one as `build_model` makes it, in PyTorch's own loop. They take turns, a step each, on the same
-rows, the first one changing each time: both see the same minute of the machine. `tiny` has hardly any arithmetic, so its
-difference is the fixed cost of a step. Writes a table (.md) and all numbers (.json) into benchmarks/results.
+rows, the first one changing each time: both see the same minute of the machine. `tiny` has hardly any arithmetic, so
+its difference is the fixed cost of a step. Writes a table (.md) and all numbers (.json) into benchmarks/results.
 """
 
 import argparse
@@ -140,8 +140,8 @@ def table(args: argparse.Namespace, found: dict) -> str:
     lines = [
         "# A mesh of ones beside the bare model",
         "",
-        f"{found['device']}, {args.threads} threads; torch {found['torch']}; {found['date']}; {args.rounds} processes of "
-        f"{args.steps} pairs of steps each.",
+        f"{found['device']}, {args.threads} threads; torch {found['torch']}; {found['date']}; {args.steps} pairs of "
+        f"steps in each of {args.rounds} processes.",
         "",
         NOTES,
         "",
@@ -152,10 +152,10 @@ def table(args: argparse.Namespace, found: dict) -> str:
         size, dtype, mode = key.split()
         bare, mesh = ([s for run in runs for s in run[f"{name}_seconds"]] for name in ("bare", "mesh"))
         added = statistics.median(b - a for a, b in zip(bare, mesh, strict=True))
+        times = " | ".join(f"{1e3 * statistics.median(of):.2f} ms" for of in (bare, mesh))
         lines.append(
-            f"| {size}, {ROWS[size] * SEQUENCE:,} tokens a step, {dtype}, {mode} | {1e3 * statistics.median(bare):.2f} ms "
-            f"| {1e3 * statistics.median(mesh):.2f} ms | {1e3 * added:+.2f} ms | {added / statistics.median(bare):+.2%} "
-            f"| {runs[0]['bare_loss']:.5f}, {runs[0]['mesh_loss']:.5f} |"
+            f"| {size}, {ROWS[size] * SEQUENCE:,} tokens a step, {dtype}, {mode} | {times} | {1e3 * added:+.2f} ms "
+            f"| {added / statistics.median(bare):+.2%} | {runs[0]['bare_loss']:.5f}, {runs[0]['mesh_loss']:.5f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -82,16 +82,16 @@ def in_yaml(value) -> str:
         ),
         # tensor parallel
         (
-            {"tp": 8},
-            8,
-            "run.yaml:6: parallel.tp: 8 does not divide 4 key-value heads (model.num_key_value_heads); "
-            "nearest legal: parallel: {dp_shard: 2, tp: 4}",
+            {"tp": 16},
+            16,
+            "run.yaml:6: parallel.tp: 16 does not divide 8 attention heads (model.num_attention_heads); "
+            "nearest legal: parallel: {dp_shard: 2, tp: 8}",
         ),
         (
-            {"tp": 8},
+            {"tp": 16},
             None,
-            "run.yaml:6: parallel.tp: 8 does not divide 4 key-value heads (model.num_key_value_heads); "
-            "nearest legal: parallel: {tp: 4}",
+            "run.yaml:6: parallel.tp: 16 does not divide 8 attention heads (model.num_attention_heads); "
+            "nearest legal: parallel: {tp: 8}",
         ),
         # context parallel
         (
@@ -277,7 +277,6 @@ def test_all_that_is_wrong_is_told_at_once(mesh):
             f"run.yaml:{line}: parallel.{what}; nearest legal: parallel: {{pp: 2, dp_shard: 20, tp: 4, ep: 4}}"
             for line, what in [
                 (7, "tp: 16 does not divide 8 attention heads (model.num_attention_heads)"),
-                (7, "tp: 16 does not divide 4 key-value heads (model.num_key_value_heads)"),
                 (7, "tp: 16 does not divide the experts' width, 40 (model.moe.moe_intermediate_size)"),
                 (7, "tp: tp 16 cannot cut rows of 60 tokens (data.sequence_length), which would be a multiple of 16"),
                 (8, "ep: 5 does not divide the 12 experts (model.moe.num_experts)"),
@@ -322,6 +321,30 @@ def test_what_two_tensor_ranks_can_share(mesh, model, said):
     else:
         (line,) = found
         assert f"parallel.tp: 2 does not divide {said}" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "said"),
+    [
+        ("", 6, "parallel.tp: 6 does not divide 4 key-value heads (model.num_key_value_heads), nor do they divide it;"),
+        ("", 12, None),  # three ranks for each
+        (", qk_norm: true", 12, None),
+        # One norm of all heads together would count each three times.
+        (
+            ", qk_norm: true, qk_norm_over: width",
+            12,
+            "12 does not divide 4 key-value heads (model.num_key_value_heads);",
+        ),
+    ],
+)
+def test_tensor_ranks_may_be_more_than_heads_of_keys(mesh, model, tp, said):
+    text = DENSE.replace("num_attention_heads: 8", "num_attention_heads: 12, head_dim: 8")
+    text = (
+        text.replace("512", "480").replace("96}", f"96{model}}}").replace("sequence_length: 64", "sequence_length: 96")
+    )
+    text = text.replace("batch_tokens: 2048", "batch_tokens: 3072")
+    found = mesh(text, None, {"tp": tp})
+    assert found == [] if said is None else [said in line for line in found] == [True]
 
 
 def test_every_row_of_a_warm_up_can_be_cut(mesh):

@@ -25,7 +25,7 @@ def values(rng: random.Random, sizes: dict[str, int]) -> dict:
         "model.type": "decoder",
         "model.num_hidden_layers": rng.randint(1, 48),
         "model.num_attention_heads": heads,
-        "model.num_key_value_heads": rng.choice([None, heads, heads // 2]),
+        "model.num_key_value_heads": rng.choice([None, heads, heads // 2, 2, 1]),
         "model.hidden_size": heads * 64,
         "model.mlp": "gated",
         "model.vocab_size": rng.choice([50257, 50304, 32000, 128256]),

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _SHAPE | {"preset": "gpt2"},
+    "two_groups": _SHAPE | {"num_key_value_heads": 2, "attention_bias": True, "qk_norm": True},
     "gemma2": _SHAPE | {"preset": "gemma2-2b", "num_key_value_heads": 4, "head_dim": 8, "sliding_window": 8},
     "mpt": _SHAPE | {"preset": "mpt-7b"},
     "dynamic": _SHAPE
@@ -188,10 +189,12 @@ CHOSEN = [
     {"cp": 2, "tp": 2},
     {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 2},
 ]
+MORE_THAN_GROUPS = [{"tp": 4}, {"tp": 8}, {"cp": 2, "tp": 4}, {"pp": 2, "tp": 4}, {"dp_shard": 2, "tp": 4}]
 # Compiling takes half a minute.
 COMPILED = [
     ("dense", {"dp_shard": 2}),
     ("dense", {"tp": 2}),
+    ("two_groups", {"tp": 4}),
     ("dense", {"cp": 2}),
     ("dense", {"pp": 2}),
     ("moe", {"dp_shard": 2, "ep": 2}),
@@ -258,6 +261,7 @@ def matrix() -> list[Case]:
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
     cases.append(Case("capacity", "masked", {"cp": 2, "context": "all_gather"}))
+    cases += [Case("two_groups", "everything", mesh) for mesh in MORE_THAN_GROUPS]
     cases += [Case("few_experts", "everything", {"dp_shard": 8} | mesh) for mesh in ({}, {"ep": 2})]
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
@@ -269,6 +273,7 @@ SAMPLE = [
     Case("dense", "dropout", {"dp_shard": 4}),
     Case("gqa", "uneven", {"dp_replicate": 2, "dp_shard": 2}),
     Case("dense", "clipping", {"tp": 2}),
+    Case("two_groups", "plain", {"tp": 4}),
     Case("tied", "masked", {"cp": 2}),
     Case("tied", "uneven", {"pp": 2}),
     Case("moe", "masked", {"dp_shard": 2, "ep": 2}),

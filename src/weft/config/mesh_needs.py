@@ -49,6 +49,7 @@ class Needs:
         self.experts: int | None = None
         self.heads: tuple[int, int] | None = None  # of queries; of keys and values
         self.cut: list[tuple[int, str, str]] = []  # what tensor ranks share: how many, in words, and what to do
+        self.shared = False  # whether several tensor ranks may have the same head of keys and values
         self.own: list[tuple[str, str]] = []  # parts that would see only some heads or tokens: key and class
         if self.type == "decoder":
             self._read(get)
@@ -62,8 +63,7 @@ class Needs:
         if (heads := known.get("num_attention_heads")) is not None:
             self.heads = heads, known.get("num_key_value_heads", heads)
             self.cut.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))
-            if self.heads[1] != heads:
-                self.cut.append((self.heads[1], f"{self.heads[1]} key-value heads (model.num_key_value_heads)", ""))
+            self.shared = not (known.get("qk_norm") and known.get("qk_norm_over") == "width")
         layers = range(self.layers or 0)
         experts = ExpertsSection.model_construct(**moe) if self.experts is not None else None
         inner = inner_width(ModelSection.model_construct(**known)) if "hidden_size" in known else None
@@ -105,6 +105,11 @@ class Needs:
                 if size % shape.tp:
                     more = f"; {remedy.format(tp=shape.tp, up=-(-size // shape.tp) * shape.tp)}" if remedy else ""
                     yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
+            heads, groups = self.heads or (0, 0)
+            if groups != heads and groups % shape.tp and not (self.shared and shape.tp % groups == 0):
+                nor = ", nor do they divide it" if self.shared else ""
+                what = f"{shape.tp} does not divide {groups} key-value heads (model.num_key_value_heads){nor}"
+                yield Reason("parallel.tp", what)
         if shape.cp > 1:
             yield from self._exchange(shape)
         if shape.cp * shape.tp > 1:
@@ -156,7 +161,7 @@ class Needs:
 
     def exchanges(self, shape: MeshShape) -> bool:
         """Whether the heads of a tensor rank can be exchanged for tokens."""
-        return self.heads is None or all(count // shape.tp % shape.cp == 0 for count in self.heads)
+        return self.heads is None or all(max(1, count // shape.tp) % shape.cp == 0 for count in self.heads)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
         gathers = shape.cp > 1 and (self.section.context in ("all_gather", "ring") or not self.exchanges(shape))

@@ -30,8 +30,13 @@ Kind = Literal["part", "embedding", "positions", "norm", "head", "added"]
 Cut = int | Kind
 
 
-def decoder_sharding(config: ModelSection) -> dict[str, Cut]:
-    """The table of the built-in decoder, in all its configurations."""
+def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, Cut]:
+    """The table of the built-in decoder, in all its configurations.
+
+    Args:
+        ranks: of `tp`. Where they are more than the heads of keys and values, these maps are whole on each, which
+            computes one head of them.
+    """
     table: dict[str, Cut] = {
         "embed_tokens": "embedding",
         "embed_tokens.weight": 0,
@@ -39,8 +44,6 @@ def decoder_sharding(config: ModelSection) -> dict[str, Cut]:
         "lm_head.weight": 0,
         "layers.*.attention": "part",
         "layers.*.q_proj.*": 0,
-        "layers.*.k_proj.*": 0,
-        "layers.*.v_proj.*": 0,
         "layers.*.q_b_proj.*": 0,
         "layers.*.kv_b_proj.*": 0,
         "layers.*.attend.sinks": 0,
@@ -58,6 +61,8 @@ def decoder_sharding(config: ModelSection) -> dict[str, Cut]:
         "layers.*.down_proj.weight": 1,
         "layers.*.down_proj.bias": "added",
     }
+    if config.kv_heads % ranks == 0:
+        table |= {"layers.*.k_proj.*": 0, "layers.*.v_proj.*": 0}
     if config.qk_norm and config.qk_norm_over == "width":
         for name in ("q_norm", "k_norm"):
             table |= {f"layers.*.{name}": "norm", f"layers.*.{name}.weight": 0}

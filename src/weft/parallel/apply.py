@@ -139,7 +139,7 @@ def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int
     if not isinstance(model, Decoder):
         cut_own(model, world, sequence)
         return
-    table = decoder_sharding(model.config)
+    table = decoder_sharding(model.config, world.shape.tp)
     if tp is not None:
         share_parts(model, table, tp)
     if world.shape.cp > 1:

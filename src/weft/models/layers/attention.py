@@ -25,6 +25,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.qk_head_dim
         heads, kv_heads = config.num_attention_heads, config.kv_heads
+        self.kv_heads = kv_heads
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)

@@ -38,7 +38,8 @@ def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
     """What `parallel.context` comes to; auto: keys and values are gathered where heads cannot be exchanged."""
     if chosen != "auto":
         return chosen
-    exchangeable = config.num_attention_heads // tp % cp == 0 and (config.kv_heads // tp % cp == 0 or bool(config.mla))
+    groups = config.num_attention_heads if config.mla else config.kv_heads
+    exchangeable = all(max(1, heads // tp) % cp == 0 for heads in (config.num_attention_heads, groups))
     return "all_to_all" if exchangeable else "all_gather"
 
 

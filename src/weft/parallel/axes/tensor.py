@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from weft.config.errors import UserError
 from weft.models.decoder import Decoder
-from weft.models.layers.attention import Attend
+from weft.models.layers.attention import Attend, Attention
 from weft.models.layers.experts import Experts, MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.norm import RMSNorm
@@ -139,6 +139,11 @@ def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None
             module.weights_dropout = WeightsDropout(module)
         elif isinstance(module, LatentAttention):
             module.heads //= tp.size()
+        elif isinstance(module, Attention) and module.kv_heads % tp.size():
+            head = rank * module.kv_heads // tp.size()
+            rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
+            for of in (module.k_proj, module.v_proj):
+                of.forward = _rows(of, rows)
     if isinstance(model, Decoder):
         each = model.config.num_attention_heads // tp.size()
         model.heads = slice(rank * each, (rank + 1) * each)
@@ -188,6 +193,15 @@ def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable:
 def _sliced(forward: Callable, group: dist.ProcessGroup) -> Callable:
     def call(positions):
         return forward(positions.chunk(group.size(), -1)[group.rank()])  # `[seq]` or `[batch, seq]`
+
+    return call
+
+
+def _rows(module: nn.Linear, rows: slice) -> Callable:
+    """Some rows of a map that is whole on all ranks."""
+
+    def call(x):
+        return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
 
     return call
 
