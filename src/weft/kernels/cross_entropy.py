@@ -64,7 +64,7 @@ def token_logprobs(
         `[...]`, float32 (float64 for float64). The products are in the inputs' dtype, everything after them is not.
     """
     flat, weight = as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight)
-    return _Logprobs.apply(flat, weight, labels.reshape(-1), softcap, compiled, vocabulary).view(labels.shape)
+    return _Logprobs.apply(flat, weight, labels, softcap, compiled, vocabulary)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -72,13 +72,14 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, compiled, vocabulary):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        result = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # no view: FSDP2 warns of these
+        logprobs, labels = result.view(-1), labels.reshape(-1)
         own = None  # which labels are among the rows that are here
         if vocabulary is not None:
             labels = labels - vocabulary.first
             own = (labels >= 0) & (labels < len(weight))
             labels = labels.where(own, 0)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         normalizers = torch.empty_like(logprobs)  # log of the sum of exp(logits)
         blocks = list(_slices(len(hidden), KEPT_ELEMENTS // len(weight)))
         normalize = _compiled(_normalize) if compiled else _normalize
@@ -89,17 +90,18 @@ class _Logprobs(torch.autograd.Function):
                 logprobs[block][rows], normalizers[block][rows] = parts
         if vocabulary is not None:
             chosen, normalizers = vocabulary.join((logprobs + normalizers) * own, normalizers)
-            logprobs = chosen - normalizers
+            torch.sub(chosen, normalizers, out=logprobs)
         ctx.save_for_backward(hidden, weight, labels, normalizers, own)
         # Not among the saved: backward writes over them, and a second one (retain_graph) computes them again.
         ctx.kept = logits if len(blocks) == 1 else None
         ctx.softcap, ctx.compiled = softcap, compiled
-        return logprobs
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         hidden, weight, labels, normalizers, own = ctx.saved_tensors
+        gradient = gradient.reshape(-1)
         of_label = gradient if own is None else gradient * own
         kept, ctx.kept = ctx.kept, None
         for_hidden, for_weight = ctx.needs_input_grad[:2]
