@@ -36,7 +36,7 @@ test: $(STAMP) ## run the tests on all cores (ARGS="tests/data -k pack" for some
 	@.venv/bin/python -m pytest -q -n auto --dist loadgroup $(ARGS)
 
 test-parallel: $(STAMP) ## run the equivalence matrix: every mesh against one process (ARGS="-k tp2" for some of it)
-	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" tests/parallel $(ARGS)
+	@.venv/bin/python -m pytest -q -n 2 -m "matrix or not matrix" -o faulthandler_timeout=1200 tests/parallel $(ARGS)
 
 lint: $(STAMP) ## check style, layering and the types of the public interface
 	@failed=0; \

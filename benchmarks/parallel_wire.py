@@ -47,15 +47,15 @@ MESHES = [
     ("context, heads for tokens", {"cp": 8}, {}),
     ("context, keys and values gathered", {"cp": 8, "context": "all_gather"}, {}),
     ("context, keys and values passed round", {"cp": 8, "context": "ring"}, {}),
-    ("pipeline", {"pp": 4, "reshard_after_forward": False}, {}),
     ("pipeline", {"pp": 4}, {}),
-    ("pipeline, two stages a rank", {"pp": 4, "schedule": "interleaved_1f1b", "reshard_after_forward": False}, {}),
+    ("pipeline, gathered anew", {"pp": 4, "reshard_after_forward": True}, {}),
+    ("pipeline, two stages a rank", {"pp": 4, "schedule": "interleaved_1f1b"}, {}),
     ("experts", {"ep": 8}, {}),
     ("experts cut", {"ep": 8, "tp": 2}, {}),
     ("", {"dp_replicate": 2, "tp": 4}, {}),
     ("", {"cp": 2, "tp": 4}, {}),
-    ("", {"pp": 2, "tp": 4, "reshard_after_forward": False}, {}),
-    ("", {"pp": 2, "cp": 2, "tp": 2, "reshard_after_forward": False}, {}),
+    ("", {"pp": 2, "tp": 4}, {}),
+    ("", {"pp": 2, "cp": 2, "tp": 2}, {}),
 ]
 NOTES = """\
 - Sent: what this rank cannot but send for the collectives that it calls, whatever the algorithm: of a gathering or a

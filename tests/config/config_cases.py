@@ -26,6 +26,15 @@ checkpoint: {every: 10, keep_last: 2}
 log: {every: 1}
 """
 SHORT = "model: llama-tiny\ndata: {train: store}\ntraining: {steps: 10}\n"
+# For meshes: 8 query heads, 4 of keys and values; 8 layers; 32 sequences a step, 2 at a time.
+DENSE = """\
+model: {vocab_size: 512, hidden_size: 64, num_hidden_layers: 8, num_attention_heads: 8, num_key_value_heads: 4,
+        intermediate_size: 96}
+data: {train: store, sequence_length: 64}
+training: {steps: 10, batch_tokens: 2048, micro_batch_size: 2}
+parallel:
+  dp_shard: -1
+"""
 
 
 def write(text: str, name: str = "run.yaml") -> str:

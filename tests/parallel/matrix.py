@@ -168,7 +168,7 @@ SETTINGS = [
     {"dp_shard": 2, "layers_per_unit": 2, "prefetch": 1},
     {"dp_shard": 2, "offload": "parameters"},
     {"dp_shard": 2, "offload": "optimizer"},
-    {"pp": 2, "dp_shard": 2, "reshard_after_forward": False},
+    {"pp": 2, "dp_shard": 2, "reshard_after_forward": True},
     {"pp": 2, "stage_layers": [1, 3]},
     {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "stage_layers": [1, 1, 1, 1]},
     *({"cp": size, "context": way} for size in (2, 4) for way in ("all_gather", "ring")),

@@ -233,6 +233,17 @@ def test_copies_of_the_model_add_up_their_gradients_once_a_step(count):
         assert_counts(calls, add(around("dp_replicate"), copies(1)))
 
 
+def test_a_pipelines_stage_is_gathered_once_however_many_its_micro_batches(count):
+    """The embedding and two layers: once a step, or again and again."""
+
+    def gathered(micro, **settings):
+        (calls,) = count({"pp": 2, "dp_shard": 2} | settings, micro=micro)
+        return sum(call.kind == "all_gather" and call.axis == "dp_shard" for call in calls)
+
+    assert gathered(2) == gathered(4) == 3
+    assert 3 < gathered(2, reshard_after_forward=True) < gathered(4, reshard_after_forward=True)
+
+
 def test_some_of_the_ranks_can_keep_what_was_gathered(count):
     (calls,) = count({"dp_shard": 4, "reshard_after_forward": 2})
     halves = {call.axis for call in calls} - {"dp_shard", *(call.axis for call in calls if call.kind == MARK)}

@@ -42,7 +42,7 @@ class ParallelSection(Section):
     reshard_after_forward: bool | int | None = Field(
         None,
         description="free gathered parameters between forward and backward; a number: keep them cut over so many "
-        "ranks. Default: true",
+        "ranks. Default: true; with pp false, whose micro-batches would each have a stage gathered anew",
     )
     reduce_gradients: Literal["last", "every"] | None = Field(
         None,
@@ -82,7 +82,7 @@ class ParallelSection(Section):
         """What FSDP2 is told as `reshard_after_forward`."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
-        return self.zero_stage in (None, 3)
+        return self.pp == 1 if self.zero_stage is None else self.zero_stage == 3
 
     @property
     def reduces_every(self) -> bool:
