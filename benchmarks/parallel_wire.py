@@ -116,7 +116,7 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
     if ep > 1:
         experts, chosen = moe["num_experts"], moe["num_experts_per_tok"]
         missed = math.comb(experts - experts // ep, chosen) / math.comb(experts, chosen)
-        for_tokens += layers * 4 * message / tp * ACTIVATION * (ep - 1) * (1 - missed)
+        for_tokens += layers * 4 * message * ACTIVATION * (ep - 1) * (1 - missed)
     return {"weights": for_weights, "tokens": for_tokens * micro}
 
 
