@@ -119,7 +119,7 @@ def in_yaml(value) -> str:
             {"pp": 4, "stages_per_rank": 3, "schedule": "interleaved_1f1b"},
             4,
             "run.yaml:6: parallel.pp: 4 x 3 stages, and the model has 8 layers (model.num_hidden_layers); "
-            "nearest legal: parallel: {pp: 2, dp_shard: 2}",
+            "set stages_per_rank: 2; nearest legal: parallel: {pp: 2, dp_shard: 2}",
         ),
         (
             {"pp": 2, "stages_per_rank": 3, "schedule": "dualpipev"},
@@ -262,15 +262,12 @@ def test_all_that_is_wrong_is_told_at_once(mesh):
     assert said == [
         "run.yaml:5: training.compile: zbv_zero_bubble takes each backward in two parts, which compiled code "
         "does not have; set it to false, or parallel.schedule: interleaved_1f1b",
-        *(
-            f"run.yaml:{line}: parallel.{what}; nearest legal: parallel: {{pp: 2, dp_shard: 20, tp: 4, ep: 4}}"
-            for line, what in [
-                (7, "tp: 16 does not divide 8 attention heads (model.num_attention_heads)"),
-                (7, "tp: 16 does not divide the experts' width, 40 (model.moe.moe_intermediate_size)"),
-                (7, "tp: tp 16 cannot cut rows of 60 tokens (data.sequence_length), which would be a multiple of 16"),
-                (8, "ep: 5 does not divide the 12 experts (model.moe.num_experts)"),
-            ]
-        ),
+        "run.yaml:7: parallel.tp: 16 does not divide 8 attention heads (model.num_attention_heads)",
+        "run.yaml:7: parallel.tp: 16 does not divide the experts' width, 40 (model.moe.moe_intermediate_size)",
+        "run.yaml:7: parallel.tp: tp 16 cannot cut rows of 60 tokens (data.sequence_length), which would be a "
+        "multiple of 16",
+        "run.yaml:8: parallel.ep: 5 does not divide the 12 experts (model.moe.num_experts); nearest legal: parallel: "
+        "{pp: 2, dp_shard: 20, tp: 4, ep: 4}",
         "run.yaml:12: parallel.reduce_gradients: last, and zero_stage 3 says every; remove one of the two",
     ]
 
@@ -322,7 +319,7 @@ def test_what_two_tensor_ranks_can_share(mesh, model, said):
         (
             ", qk_norm: true, qk_norm_over: width",
             12,
-            "12 does not divide 4 key-value heads (model.num_key_value_heads);",
+            "heads (model.num_key_value_heads), whose norm is one of all (model.qk_norm_over);",
         ),
     ],
 )

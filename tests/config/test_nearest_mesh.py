@@ -54,10 +54,10 @@ def wanted_sizes(rng: random.Random, largest: int) -> dict[str, int]:
 def nearest_of(found: dict, sequences: int, ranks: int | None) -> dict[str, int] | None:
     """What is said to be the nearest, with what is left out; None if the mesh is legal, {} if there is none."""
     reasons = reasons_against(found.get, sequences, ranks)
-    said = {re.sub(r".*; (nearest legal: parallel: |(?=no mesh))", "", reason.what) for reason in reasons}
-    if not said:
+    if not reasons:
         return None
-    (text,) = said
+    found_it = re.compile(r".*; (?:nearest legal: parallel: |(?=no mesh))(.*)")
+    (text,) = (found_it.match(reason.what)[1] for reason in reasons if found_it.match(reason.what))
     if text.startswith("no mesh"):
         return {}
     return dict.fromkeys(SIZES, 1) | {"dp_shard": -1} | yaml.safe_load(text)

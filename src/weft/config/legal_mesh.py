@@ -102,7 +102,8 @@ def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[
     if against:
         nearest = nearest_mesh(section, ranks, needs.experts, needs.alone, needs.fits)
         said = "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
-        reasons += [Reason(reason.key, f"{reason.what}; {said}") for reason in against]
+        last = against.pop()
+        reasons += [*against, Reason(last.key, f"{last.what}; {said}")]
     return reasons
 
 
@@ -119,7 +120,9 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
     if reshards is not None and not isinstance(reshards, bool) and reshards < 1:
         yield Reason("parallel.reshard_after_forward", f"{reshards} ranks; set true, false or a number of ranks")
     several, counts = section.stages_per_rank, section.stage_layers
-    if several not in (None, 2) and section.schedule in V_SHAPED:
+    if section.pp == 1:
+        pass  # said below
+    elif several not in (None, 2) and section.schedule in V_SHAPED:
         what = f"{several}, and {section.schedule} has 2, one from each end of the model; remove the key"
         yield Reason("parallel.stages_per_rank", what)
     elif several not in (None, 1) and section.schedule in ONE_STAGE:

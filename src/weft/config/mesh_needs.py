@@ -107,8 +107,8 @@ class Needs:
                     yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
             heads, groups = self.heads or (0, 0)
             if groups != heads and groups % shape.tp and not (self.shared and shape.tp % groups == 0):
-                nor = ", nor do they divide it" if self.shared else ""
-                what = f"{shape.tp} does not divide {groups} key-value heads (model.num_key_value_heads){nor}"
+                more = ", nor do they divide it" if self.shared else ", whose norm is one of all (model.qk_norm_over)"
+                what = f"{shape.tp} does not divide {groups} key-value heads (model.num_key_value_heads){more}"
                 yield Reason("parallel.tp", what)
         if shape.cp > 1:
             yield from self._exchange(shape)
@@ -137,6 +137,8 @@ class Needs:
         if self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
             each = f" x {self.section.virtual_stages}" if self.section.virtual_stages > 1 else ""
             what = f"{shape.pp}{each} stages, and the model has {self.layers} layers (model.num_hidden_layers)"
+            if self.section.stages_per_rank and (fewer := self.layers // shape.pp) > 1:
+                what += f"; set stages_per_rank: {fewer}"
             yield Reason("parallel.pp", what)
 
     def _other_models(self, shape: MeshShape) -> Iterator[Reason]:
