@@ -15,5 +15,5 @@ class CompressSection(Section):
     type: Literal["powersgd"] = Field("powersgd", description="power iteration with error feedback")
     rank: int = Field(4, ge=1, description="of what is told of a matrix; bytes grow with it, and so does fidelity")
     start_step: int = Field(
-        1000, ge=0, description="gradients are exact before this step: the first are large, and change quickly"
+        1000, ge=0, description="so many steps are exact before: their gradients are large, and change quickly"
     )

@@ -14,7 +14,7 @@ def check_precision(draft: Draft, samples: int | None) -> None:
     """
     start, steps = draft.get("parallel.compress.start_step"), run_steps(draft, samples)
     if start is not None and steps is not None and start >= steps:
-        what = f"gradients are exact before step {start}, and the run has {steps}; lower it, or remove the section"
+        what = f"{start:,} steps are exact, and the run has {steps:,}; lower it, or remove the section"
         draft.problem("parallel.compress.start_step", what, "training.steps")
     dtype, reduced = draft.get("training.dtype"), draft.get("training.reduce_dtype")
     if dtype is None or reduced is None:

@@ -147,10 +147,14 @@ def compressor(config: RunConfig, world: World, model: nn.Module, console: Conso
         return None
     state = torch.promote_types(DTYPES[training.dtype], torch.float32)
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
+    if not made.matrices:
+        mistake = UserError(f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it")
+        mistake.quiet = world.rank != 0  # all ranks find the same
+        raise mistake
+    exact = f"exactly for {section.start_step:,} steps, from there on " if section.start_step else ""
     console.line(
-        f"{world.shape.dp_replicate} copies tell one another their gradients: exactly before step "
-        f"{section.start_step + 1:,}, from there on {made.share:.2%} of the numbers (matrices by factors of rank "
-        f"{section.rank})"
+        f"{world.shape.dp_replicate} copies tell one another their gradients: {exact}{made.share:.2%} of the numbers "
+        f"(matrices by factors of rank {section.rank})"
     )
     return made
 

@@ -85,7 +85,7 @@ class PowerSGD:
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Put the sum over the copies into every gradient, the same on all; before `start_step` exactly.
+        """Put the sum over the copies into every gradient, the same on all; `start_step` times exactly.
 
         Where it is not finite, some numbers are NaN on every copy, and nothing is kept for the next step.
 
