@@ -228,15 +228,13 @@ def dispatch(argv: list[str]) -> int:
         args = parser.parse_args(rest)
     except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
         return int(leaving.code or 0)
-    from weft.config.errors import ConfigError, UserError
+    from weft.config.errors import UserError
 
     try:
         with one_line_warnings(), nullcontext() if verb in SAVES_FIRST else terminable():
             return int(module.run(args) or 0)
     except UserError as error:
-        # All ranks read the same file: of those on one machine, the first speaks of what is wrong in it.
-        alike = isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0"
-        if not (error.quiet or alike):
+        if not error.quiet:
             print(error, file=sys.stderr, flush=True)
         return 2
 

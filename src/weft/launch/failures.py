@@ -20,11 +20,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from weft.config.errors import UserError
+from weft.config.errors import ConfigError, UserError
 from weft.config.own import OWN_PARTS
 
 MISTAKE, OWN, INTERNAL = "mistake", "own", "internal"  # of the user's input; in the user's code; in ours, or beneath it
 EXIT_LOST = 3
+SPEAKING = 5  # seconds, in which another rank has said what all have found
 EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _WORD = "weft"  # the key of what only our launcher reads
 
@@ -62,8 +63,17 @@ def told(error: Exception, config: Mapping[str, Any]) -> int:
 
 
 def told_mistake(error: UserError) -> UserError:
-    """Leave word of a mistake, which `weft` itself prints; torchrun shows it again below its own words."""
-    leave_word(str(error), MISTAKE)
+    """Leave word of a mistake, which `weft` itself prints; torchrun shows it again below its own words.
+
+    Of a mistake that all ranks find one speaks on each machine. The first to leave has its launcher end the others, so
+    those that say nothing wait for it.
+    """
+    # All ranks read the same file.
+    error.quiet = error.quiet or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0")
+    if not error.quiet:
+        leave_word(str(error), MISTAKE)
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        time.sleep(SPEAKING)
     return error
 
 
