@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,11 +55,10 @@ def train(*arguments) -> int:
     return main(["train", *map(str, arguments)])
 
 
-def start(*arguments, cwd: Path) -> subprocess.Popen:
+def start(*arguments, cwd: Path, command: Sequence[str] = (sys.executable, "-m", "weft", "train")) -> subprocess.Popen:
     """`weft train` in a process of its own, with `cwd` as its working directory."""
-    command = [sys.executable, "-m", "weft", "train", *map(str, arguments)]
     return subprocess.Popen(
-        command,
+        [*command, *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 
 from weft.config.errors import UserError
 from weft.config.mesh import AXES, MeshShape, ParallelSection, mesh_shape
+from weft.parallel.rendezvous import COLLECTIVE_TIMEOUT, next_store
 
-# Ranks may wait for one another while one of them writes a checkpoint or compiles; nobody tokenizes inside a run.
 T = TypeVar("T")
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -161,22 +155,6 @@ class World:
             dist.destroy_process_group()
 
 
-@cache
-def _store() -> dist.Store:
-    """The one that torchrun's environment names, or that the first rank opens there."""
-    store, _, _ = next(rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
-    return store
-
-
-def _next_store() -> dist.Store:
-    """A part of it that nothing has been written to: a process may train more than once."""
-    number = next(_times)
-    return dist.PrefixStore(f"weft-{number}", _store())
-
-
-_times = itertools.count()
-
-
 def forget_groups() -> None:
     """Have DTensor plan anew: what it keeps of an earlier mesh of this process names groups that are gone."""
     from torch.distributed.tensor import _redistribute
@@ -217,7 +195,7 @@ def start_world(section: ParallelSection) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(
-                backend, store=_next_store(), rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
+                backend, store=next_store(), rank=rank, world_size=ranks, timeout=COLLECTIVE_TIMEOUT
             )
         else:
             # No port, no host name: a run of one process needs no network.
