@@ -73,6 +73,7 @@ class Recorder:
         peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
         self.peak = peak.flops_per_second
         self.warned: set[str] = set()
+        self.skips = 0  # updates of this session that were not made
         self.record: dict[str, Any] = {}
         self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
         # The session's first step compiles and takes its first memory: it is told apart from the others.
@@ -145,6 +146,8 @@ class Recorder:
         if status == "stopped":
             done = f"after step {step}, saved" if step else "before the first step"
             self.console.line(f"stopped {done}; the same command goes on from there")
+        if self.skips:
+            self.console.line(f"{self.skips:,} updates were skipped: their gradients were beyond float16's range")
         times: dict[str, float] = {}
         if self.warmup_seconds is not None:
             times["warmup_seconds"] = self.warmup_seconds
@@ -266,7 +269,8 @@ class Recorder:
         )
 
     def skipped(self, step: int) -> None:
-        """A gradient overflowed float16: said once, counted in the metrics."""
+        """A gradient overflowed float16: said once, and at the end how often; counted in the metrics."""
+        self.skips += 1
         self.warn_once(
             f"step {step + 1}: gradients beyond float16's range; the update is skipped and the loss scale halved, now "
             "and whenever it comes again (metrics: loss_scale, skipped)"
