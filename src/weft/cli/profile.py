@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  communication  GPU: NCCL's kernels, gloo's work; CPU: gloo's work, calls of collectives, waits for them\n"
         "  exposed        communication during which this rank computes nothing\n"
         "  idle           the rest of the step: neither (Python; waiting for data, which 'data' tells)\n"
-        "operators and collectives: means of a step and a rank; waiting for them counts with the communication above\n\n"
+        "operators and collectives: means of a step and a rank, without the waits that communication counts\n\n"
         "examples:\n"
         "  weft profile run.yaml\n"
         "  weft profile run.yaml training.compile=true --nproc 4 --ranks 0,3 --out compiled\n"
