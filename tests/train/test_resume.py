@@ -5,6 +5,8 @@ import signal
 
 from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
 
+from weft.train.run_directory import RunDirectory, claim
+
 
 def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, monkeypatch):
     (tmp_path / "slow_for_resume.py").write_text(SLOW)
@@ -83,3 +85,13 @@ def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_l
 
     assert train(file, "training.steps=4", *changed) == 0
     assert "run.seed" not in capsys.readouterr().err  # compared with the last training, not with the first
+
+
+def test_a_run_directory_that_nothing_was_begun_in_goes_again(tmp_path):
+    refused, begun = tmp_path / "runs" / "refused", tmp_path / "runs" / "begun"
+    RunDirectory(refused, claim(refused, fresh=False)).release()
+    assert not refused.exists()
+    run = RunDirectory(begun, claim(begun, fresh=False))
+    (begun / "config.yaml").write_text("")
+    run.release()
+    assert (begun / "config.yaml").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,12 @@ class RunDirectory:
                 raise
 
     def release(self) -> None:
-        """Let another run of this or another process have the directory."""
+        """Let another run of this or another process have the directory; without a run in it, it goes."""
         if self.lock is not None:
+            with suppress(OSError):
+                if [part.name for part in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
             os.close(self.lock)
             self.lock = None
 
