@@ -14,7 +14,7 @@ from weft.config.section import Component, Section
 class DatasetSection(Component):
     """A dataset of the user's own: `{type: module:Class, ...its arguments}`.
 
-    The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (see `weft.data.batches.batch`).
+    The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """
 
 

@@ -1,0 +1,155 @@
+"""docs/own-components.md is true: its examples are one run, the same on two ranks; its samples are told as it says."""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.cli.main import main
+from weft.config.components import ROOMS
+from weft.config.errors import UserError
+from weft.data.batches.batch import read_samples
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "own-components.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^```\w+ (\S+)\n(.*?)^```$", TEXT, re.S | re.M))
+EXACT = ("training.dtype=float64", "training.threads=1", "checkpoint.every=2")
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page's files, in the working directory."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_component_has_a_short_example_in_the_houses_style(page):
+    modules = {f"my_{room}.py" for room in ("data", "optimizer", "schedule", "objective", "tracker")}
+    assert set(FILES) == {"run.yaml"} | modules
+    assert {room for room in ROOMS if f"my_{room}.py" in modules} == {"optimizer", "schedule", "objective", "tracker"}
+    for name in modules:
+        assert len(FILES[name].splitlines()) <= 20, name
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    for command in (["check"], ["format", "--check"]):
+        command = [ruff, *command, "--no-cache", "--config", str(ROOT / "pyproject.toml"), "."]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):
+    (command,) = re.findall(r"^\$ weft (train .*)$", TEXT, re.M)
+    assert main([*command.split(), "run.name=one", *EXACT]) == 0
+    one, two = page / "runs" / "one", page / "runs" / "two"
+    assert losses(one)[-1] < losses(one)[0]
+    rows = [line.split(",") for line in (one / "table.csv").read_text().splitlines()]
+    assert [[float(cell) for cell in row] for row in rows] == [
+        [step, loss, lr] for step, loss, lr in zip((1, 2, 3, 4), losses(one), (0.02, 0.02, 0.01, 0.005), strict=True)
+    ]
+    words = [sys.executable, "-m", "weft", *command.split(), "run.name=two", *EXACT, "--nproc", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-12)
+    shutil.rmtree(two / "checkpoints" / "step-00000004")  # one rank goes on from what two have saved
+    assert main([*command.split(), "run.name=two", *EXACT]) == 0
+    assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-12)
+    assert len((two / "table.csv").read_text().splitlines()) == 4
+
+
+def test_the_objective_is_pretraining_where_gamma_is_0(page):
+    import torch
+
+    from weft.data.batches.loader import BatchSource
+    from weft.objectives.pretrain import Pretrain
+
+    data, focal = (importlib.import_module(f"my_{name}") for name in ("data", "objective"))
+    batch = BatchSource(data.Sums(), rows=4).batch(0)
+    outputs = torch.log_softmax(torch.randn(4, 16, 8), -1)[..., 0]
+    plain, ours = Pretrain(), focal.Focal(gamma=0)
+    assert ours.inputs(batch).keys() == plain.inputs(batch).keys()
+    assert ours.weight(batch) == plain.weight(batch)
+    assert ours.loss(outputs, batch) == pytest.approx(plain.loss(outputs, batch))
+    assert focal.Focal(gamma=2).loss(outputs, batch) < plain.loss(outputs, batch)
+
+
+class Sums:
+    """Of these the page quotes what is said of samples that are none."""
+
+    def __init__(self, **samples):
+        self.samples = samples
+
+    def __getitem__(self, index):
+        return self.samples[f"at_{index}"]
+
+
+FULL = {"tokens": range(16)}
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        {"at_40": [1, 2]},
+        {"at_40": {"tokens": [0.5]}},
+        {"at_40": FULL | {"labels": range(15)}},
+        {"at_40": FULL | {"mask": range(16)}},
+        {"at_40": FULL, "at_53": {"tokens": range(15)}},
+    ],
+)
+def test_what_is_said_of_a_sample_that_is_none(samples):
+    with pytest.raises(UserError) as told:
+        read_samples(Sums(**samples), np.array([int(name.removeprefix("at_")) for name in samples]))
+    assert f"\n{told.value}\n" in TEXT
+
+
+def test_what_is_said_of_an_exception_in_a_dataset(page):
+    code = FILES["my_data.py"].splitlines()
+    code[13] = '        raise KeyError("no such row")'
+    (page / "my_data.py").write_text("\n".join(code))
+    with pytest.raises(UserError) as told:
+        read_samples(importlib.import_module("my_data").Sums(), np.array([40]))
+    assert "\n" + str(told.value).replace(str(page), "/path/to") + "\n" in TEXT
+
+
+def test_what_a_sample_lacks_is_as_the_table_says():
+    tokens = np.arange(5, 9)
+    plain = read_samples(Sums(at_0={"tokens": tokens, "weight": [2, 2, 2, 2]}), np.array([0]))
+    assert set(plain) == {"tokens", "labels", "weight", "positions"}
+    assert plain["labels"][0, :3].tolist() == [6, 7, 8]
+    assert plain["weight"].tolist() == [[2, 2, 2, 0]]
+    assert plain["positions"].tolist() == [[0, 1, 2, 3]]
+    given = read_samples(Sums(at_0={"tokens": tokens, "labels": tokens, "segments": [0, 0, 1, 1]}), np.array([0]))
+    assert given["weight"].tolist() == [[1, 1, 1, 1]]
+    assert given["positions"].tolist() == [[0, 1, 2, 3]]
+    some = read_samples(Sums(at_0={"tokens": tokens, "segments": [3, 3, 4, 4]}, at_1={"tokens": tokens}), np.arange(2))
+    assert some["segments"].tolist() == [[3, 3, 4, 4], [0, 0, 0, 0]]
+    for parts in (plain, given, some):
+        kinds = {name: part.dtype for name, part in parts.items()}
+        assert kinds.pop("weight") == np.float32
+        assert set(kinds.values()) == {np.dtype(np.int64)}
+
+
+def test_many_at_once_are_read_of_complete_samples_only():
+    class Many(Sums):
+        def read(self, indices):
+            return {"tokens": indices}
+
+    assert set(read_samples(Many(at_7=FULL), np.array([7]))) > {"tokens"}
+    Many.complete = True
+    assert read_samples(Many(), np.array([7])) == {"tokens": np.array([7])}
