@@ -204,3 +204,25 @@ def test_torchrun_starts_ranks_again_after_one_has_died(run_yaml, tmp_path):
     assert len(again) == len(alone) == 40
     for mine, theirs in zip(again, alone, strict=True):
         assert mine == pytest.approx(theirs, rel=0, abs=1e-9)
+
+
+ROWS = """
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if i == 17:
+            raise KeyError("seventeen")
+        return {"tokens": [(i + k) % 512 for k in range(64)]}
+"""
+
+
+def test_ranks_that_share_a_row_tell_its_mistake_once(run_yaml, tmp_path):
+    (tmp_path / "rows_for_launch.py").write_text(ROWS)
+    data = {"train": {"type": "rows_for_launch:Rows"}, "validation": None, "shuffle": False}
+    file = run_yaml(data=data, training={"steps": 9, "batch_tokens": 256}, schedule={"warmup_steps": 0}, log=QUIET)
+    code, errors = finish(start(file, "parallel.cp=2", "--nproc", 2, cwd=tmp_path))
+    assert code == 2
+    (line,) = [line for line in errors.splitlines() if "Rows[17] raised KeyError: 'seventeen'" in line]
+    assert "rows_for_launch.py:8: " in line

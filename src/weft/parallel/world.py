@@ -53,6 +53,11 @@ class World:
         return self.mesh.get_group(axis)
 
     @property
+    def first_of_rows(self) -> bool:
+        """Whether it is the first of the ranks that share its rows."""
+        return self.place("pp") == self.place("cp") == self.place("tp") == 0
+
+    @property
     def data_rank(self) -> int:
         """Which rows of the global batch it sees, of `data_ranks`."""
         return self.place("dp_replicate") * self.shape.dp_shard + self.place("dp_shard")

@@ -15,6 +15,7 @@ from torch import nn
 
 from weft.checkpoint.save import save
 from weft.config.derive import RunLength
+from weft.config.errors import UserError
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import BatchSource
@@ -95,7 +96,11 @@ class Loop:
         with self.recorder.progress(step):
             while step < self.length.steps:
                 self.recorder.begin_step()
-                batch = next(batches)
+                try:
+                    batch = next(batches)
+                except UserError as mistake:
+                    mistake.quiet = not self.world.first_of_rows  # all that have these rows find it
+                    raise
                 self.recorder.data_arrived()
                 # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
                 weight, learned, *votes = self.world.sum(
