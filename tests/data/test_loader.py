@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weft.config.errors import UserError
-from weft.data.batches.loader import BatchSource, validation_batches
+from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.batches.permutation import Permutation
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import TokenStore
@@ -72,7 +72,7 @@ def test_labels_are_the_next_tokens_of_the_store(dataset, tiny_store):
 def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
     seen = []
     for rank in range(ranks):
-        for batch in validation_batches(dataset, rows=rows, rank=rank, ranks=ranks, limit=limit):
+        for batch in ValidationBatches(dataset, rows=rows, rank=rank, ranks=ranks, limit=limit):
             real = batch.samples >= 0
             assert bool((batch.weight.sum(1) > 0).eq(real).all())
             seen += batch.samples[real].tolist()

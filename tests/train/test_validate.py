@@ -1,14 +1,16 @@
 """Bits per byte in closed form: a model that gives every byte 8 bits, and each document's end 3."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from running import QUIET, train
 
 from weft.config.mesh import MeshShape, ParallelSection
-from weft.data.batches.loader import validation_batches
+from weft.data.batches.loader import ValidationBatches
 from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.indexed import IndexedWriter
@@ -62,7 +64,7 @@ class Known(torch.nn.Module):
 def bits(dataset, store, limit=None):
     info = store.info
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
-    batches = validation_batches(dataset, rows=3, limit=limit)
+    batches = ValidationBatches(dataset, rows=3, limit=limit)
     model = Known()
     passes = Passes(model, Pretrain(), WORLD, ParallelSection())
     return validate(model, passes, batches, WORLD, bytes_per_token=each)
@@ -92,3 +94,12 @@ def test_whole_documents_by_best_fit_have_the_numbers_of_their_lengths(store):
 def test_without_bytes_there_are_no_bits():
     assert bytes_per_token(10, 2, None, EOD) is None
     assert bytes_per_token(2, 2, 0, EOD) is None
+
+
+def test_a_long_validation_tells_how_far_it_is(run_yaml, monkeypatch, capsys):
+    monkeypatch.setattr("weft.train.recorder.VALIDATION_LINE", -1.0)
+    file = run_yaml(training={"steps": 1, "threads": 1}, schedule={"warmup_steps": 0}, log=QUIET)
+    assert train(file) == 0
+    told = re.findall(r"^step 1: validating, batch (\d+) of (\d+)  ETA [\d.]+m?s", capsys.readouterr().err, re.M)
+    whole = int(told[0][1])
+    assert [int(number) for number, _ in told] == list(range(1, whole))

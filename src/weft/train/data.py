@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,8 +27,8 @@ from weft.config.mixture import (
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.stages import stages_of_rank
-from weft.data.batches.batch import Batch, Dataset, read_samples
-from weft.data.batches.loader import BatchSource, validation_batches
+from weft.data.batches.batch import Dataset, read_samples
+from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.batches.mixture import Joined, MixtureOrder
 from weft.data.batches.order import Order
 from weft.data.sequences.length_warmup import LengthWarmup
@@ -52,7 +52,7 @@ class Data:
 
     length: RunLength
     source: BatchSource
-    held_out: Callable[[bool], Iterable[Batch]] | None
+    held_out: Callable[[bool], ValidationBatches] | None
     bytes_per_token: BytesPerToken | None
     digests: dict[str, str]
     plan: Plan | None = None
@@ -95,7 +95,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None) -
     _raise_if_other_length("data.validation", held_out, config, world)
     limit = config.validation.tokens and max(1, config.validation.tokens // config.data.sequence_length)
     batches = partial(
-        validation_batches,
+        ValidationBatches,
         held_out,
         rows=(config.validation.micro_batch_size or length.micro_batch_size) * world.data_ranks,
         rank=world.data_rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from weft.config.derive import RunLength
 from weft.config.errors import UserError
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
-from weft.data.batches.loader import BatchSource
+from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.tokenizers.tokenizer import Prompt
 from weft.generate.sample import generate
 from weft.objectives.objective import Objective
@@ -66,7 +66,7 @@ class Loop:
     world: World
     directory: Path
     source: BatchSource
-    held_out: Callable[[bool], Iterable[Batch]] | None
+    held_out: Callable[[bool], ValidationBatches] | None
     bytes_per_token: BytesPerToken | None
     model: nn.Module
     objective: Objective
@@ -145,7 +145,7 @@ class Loop:
                     self.save(step)
                     saved_at = step
                 if self.held_out is not None and self.due(step, self.length.validation_every):
-                    measured = self.validate(whole=step == self.length.steps)
+                    measured = self.validate(step, whole=step == self.length.steps)
                     self.recorder.validated(step, measured)
                 if self.prompts and self.due(step, self.length.samples_every):
                     self.write_samples(step)
@@ -195,13 +195,13 @@ class Loop:
             group["lr"] = base * factor
         return self.optimizer.defaults["lr"] * factor
 
-    def validate(self, whole: bool) -> dict[str, float]:
+    def validate(self, step: int, whole: bool) -> dict[str, float]:
         """The loss on the held-out data: the whole at the end, before it as much as `validation.tokens` says."""
         assert self.held_out is not None
         return validate(
             self.model,
             self.passes,
-            self.held_out(whole),
+            self.recorder.validating(step, self.held_out(whole)),
             self.world,
             bytes_per_token=self.bytes_per_token,
         )

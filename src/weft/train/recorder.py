@@ -19,12 +19,14 @@ from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.size import flops_per_token
 from weft.data.batches.batch import Batch
+from weft.data.batches.loader import ValidationBatches
 from weft.models.build import matmul_parameters
 from weft.observe.console import Console
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, mfu, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import MetricsFile
+from weft.observe.progress import duration
 from weft.observe.report import build_report
 from weft.observe.run import RunInfo
 from weft.observe.samples import SamplesFile
@@ -34,6 +36,8 @@ from weft.train.choices import DTYPES
 from weft.train.run_directory import RunDirectory, reorders
 
 log = logging.getLogger("weft.train")
+
+VALIDATION_LINE = 20.0  # seconds from one line of a long validation to the next
 
 
 class Recorder:
@@ -219,6 +223,16 @@ class Recorder:
         }
         if self.speaks:
             self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
+
+    def validating(self, step: int, batches: ValidationBatches) -> Iterator[Batch]:
+        """The same batches; how far a long validation is, is told now and then."""
+        began = told = time.monotonic()
+        for number, batch in enumerate(batches):
+            if number and self.speaks and (now := time.monotonic()) - told > VALIDATION_LINE:
+                left = duration((now - began) / number * (len(batches) - number))
+                self.console.line(f"step {step:,}: validating, batch {number:,} of {len(batches):,}  ETA {left}")
+                told = now
+            yield batch
 
     def validated(self, step: int, measured: dict[str, float]) -> None:
         """Held-out measurements join the step's line of metrics."""

@@ -104,17 +104,24 @@ class BatchSource:
             yield self.batch(step)
 
 
-def validation_batches(
-    dataset: Dataset, *, rows: int, rank: int = 0, ranks: int = 1, limit: int | None = None
-) -> Iterator[Batch]:
+class ValidationBatches:
     """Every sample once, in order, `rows` at a time over all ranks; the last batch is padded.
 
     Args:
         limit: only the first so many samples.
     """
-    total = len(dataset) if limit is None else min(limit, len(dataset))
-    each = -(-rows // ranks)
-    for start in range(0, total, rows):
-        mine = np.arange(start + rank * each, min(start + (rank + 1) * each, start + rows, total), dtype=np.int64)
-        read = mine if len(mine) else np.array([start])
-        yield collate(dataset, read, read, rows=each, real=len(mine))
+
+    def __init__(self, dataset: Dataset, *, rows: int, rank: int = 0, ranks: int = 1, limit: int | None = None):
+        self.dataset, self.rows, self.rank, self.ranks = dataset, rows, rank, ranks
+        self.total = len(dataset) if limit is None else min(limit, len(dataset))
+
+    def __len__(self) -> int:
+        return -(-self.total // self.rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        each, rank = -(-self.rows // self.ranks), self.rank
+        for start in range(0, self.total, self.rows):
+            end = min(start + (rank + 1) * each, start + self.rows, self.total)
+            mine = np.arange(start + rank * each, end, dtype=np.int64)
+            read = mine if len(mine) else np.array([start])
+            yield collate(self.dataset, read, read, rows=each, real=len(mine))
