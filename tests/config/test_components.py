@@ -301,9 +301,13 @@ def test_torch_is_read_but_not_imported():
 
 
 def test_load_class_finds_the_working_directory_first(monkeypatch):
-    write("class Thing:\n    pass\n", "weft_test_own.py")
+    write("class Thing(list):\n    pass\nclass Bare:\n    def __len__(self): return 1\n", "weft_test_own.py")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(Path.cwd()))])
     assert load_class("weft_test_own:Thing", "dataset").__name__ == "Thing"
+    with pytest.raises(
+        UserError, match="^'weft_test_own:Bare': Bare has no method __getitem__, which every dataset needs"
+    ):
+        load_class("weft_test_own:Bare", "dataset")
     with pytest.raises(UserError, match="has no class 'Think'"):
         load_class("weft_test_own:Think", "dataset")
     with pytest.raises(UserError, match="no module 'weft_test_other'"):

@@ -86,6 +86,11 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
         ({"tokens": ["a"]}, "integers"),
         ({"tokens": [1, 2], "labels": [1]}, "labels"),
         ({"tokens": [1, 2], "mask": [1, 1]}, "'mask'"),
+        ({"tokens": [1, 2], "positions": [0.0, 1.5]}, "positions must be integers, and are float64"),
+        ({"tokens": [1, -2]}, "-2 is no token's number"),
+        ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is no token's number, nor -100"),
+        ({"tokens": [1, 2], "weight": [1, -1]}, "a weight must be 0 or more"),
+        ({"tokens": [1, 2], "weight": [1, float("nan")]}, "a weight must be 0 or more"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
@@ -99,6 +104,12 @@ def test_a_users_dataset_that_gives_no_sample_is_told_with_its_index(sample, tol
 
     with pytest.raises(UserError, match=rf"Mine\[\d\].*{told}"):
         list(BatchSource(Mine(), rows=2).iterate(0, 1, workers))
+
+
+def test_the_label_that_everyone_leaves_out_has_no_weight():
+    (batch,) = BatchSource([{"tokens": [5, 6, 7], "labels": [-100, 7, -100]}], rows=1).iterate(0, 1, 0)
+    assert batch.labels.tolist() == [[0, 7, 0]]
+    assert batch.weight.tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -108,6 +108,7 @@ FULL = {"tokens": range(16)}
         {"at_40": [1, 2]},
         {"at_40": {"tokens": [0.5]}},
         {"at_40": FULL | {"labels": range(15)}},
+        {"at_40": FULL | {"labels": [0.5] * 16}},
         {"at_40": FULL | {"mask": range(16)}},
         {"at_40": FULL, "at_53": {"tokens": range(15)}},
     ],

@@ -188,6 +188,15 @@ def _hint(module: str) -> str:
     return ""
 
 
+METHODS = {  # of a class for a room: without one, a run would end in the middle of something else
+    "dataset": ("__len__", "__getitem__"),
+    "objective": ("inputs", "weight", "loss"),
+    "optimizer": ("step", "zero_grad", "state_dict", "load_state_dict"),
+    "schedule": ("__call__",),
+    "tracker": ("log", "text", "close"),
+}
+
+
 def load_class(chosen: str | Component, room: str) -> type:
     """Import the class that a `type:` means, or a section's `type`. The working directory is on the import path.
 
@@ -209,4 +218,7 @@ def load_class(chosen: str | Component, room: str) -> type:
         raise UserError(f"{type_!r} is no class but a {type(found).__name__}; name a class", place)
     if found is None:
         raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
+    if missing := [need for need in METHODS.get(room, ()) if not callable(getattr(found, need, None))]:
+        what = f"has no method {missing[0]}, which every {room} needs; see docs/own-components.md"
+        raise UserError(f"{type_!r}: {name} {what}", place)
     return found

@@ -87,6 +87,8 @@ class Passes:
         inputs = self.objective.inputs(own)
         if self.context is not None:
             inputs |= self.context.extra(batch)
+            if inputs.get("positions") is None:  # counted along a part of a row they would be wrong
+                inputs["positions"] = own.positions
         if self.balances and learned is not None:
             inputs["shares"] = batch.weight.sum(1) / (learned or 1.0)
         return inputs, own

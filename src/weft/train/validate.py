@@ -35,7 +35,7 @@ def validate(
     loss, weight, learned, text = 0.0, 0.0, 0.0, 0.0
     for batch in batches:
         loss += passes.evaluate(batch).item()
-        weight += passes.objective.weight(batch).item()
+        weight += float(passes.objective.weight(batch))
         if bytes_per_token is not None:
             learned += batch.weight.sum(dtype=torch.float64).item()
             text += batch.weight[batch.labels != bytes_per_token.eod_id].sum(dtype=torch.float64).item()

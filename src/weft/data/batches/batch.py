@@ -13,6 +13,8 @@ import torch
 
 from weft.config.errors import UserError
 
+IGNORED = -100  # as a label: what torch, and with it everyone, leaves out of the loss
+
 
 @dataclass
 class Batch:
@@ -154,21 +156,24 @@ def _sample(dataset: Dataset, index: int) -> dict[str, np.ndarray]:
         tokens = np.asarray(given["tokens"])
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) == 0:
             raise ValueError("tokens must be integers of shape [seq]")
-        tokens = tokens.astype(np.int64)
-        weight = np.array(given.get("weight", np.ones(len(tokens))), np.float32)
-        if "labels" not in given:
-            weight[-1] = 0  # what follows the last token is not known
-        sample = {
-            "tokens": tokens,
-            "labels": np.asarray(given.get("labels", np.roll(tokens, -1)), np.int64),
-            "weight": weight,
-            "positions": np.asarray(given.get("positions", np.arange(len(tokens))), np.int64),
-        }
-        if "segments" in given:
-            sample["segments"] = np.asarray(given["segments"], np.int64)
+        sample = {"tokens": tokens, "labels": np.roll(tokens, -1), "positions": np.arange(len(tokens))}
+        sample |= {key: np.asarray(part) for key, part in given.items() if key != "weight"}
+        for key, part in sample.items():
+            if part.dtype.kind not in "iu":
+                raise ValueError(f"{key} must be integers, and are {part.dtype}")
+        sample = {key: part.astype(np.int64) for key, part in sample.items()}
+        sample["weight"] = np.array(given.get("weight", np.ones(len(tokens))), np.float32)
         for key, part in sample.items():
             if part.shape != tokens.shape:
                 raise ValueError(f"{key} has shape {part.shape}, tokens {tokens.shape}")
+        if not (sample["weight"] >= 0).all():
+            raise ValueError("a weight must be 0 or more")
+        if "labels" not in given:
+            sample["weight"][-1] = 0  # what follows the last token is not known
+        unlabelled = sample["labels"] == IGNORED
+        sample["weight"][unlabelled] = sample["labels"][unlabelled] = 0
+        if (lowest := min(sample["tokens"].min(), sample["labels"].min())) < 0:
+            raise ValueError(f"{lowest} is no token's number, nor {IGNORED}, a label that does not count")
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}[{index}] is no sample: {error}") from None
     return sample
