@@ -305,7 +305,7 @@ def test_load_class_finds_the_working_directory_first(monkeypatch):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(Path.cwd()))])
     assert load_class("weft_test_own:Thing", "dataset").__name__ == "Thing"
     with pytest.raises(
-        UserError, match="^'weft_test_own:Bare': Bare has no method __getitem__, which every dataset needs"
+        UserError, match=r"^'weft_test_own:Bare': Bare has no method __getitem__, which every dataset needs"
     ):
         load_class("weft_test_own:Bare", "dataset")
     with pytest.raises(UserError, match="has no class 'Think'"):
