@@ -82,6 +82,8 @@ def test_what_is_the_users_own():
     assert first.startswith(f'  File "{__file__}"')
     # A rank that died is not the fault of the model that waits for its weights.
     assert own_part(raised("/lib/python3/site-packages/torch/distributed/distributed_c10d.py"), {}) is None
+    # What an optimizer asks of a sharded parameter may be nothing that DTensor knows.
+    assert own_part(raised("/lib/python3/site-packages/torch/distributed/tensor/_dispatch.py"), {})
 
 
 def test_no_launcher_no_word(monkeypatch, tmp_path):

@@ -186,7 +186,9 @@ def _is_own(file: str) -> bool:
 
 
 def _communicates(file: str) -> bool:
-    return "/torch/distributed/" in Path(file).as_posix()
+    """A file of PyTorch's that speaks to other ranks; DTensor's operators do so by others."""
+    where = Path(file).as_posix()
+    return "/torch/distributed/" in where and "/torch/distributed/tensor/" not in where
 
 
 def _short(file: str) -> str:
