@@ -228,13 +228,13 @@ def dispatch(argv: list[str]) -> int:
         args = parser.parse_args(rest)
     except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
         return int(leaving.code or 0)
-    from weft.config.errors import UserError
+    from weft.config.errors import UserError, told_by_another
 
     try:
         with one_line_warnings(), nullcontext() if verb in SAVES_FIRST else terminable():
             return int(module.run(args) or 0)
     except UserError as error:
-        if not error.quiet:
+        if not told_by_another(error):
             print(error, file=sys.stderr, flush=True)
         return 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,3 +56,8 @@ def _place(where: str | Path | None, line: int | None) -> str:
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
     return f"{shown}: " if line is None else f"{shown}:{line}: "
+
+
+def told_by_another(error: UserError) -> bool:
+    """Whether this rank need not tell it: all ranks read the same file, and the first on each machine speaks of it."""
+    return error.quiet or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0")

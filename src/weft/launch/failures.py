@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from weft.config.errors import ConfigError, UserError
+from weft.config.errors import UserError, told_by_another
 from weft.config.own import OWN_PARTS
 
 MISTAKE, OWN, INTERNAL = "mistake", "own", "internal"  # of the user's input; in the user's code; in ours, or beneath it
@@ -68,9 +68,7 @@ def told_mistake(error: UserError) -> UserError:
     Of a mistake that all ranks find one speaks on each machine. The first to leave has its launcher end the others, so
     those that say nothing wait for it.
     """
-    # All ranks read the same file.
-    error.quiet = error.quiet or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0")
-    if not error.quiet:
+    if not told_by_another(error):
         leave_word(str(error), MISTAKE)
     elif "TORCHELASTIC_ERROR_FILE" in os.environ:
         time.sleep(SPEAKING)

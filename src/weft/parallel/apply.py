@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,12 +19,13 @@ from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
 from weft.models.sharding import decoder_sharding
+from weft.parallel.axes.alone import is_alone, whole_part, widen
 from weft.parallel.axes.context import Context, way_of
 from weft.parallel.axes.experts import exchange_tokens
 from weft.parallel.axes.fsdp import shard
 from weft.parallel.axes.own import cut_own
 from weft.parallel.axes.pipeline import Stages, split
-from weft.parallel.axes.tensor import cut_parameters, local_parts, overlap, share_parts
+from weft.parallel.axes.tensor import cut_parameters, local_part, local_parts, overlap, share_parts
 from weft.parallel.fp8 import use_fp8
 from weft.parallel.gradients.old_rows import freeze_all_but_rows
 from weft.parallel.memory.activations import checkpointed
@@ -61,6 +63,7 @@ def parallelize(
         pipeline it is what this rank has (`Stages`).
     """
     state_dtype = torch.promote_types(dtype, torch.float32)
+    alone = is_alone(world, parallel, dtype, reduce_dtype)
     built_in = isinstance(model_section, ModelSection)
     if built_in:
         with torch.device("meta"):
@@ -87,9 +90,15 @@ def parallelize(
         if fp8:
             use_fp8(stage, blocks, ranks=world.shape.tp)
         cut(stage, parallel, world, sequence)
+        if alone:
+            cut_parameters(stage, {"*": 0}, world.fsdp)
         _raise_if_shared(stage, blocks)
-        wrap(stage, blocks, world, activation_checkpointing=activation_checkpointing, compile=compile)
-        shard(stage, blocks, parallel, world, dtype, reduce_dtype)
+        part_of = partial(whole_part, dtype=dtype) if alone else local_part
+        wrap(stage, blocks, world, part_of, activation_checkpointing=activation_checkpointing, compile=compile)
+        if alone:
+            widen(stage, blocks, state_dtype)
+        else:
+            shard(stage, blocks, parallel, world, dtype, reduce_dtype)
         if built_in:
             stage.to_empty(device=home(parallel.offload, world.device))
 
@@ -104,7 +113,13 @@ def parallelize(
 
 
 def wrap(
-    model: nn.Module, blocks: list[nn.Module], world: World, *, activation_checkpointing: str, compile: bool
+    model: nn.Module,
+    blocks: list[nn.Module],
+    world: World,
+    part_of: Callable,
+    *,
+    activation_checkpointing: str,
+    compile: bool,
 ) -> None:
     """Have blocks keep less for backward, compile them, and put a rank's own parts in the place of parameters."""
     experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
@@ -112,18 +127,18 @@ def wrap(
         # The forward, not the module: FSDP's hooks stay outside, and names stay what they are. Compiled code is given
         # a rank's parts; what is computed again in backward has to find them again.
         if not compile:
-            block.forward = local_parts(block.forward, block, experts)
+            block.forward = local_parts(block.forward, block, experts, part_of=part_of)
         of = len(blocks)
         if isinstance(model, Decoder):  # a stage has some of the layers
             number, of = block.attention.layer, len(model.layers)
         block.forward = checkpointed(block.forward, activation_checkpointing, number, of, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
-            block.forward = local_parts(block.forward, block, experts)
+            block.forward = local_parts(block.forward, block, experts, part_of=part_of)
     seed_layers(model, blocks)
     for one in experts:
         one.forward = local_parts(one.forward, one)
-    model.forward = local_parts(model.forward, model, blocks)
+    model.forward = local_parts(model.forward, model, blocks, part_of=part_of)
     if compile and hasattr(model, "token_logprobs"):
         model.token_logprobs = partial(model.token_logprobs, compiled=True)
 

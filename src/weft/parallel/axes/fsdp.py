@@ -109,6 +109,8 @@ def on_last_micro_batch(model: nn.Module, last: bool, parallel: ParallelSection 
     with the last one. Where nothing is sharded, or gathered parameters are kept until backward anyway, they are also
     kept from one micro-batch to the next.
     """
+    if not isinstance(model, FSDPModule):
+        return  # one process alone
     model.set_requires_gradient_sync(last or (parallel is not None and parallel.reduces_every))
     model.set_requires_all_reduce(last)
     model.set_is_last_backward(last)

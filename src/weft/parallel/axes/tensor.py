@@ -50,7 +50,7 @@ def cut_parameters(
         for name, parameter in list(module.named_parameters(recurse=False)):
             cut = cut_of(table, f"{path}.{name}".lstrip("."))
             if parameter not in replaced:
-                along = Shard(cut) if isinstance(cut, int) else Replicate()
+                along = Shard(cut) if isinstance(cut, int) and parameter.ndim else Replicate()
                 mesh, placements = tp, [along]
                 if experts is not None and isinstance(module, Experts):
                     mesh, placements = experts, [Shard(0)] + ([along] if tp is not None else [])
@@ -63,12 +63,25 @@ def cut_parameters(
                 module.weft_shares = {**getattr(module, "weft_shares", {}), name: 1 / tp.size()}
 
 
-def local_parts(forward: Callable, unit: nn.Module, apart: Collection[nn.Module] = ()) -> Callable:
+def local_part(parameter: DTensor) -> torch.Tensor:
+    """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
+    placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
+    return parameter.to_local(grad_placements=placements)
+
+
+def local_parts(
+    forward: Callable,
+    unit: nn.Module,
+    apart: Collection[nn.Module] = (),
+    *,
+    part_of: Callable[[DTensor], torch.Tensor] = local_part,
+) -> Callable:
     """`forward`, with this rank's parts in the place of all DTensors that are parameters of `unit`.
 
     Args:
         unit: one of FSDP2's, whose parameters are gathered when `forward` is called.
         apart: modules inside it that are units of their own.
+        part_of: gives the part.
     """
     others = {id(module) for one in apart for module in one.modules()}
     places = [
@@ -84,7 +97,7 @@ def local_parts(forward: Callable, unit: nn.Module, apart: Collection[nn.Module]
         before = [module._parameters[name] for module, name, _ in places]
         try:
             for (module, name, share), parameter in zip(places, before, strict=True):
-                part = local_part(parameter)
+                part = part_of(parameter)
                 module._parameters[name] = part if share is None else part * share
             return forward(*arguments, **named)
         finally:
@@ -92,12 +105,6 @@ def local_parts(forward: Callable, unit: nn.Module, apart: Collection[nn.Module]
                 module._parameters[name] = parameter
 
     return call if places else forward
-
-
-def local_part(parameter: DTensor) -> torch.Tensor:
-    """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
-    placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
 
 
 def overlap(tp: DeviceMesh) -> None:
