@@ -62,12 +62,18 @@ def main() -> int:
     for mesh in MESHES:
         if args.only and not set(args.only.split(",")) & set(mesh):
             continue
-        found = measured_apart(__file__, mesh | ({"layers": 8} if args.quick else {}))
+        try:
+            found = measured_apart(__file__, mesh | ({"layers": 8} if args.quick else {}))
+        except KeyboardInterrupt:
+            print("interrupted: the table has what there is")
+            break
         if "failed" in found:
             print(f"{mesh}: FAILED: {found['failed']}", flush=True)
             return 1
         rows.append({"mesh": mesh} | found)
         print(line(rows[-1]), flush=True)
+    if not rows:
+        return 130
     lines = [
         f"# A step on {RANKS:,} ranks",
         "",
