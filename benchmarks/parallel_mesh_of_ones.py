@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/parallel_mesh_of_ones.py [--sizes tiny,14m,60m] [--steps 40] [--quick]
 
-One process has two models with the same weights: one as `parallelize` makes it, in FSDP2's units, with its passes,
+One process has two models with the same weights: one as `parallelize` makes it, of DTensors, with its passes,
 clipping and update; one as `build_model` makes it, in PyTorch's own loop. They take turns, a step each, on the same
 rows, the first one changing each time: both see the same minute of the machine. `tiny` has hardly any arithmetic, so
 its difference is the fixed cost of a step. Writes a table (.md) and all numbers (.json) into benchmarks/results.
@@ -41,7 +41,7 @@ ROWS = {"tiny": 4, "14m": 8, "60m": 4}
 SEQUENCE, WARMUP = 256, 4
 NOTES = """\
 - The bare loop: forward, loss, `backward`, `clip_grad_norm_`, fused `AdamW`; in bf16 under autocast, whose casts of
-  weights and activations FSDP2's policy does otherwise, so that only fp32 compares like with like.
+  weights and activations Weft makes in other places, so that only fp32 compares like with like.
 - Weft's: its passes (one micro-batch a step), clipping and `adamw`, and the sum of losses over the mesh.
 - The difference is the median of those of neighbouring steps, its share that of the bare median."""
 
