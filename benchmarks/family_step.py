@@ -40,7 +40,7 @@ PEERS = {
     "foreign": "transformers' model in Weft's policy (`type: hf`)",
 }
 NOTES = """\
-- **Weft**: the model as a run has it: `parallelize` on a mesh of one process (FSDP2; with bf16 its policy: float32
+- **Weft**: the model as a run has it: `build_sharded_model` on a mesh of one process (with bf16 its policy: float32
   state, bfloat16 weights and activations for computing, float32 gradients and losses); compiled: `training.compile`.
 - **transformers**: `AutoModelForCausalLM` with float32 weights, with bf16 under autocast as
   `Trainer(bf16=True)` has it, `labels` given; with its own choice of attention (sdpa where it has it) and of experts;

@@ -60,11 +60,10 @@ NOTES = """\
 def llama(parameters: float) -> tuple[str, dict]:
     """The Llama preset that is nearest in size, with its head untied."""
     from weft.config.model import ModelSection
-    from weft.config.presets import presets
-    from weft.config.size import model_size
+    from weft.families import presets
 
     known = {name: keys for name, keys in presets().items() if keys["family"] == "llama" and "vocab_size" in keys}
-    sizes = {name: model_size(ModelSection(**keys)).parameters for name, keys in known.items()}
+    sizes = {name: ModelSection(**keys).size().parameters for name, keys in known.items()}
     name = min(sizes, key=lambda one: abs(sizes[one] - parameters))
     return name, known[name]
 
@@ -198,7 +197,6 @@ def main() -> int:
 
     import weft
     from weft.config.model import ModelSection
-    from weft.config.size import model_size
 
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads)}
     (HERE / "work").mkdir(exist_ok=True)
@@ -217,7 +215,7 @@ def main() -> int:
         "models": [],
     }
     for model, keys in models.items():
-        size = 2 * model_size(ModelSection(**keys)).parameters
+        size = 2 * ModelSection(**keys).size().parameters
         folder = Path(tempfile.mkdtemp(prefix="files-", dir=HERE / "work"))
         found["models"].append(measure(model, keys, size, args, folder))
     name = f"huggingface_files-{slug(found['device'])}-{name}" + ("-quick" if args.quick else "")

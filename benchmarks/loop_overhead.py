@@ -95,7 +95,7 @@ def bare_step_of(loop):
     import torch
     from torch.distributed.tensor import DTensor
 
-    batch = loop.source.batch(0).to(loop.world.device)
+    batch = loop.data.source.batch(0).to(loop.world.device)
     rows = SEQUENCE * len(batch.tokens)
     local = {}
 
@@ -118,9 +118,14 @@ def bare_step_of(loop):
 
 def measure(size: str, steps: int, threads: int) -> dict:
     import weft
+    from weft.objectives.pretrain import Pretrain
     from weft.observe.console import Console
+    from weft.parallel.gradients.scaling import LossScale
     from weft.parallel.world import start_world
     from weft.train import trainer
+    from weft.train.loop import Learner, Loop
+    from weft.train.measures import Metrics
+    from weft.train.recorder import Recorder
 
     work = HERE / "work"
     work.mkdir(exist_ok=True)
@@ -129,10 +134,12 @@ def measure(size: str, steps: int, threads: int) -> dict:
         path.write_text(json.dumps(config(size, WARMUP + steps + 2, threads, directory)))
         checked = weft.RunConfig.load(path)
         world = start_world(checked.parallel)
-        run, checked = trainer.prepare(checked, world, fresh=False)
-        data = trainer.open_data(checked, world)
-        model, optimizer = trainer.build(checked, world)
-        loop = trainer.wire(checked, world, run, data, model, optimizer, {"step": 0}, Console(speaks=True))
+        job = trainer.prepare(checked, world, Console(speaks=True), fresh=False)
+        data = trainer.open_data(job.config, world)
+        model, optimizer = trainer.build(job.config, world)
+        metrics, schedule = Metrics([], Pretrain()), trainer.make_schedule(job.config, data)
+        learner = Learner(model, metrics, optimizer, schedule, LossScale(job.config.training))
+        loop = Loop(job, data, learner, Recorder(job, data, model, 0))
         Turns.bare_step = staticmethod(bare_step_of(loop))
         loop.run(0)
         world.close()
@@ -141,7 +148,7 @@ def measure(size: str, steps: int, threads: int) -> dict:
     added = statistics.median(a - b for a, b in zip(looped, bare, strict=True))
     return {
         "size": size,
-        "dtype": checked.training.dtype,
+        "dtype": job.config.training.dtype,
         "looped_ms": 1e3 * statistics.median(looped),
         "bare_ms": 1e3 * statistics.median(bare),
         "added_ms": 1e3 * added,

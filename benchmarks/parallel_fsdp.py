@@ -68,8 +68,8 @@ OTHERS = {
 SUBJECTS = DATA | OTHERS
 NARROW = {"weft-narrow"}  # says something in bf16 alone
 NOTES = """\
-- **Weft**: the parts of its training loop: `parallelize`, the passes, clipping, the same AdamW; the loss's weight and
-  the loss are summed over the ranks in each step. Gradients are summed in float32 unless it says bfloat16.
+- **Weft**: the parts of its training loop: `build_sharded_model`, passes, clipping, the same AdamW; the loss's weight
+  and the loss are summed over the ranks in each step. Gradients are summed in float32 unless it says bfloat16.
 - **Accelerate**: `Accelerator` with `prepare`, `backward` and `clip_grad_norm_`; FSDP2 with `fsdp_version=2`, a unit
   for each layer, and its defaults (`mixed_precision="bf16"` sums gradients in bfloat16 too). On CPUs Accelerate takes
   no notice of its FSDP plugin and goes on with DDP; here it is told by hand that it is FSDP, and the rest is its own.

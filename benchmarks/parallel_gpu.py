@@ -76,7 +76,7 @@ REPORTED = [  # who, what, tokens/s on each GPU, GiB, MFU as reported (None: by 
 ]
 NOTES = f"""\
 - MFU = tokens/s x (6 x matmul parameters + 12 x layers x width x sequence) / the device's bfloat16 peak, for fp8 too.
-- **Weft**: the parts of its training loop (`parallelize` on a mesh of one process, the passes, clipping), with blocks
+- **Weft**: the parts of its training loop (`build_sharded_model` on a mesh of one process, passes, clipping), blocks
   compiled and float32 state; nothing is computed again. fp8: `training.fp8`, the layers' matrices by torchao.
 - **Trainer**: its defaults with `bf16=True` (autocast) and `torch_compile=True`, less reports, progress bar and saving.
 - The same shape, random tokens, fused AdamW, clipping at 1, and number of sequences in a step; each measurement in a

@@ -3,12 +3,11 @@
     .venv/bin/python benchmarks/parallel_many_ranks.py [--quick] [--only tp,ep]
 
 Llama of 28B parameters (or a mixture of experts of 30B) at 8,192 tokens in bfloat16, with full activation
-checkpointing: built and sharded by `parallelize`, stepped by a run's own loop, on PyTorch's fake process group and with
+checkpointing: made by `build_sharded_model`, stepped by a run's own loop, on PyTorch's fake process group and with
 tensors that have no values (`tests/parallel/shapes.py`). So all but arithmetic and sending is as on the ranks: what is
 told is the time and memory that this takes here, and what the rank would need and send.
 """
 
-import argparse
 import datetime
 import json
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
-from common import measured_apart, processor, write_results  # noqa: E402
+from common import measured_apart, mesh_options, processor, write_results  # noqa: E402
 
 NOTES = """\
 - Here: seconds to build the model and share it out (on the meta device), and of the second step; the most memory that
@@ -47,20 +46,15 @@ def job(mesh: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A 28B model's step as one of 2,048 ranks.")
-    parser.add_argument("--quick", action="store_true", help="8 layers, one step: does it work at all?")
-    parser.add_argument("--only", help="meshes with one of these axes, as tp,ep")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.job:
-        job(json.loads(args.job))
+    args = mesh_options("A 28B model's step as one of 2,048 ranks.", "8 layers, one step")
+    if args.job is not None:
+        job(args.job)
         return 0
     from shapes import MESHES, RANKS
 
     rows = []
     for mesh in MESHES:
-        if args.only and not set(args.only.split(",")) & set(mesh):
+        if args.only and not args.only & set(mesh):
             continue
         try:
             found = measured_apart(__file__, mesh | ({"layers": 8} if args.quick else {}))

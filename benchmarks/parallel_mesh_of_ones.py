@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/parallel_mesh_of_ones.py [--sizes tiny,14m,60m] [--steps 40] [--quick]
 
-One process has two models with the same weights: one as `parallelize` makes it, of DTensors, with its passes,
+One process has two models with the same weights: one as `build_sharded_model` makes it, of DTensors, with its passes,
 clipping and update; one as `build_model` makes it, in PyTorch's own loop. They take turns, a step each, on the same
 rows, the first one changing each time: both see the same minute of the machine. `tiny` has hardly any arithmetic, so
 its difference is the fixed cost of a step. Writes a table (.md) and all numbers (.json) into benchmarks/results.
@@ -20,11 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 from common import (  # noqa: E402
-    BETAS,
     CLIP,
-    LEARNING_RATE,
     SHAPES,
-    WEIGHT_DECAY,
     available_cores,
     batch,
     job,
@@ -42,7 +39,7 @@ SEQUENCE, WARMUP = 256, 4
 NOTES = """\
 - The bare loop: forward, loss, `backward`, `clip_grad_norm_`, fused `AdamW`; in bf16 under autocast, whose casts of
   weights and activations Weft makes in other places, so that only fp32 compares like with like.
-- Weft's: its passes (one micro-batch a step), clipping and `adamw`, and the sum of losses over the mesh.
+- Weft's: its passes (one micro-batch a step), clipping, the same AdamW, and the sum of losses over the mesh.
 - The difference is the median of those of neighbouring steps, its share that of the bare median."""
 
 
@@ -51,78 +48,41 @@ def work(asked: dict) -> None:
     import json
 
     import torch
+    import torch.distributed as dist
+    from parallel_steps import weft
 
-    from weft.config.mesh import ParallelSection
     from weft.config.model import ModelSection
-    from weft.data.batches.batch import Batch
     from weft.models.build import build_model
-    from weft.objectives.pretrain import Pretrain
-    from weft.optim.adamw import AdamW
-    from weft.parallel.apply import parallelize
-    from weft.parallel.gradients.clip import clip_gradients
-    from weft.parallel.parts import local
-    from weft.parallel.passes import Passes
-    from weft.parallel.world import start_world
-    from weft.train.choices import DTYPES, keep_freed_memory
+    from weft.parallel.apply import fill
+    from weft.train.choices import keep_freed_memory
 
     keep_freed_memory()
-    narrow = asked["dtype"] == "bf16"
-    section, parallel = ModelSection(**asked["shape"]), ParallelSection()
-    world = start_world(parallel)
-    meshed = parallelize(
-        section,
-        parallel,
-        world,
-        dtype=DTYPES["bfloat16" if narrow else "float32"],
-        seed=0,
-        compile=asked["compile"],
-        sequence=SEQUENCE,
-    )
-    bare = build_model(section).train()
-    with torch.no_grad():
-        for to, of in zip(bare.parameters(), meshed.parameters(), strict=True):
-            to.copy_(local(of))
-    objective = Pretrain()
-    passes = Passes(meshed, objective, world, parallel)
-    parameters = list(meshed.parameters())
-    ours = AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
-    theirs = optimizer(bare)
+    on_mesh = weft(asked)
+    bare = build_model(ModelSection(**asked["shape"])).train()
+    fill(bare, seed=0)  # as the other is
+    adamw = optimizer(bare)
     if asked["compile"]:
         for block in bare.layers:
             block.compile()
-    passes.updated()
 
-    def on_mesh(rows: Batch) -> float:
-        weight, learned = world.sum(objective.weight(rows), rows.weight.sum(dtype=torch.float64))
-        total = passes.train([rows], weight=weight, learned=learned, seed=lambda _: None)
-        loss = world.sum(total)[0] / weight
-        clip_gradients(parameters, CLIP, world.stages)
-        ours.step()
-        passes.updated()
-        ours.zero_grad()
-        return loss
-
-    def alone(rows: Batch) -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-            logprobs = bare(rows.tokens, rows.positions, rows.segments, labels=rows.labels)
-        loss = -(logprobs * rows.weight).sum() / rows.weight.sum()
+    def alone(number: int) -> float:
+        tokens, labels = batch(asked, number)
+        with torch.autocast("cpu", torch.bfloat16, enabled=asked["dtype"] == "bf16"):
+            logprobs = bare(tokens, labels=labels)
+        loss = -logprobs.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(bare.parameters(), CLIP)
-        theirs.step()
-        theirs.zero_grad()
+        adamw.step()
+        adamw.zero_grad()
         return loss.item()
 
     seconds, losses = {on_mesh: [], alone: []}, {on_mesh: [], alone: []}
     for number in range(asked["warmup"] + asked["steps"]):
-        tokens, labels = batch(asked, number)
-        positions = torch.arange(SEQUENCE).repeat(len(tokens), 1)
-        weight = torch.ones(tokens.shape)
-        rows = Batch(tokens, labels, weight, positions, None, torch.arange(len(tokens)))
         for step in (on_mesh, alone) if number % 2 else (alone, on_mesh):
             began = time.perf_counter()
-            losses[step].append(step(rows))
+            losses[step].append(step(number))
             seconds[step].append(time.perf_counter() - began)
-    world.close()
+    dist.destroy_process_group()
     print(
         json.dumps(
             {
@@ -194,6 +154,7 @@ def main() -> int:
                     "warmup": WARMUP,
                     "steps": args.steps,
                     "batch": ROWS[size],
+                    "sequence": SEQUENCE,
                     "device": "cpu",
                     "data": str(data),
                 }

@@ -8,7 +8,6 @@ takes the step, and what it hands to the backend is counted, as what any algorit
 formula.
 """
 
-import argparse
 import datetime
 import json
 import math
@@ -20,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 sys.path.insert(0, str(HERE.parent / "tests" / "parallel"))
-from common import measured_apart, write_results  # noqa: E402
+from common import measured_apart, mesh_options, write_results  # noqa: E402
 
 RANKS, SEQUENCE = 16, 4096
 WEIGHT, GRADIENT, ACTIVATION, RESIDUAL = 2, 4, 2, 4  # bytes of a number, as a run in bfloat16 has them
@@ -145,18 +144,13 @@ def job(asked: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What a rank sends in a step, beside the least that it could.")
-    parser.add_argument("--quick", action="store_true", help="8 layers: does it work at all?")
-    parser.add_argument("--only", help="meshes with one of these axes, as tp,cp")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.job:
-        job(json.loads(args.job))
+    args = mesh_options("What a rank sends in a step, beside the least that it could.", "8 layers")
+    if args.job is not None:
+        job(args.job)
         return 0
     layers, rows = 8 if args.quick else LLAMA["num_hidden_layers"], []
     for name, mesh, training in MESHES:
-        if args.only and not set(args.only.split(",")) & set(mesh):
+        if args.only and not args.only & set(mesh):
             continue
         found = measured_apart(__file__, {"mesh": mesh, "training": training, "layers": layers})
         label = ", ".join(filter(None, (name, " ".join(f"{key} {value}" for key, value in mesh.items()))))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(min(4, max(1, _cores() // _workers)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Nothing a test does reaches a hub or a tracker's server.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline")
+
+
+# A suite in the background has SIGINT ignored, and whatever it starts inherits that; tests of Ctrl-C need the default.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

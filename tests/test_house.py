@@ -43,6 +43,9 @@ def test_version_is_stated_once_and_the_changelog_knows_it():
 
     assert re.fullmatch(r"\d+\.\d+\.\d+([a-z0-9.]+)?", weft.__version__)
     assert f"## [{weft.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    stated = re.compile(rf"""["']{re.escape(weft.__version__)}["']""")
+    files = {str(path) for path, text in texts(".py", ".toml") if stated.search(text) and path.parts[0] != "tests"}
+    assert files == {"pyproject.toml"}
     try:
         installed = version("weft-train")
     except PackageNotFoundError:

@@ -5,6 +5,7 @@ A peer is a program that takes one JSON object as its argument and prints anothe
 and numpy from here, so that it can live in an environment of its own.
 """
 
+import argparse
 import json
 import os
 import re
@@ -192,6 +193,16 @@ def processor() -> str:
 def slug(device: str) -> str:
     """A file name's part from a device's name."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((R|TM)\)", "", device).lower()).strip("-")
+
+
+def mesh_options(description: str, quick: str) -> argparse.Namespace:
+    """Of a benchmark that takes many meshes, each in a process of its own; `job`: what this one is asked, or None."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: does it work at all?")
+    parser.add_argument("--only", type=lambda axes: set(axes.split(",")), help="meshes with one of these axes: tp,cp")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def measured_apart(script: str, job: dict) -> dict:

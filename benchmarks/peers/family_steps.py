@@ -67,7 +67,8 @@ def weft_model(asked: dict, folder: Path):
     from weft.config.foreign import ForeignModelSection
     from weft.config.mesh import ParallelSection
     from weft.models.forward import forward_of
-    from weft.parallel.apply import parallelize
+    from weft.parallel.apply import build_sharded_model
+    from weft.parallel.state import ModelPlan
     from weft.parallel.world import start_world
     from weft.train.choices import DTYPES
 
@@ -80,7 +81,8 @@ def weft_model(asked: dict, folder: Path):
     parallel = ParallelSection()
     world = start_world(parallel)
     dtype = DTYPES[{"bf16": "bfloat16", "fp32": "float32"}[asked["dtype"]]]
-    model = parallelize(section, parallel, world, dtype=dtype, seed=0, compile=asked["mode"] == "compiled")
+    plan = ModelPlan(section, parallel, dtype=dtype, compile=asked["mode"] == "compiled")
+    model = build_sharded_model(plan, world)
     if foreign:
         fill_foreign(model, section)
     else:

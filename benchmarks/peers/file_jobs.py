@@ -75,9 +75,9 @@ def work(asked: dict) -> None:
 
 def weft_way(asked: dict):
     """The call to be measured, with what it needs imported."""
-    import weft.checkpoint.huggingface.export
     import weft.checkpoint.huggingface.import_
     import weft.checkpoint.model
+    import weft.export.hf
     import weft.models.build
     import weft.observe.console
     from weft.cli.main import main
@@ -117,9 +117,8 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
 
     from weft.checkpoint.huggingface.folder import groups
     from weft.checkpoint.tensor_file import Entry, cut, write_safetensors
-    from weft.config.huggingface import CONFIG, INDEX
     from weft.config.model import ModelSection
-    from weft.config.size import model_size
+    from weft.families.folder import CONFIG, INDEX
     from weft.models.decoder import Decoder
     from weft.models.huggingface import config_of, invert, tensors
 
@@ -149,7 +148,7 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
     size = sum(entry.bytes for entry in entries)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
     (folder / CONFIG).write_text(json.dumps(config_of(checked) | {"dtype": "bfloat16"}))
-    return {"parameters": model_size(checked).parameters, "bytes": size, "tensors": len(entries), "files": len(shards)}
+    return {"parameters": checked.size().parameters, "bytes": size, "tensors": len(entries), "files": len(shards)}
 
 
 if __name__ == "__main__":

@@ -84,11 +84,12 @@ def weft(asked: dict):
     from weft.config.model import ModelSection
     from weft.data.batches.batch import Batch
     from weft.objectives.pretrain import Pretrain
-    from weft.parallel.apply import parallelize
+    from weft.parallel.apply import build_sharded_model
     from weft.parallel.axes.pipeline import PipelinePasses
     from weft.parallel.fp8 import raise_unless_usable
     from weft.parallel.gradients.clip import clip_gradients
     from weft.parallel.passes import Passes
+    from weft.parallel.state import ModelPlan
     from weft.parallel.world import start_world
     from weft.train.choices import DTYPES
 
@@ -103,17 +104,16 @@ def weft(asked: dict):
     fp8 = asked["dtype"] == "fp8"
     if fp8:
         raise_unless_usable(world.device)
-    model = parallelize(
+    plan = ModelPlan(
         section,
         parallel,
-        world,
         dtype=DTYPES["float32" if asked["dtype"] == "fp32" else "bfloat16"],
         reduce_dtype=DTYPES.get(asked.get("reduce")),
-        seed=0,
         compile=asked["compile"],
         sequence=asked["sequence"],
         fp8=fp8,
     )
+    model = build_sharded_model(plan, world)
     if foreign:
         fill_foreign(model, section)
     elif folder:
@@ -138,7 +138,7 @@ def weft(asked: dict):
         weight, learned = world.sum(objective.weight(whole), whole.weight.sum(dtype=torch.float64))
         micro_batches = whole.split(asked.get("micro", rows))
         total = passes.train(micro_batches, weight=weight, learned=learned, seed=lambda _: None)
-        loss = world.sum(total)[0] / weight
+        loss = world.sum(total[0])[0] / weight
         clip_gradients(parameters, CLIP, world.stages)
         adamw.step()
         passes.updated()

@@ -1,37 +1,81 @@
 """Weft trains language models: raw text in; a trained, evaluated and served model out.
 
-The names a library user starts with; each is imported when it is first touched, so that `import weft` costs nothing:
+Each public name is imported when it is first touched, so that `import weft` costs nothing:
 
+    weft.pack(["docs.jsonl"], tokenizer="tok", out="store")
     config = weft.RunConfig.load("run.yaml", ["optimizer.lr=1e-3"])
     weft.Trainer(config).fit()
-    model = weft.load_model("runs/run")          # token ids [batch, seq] -> logits [batch, seq, vocab]
-    weft.perplexity(model, "heldout").loss       # nats per token of a token store
+    weft.generate("runs/run", "Once upon a time")
+    weft.evaluate("runs/run", store="heldout").loss         # nats per token
+    weft.export_model("runs/run", "out", to="hf")           # for Hugging Face's transformers
+    model = weft.load_model("runs/run")                     # token ids [batch, seq] -> logits [batch, seq, vocab]
 """
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-__all__ = ["RunConfig", "Trainer", "UserError", "load_model", "perplexity"]
+__all__ = [
+    "RunConfig",
+    "Tokenizer",
+    "Trainer",
+    "UserError",
+    "evaluate",
+    "export_model",
+    "generate",
+    "import_model",
+    "load_model",
+    "pack",
+    "perplexity",
+]
 
 if TYPE_CHECKING:
+    __version__: str
+    from weft.checkpoint.huggingface.import_ import import_model
     from weft.checkpoint.model import load_model
-    from weft.config.errors import UserError
     from weft.config.run import RunConfig
-    from weft.evaluate.perplexity import perplexity
+    from weft.data.packing.pack import pack
+    from weft.data.tokenizers.tokenizer import Tokenizer
+    from weft.errors import UserError
+    from weft.evaluation.evaluate import evaluate
+    from weft.evaluation.perplexity import perplexity
+    from weft.export.model import export_model
+    from weft.generation.text import generate
     from weft.train.trainer import Trainer
 
-_HOME = {
+_MODULES = {
     "RunConfig": "weft.config.run",
-    "UserError": "weft.config.errors",
+    "Tokenizer": "weft.data.tokenizers.tokenizer",
     "Trainer": "weft.train.trainer",
+    "UserError": "weft.errors",
+    "evaluate": "weft.evaluation.evaluate",
+    "export_model": "weft.export.model",
+    "generate": "weft.generation.text",
+    "import_model": "weft.checkpoint.huggingface.import_",
     "load_model": "weft.checkpoint.model",
-    "perplexity": "weft.evaluate.perplexity",
+    "pack": "weft.data.packing.pack",
+    "perplexity": "weft.evaluation.perplexity",
 }
 
 
 def __getattr__(name: str):
-    if name not in _HOME:
+    if name == "__version__":
+        return _version()
+    if name not in _MODULES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def _version() -> str:
+    """What pyproject.toml states: that of the sources that run, or of the installed package."""
+    import tomllib
+    from importlib.metadata import version
+    from pathlib import Path
+
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"] if file.is_file() else {}
+    return project["version"] if project.get("name") == "weft-train" else version("weft-train")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

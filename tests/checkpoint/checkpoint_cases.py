@@ -23,9 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from weft.checkpoint.files import Keep
 from weft.checkpoint.load import checkpoints, load
 from weft.checkpoint.save import save
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 
 class Uneven(nn.Module):
@@ -149,8 +150,10 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     }
 
 
-def write(run: Path, model, optimizer, step: int = 3, **more) -> Path:
-    settings = {"state": {"seen": step * 10}, "architecture": {"type": "decoder"}, "keep_last": 9, "keep_every": None}
+def write(
+    run: Path, model, optimizer, step: int = 3, keep_last: int = 9, keep_every: int | None = None, **more
+) -> Path:
+    settings = {"state": {"seen": step * 10}, "architecture": {"type": "decoder"}, "keep": Keep(keep_last, keep_every)}
     return save(run, step, model=model, optimizer=optimizer, **{**settings, **more})
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from test_huggingface import SMALL, folder, theirs, weft_command
 
 import weft
-from weft.config.errors import ConfigError
 from weft.config.run import RunConfig
+from weft.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,13 @@ MISTAKES = {
     "empty config": (lambda p: replace(p, "config.json", b""), "config.json: the file is empty"),
     "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: broken JSON"),
     "list as config": (lambda p: replace(p, "config.json", b"[]"), "config.json: not a model's config.json"),
-    "heads": (lambda p: change(p, num_attention_heads=5, head_dim=None), "do not divide one another"),
+    "heads": (
+        lambda p: change(p, num_attention_heads=5, head_dim=None),
+        "num_attention_heads: 5 heads do not",
+    ),
     "negative": (
         lambda p: change(p, num_hidden_layers=-1),
-        "config.json: num_hidden_layers: -1 cannot be: ",
+        "config.json: num_hidden_layers: -1 is no whole number of at least 1",
     ),
     "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
     "half": (lambda p: cut(p, -1), r"model.safetensors: half a file: [\d,]+ bytes of [\d,]+; download it again"),
@@ -166,8 +169,8 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys,
         raise OSError(28, "No space left on device")
 
     assert weft_command("import", whole, tmp_path / "good") == 0
-    monkeypatch.setattr("weft.checkpoint.writing.write_safetensors", full)
-    monkeypatch.setattr("weft.checkpoint.huggingface.export.write_safetensors", full)
+    monkeypatch.setattr("weft.checkpoint.storage.write_safetensors", full)
+    monkeypatch.setattr("weft.checkpoint.making.write_safetensors", full)
     for verb, source in (("import", whole), ("export", tmp_path / "good")):
         capsys.readouterr()
         assert weft_command(verb, source, tmp_path / "new") == 2
@@ -185,10 +188,18 @@ def test_a_damaged_import(tmp_path, whole, capsys):
 
 
 def test_export_of_what_cannot_be(tmp_path, whole, capsys):
-    assert weft_command("export", whole, tmp_path / "out") == 2
-    assert "a Hugging Face folder already" in capsys.readouterr().err
-    assert weft_command("export", whole, tmp_path / "out", "--max-shard-size", "5 pages") == 2
-    assert "--max-shard-size 5 pages: no size" in capsys.readouterr().err
+    for words, what in (
+        (["--max-shard-size", "5 pages"], "--max-shard-size 5 pages: no size"),
+        (["--dtype", "float8"], "dtype 'float8': give one of float32, "),
+        (["--to", "gguff"], "there is no export 'gguff'; there are hf"),
+        (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
+        (["--to", "weft.errors:__doc__"], "is no export target"),
+        (["quantization=q8"], "quantization: no option of the export to hf; it has dtype, max_shard_size"),
+        (["q8"], "'q8': SRC and OUT are followed by options of the target, each as key=value"),
+    ):
+        assert weft_command("export", whole, tmp_path / "out", *words) == 2
+        assert what in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_in_a_run_file(tmp_path, whole, run_yaml):

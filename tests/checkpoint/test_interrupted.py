@@ -10,8 +10,8 @@ import time
 import pytest
 from test_huggingface import folder, theirs, weft_command
 
-from weft.checkpoint.huggingface.making import new_folder
-from weft.config.errors import UserError
+from weft.checkpoint.making import new_folder
+from weft.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, cod
 MAKING = """
 import sys, time
 from pathlib import Path
-from weft.checkpoint.huggingface.making import new_folder
+from weft.checkpoint.making import new_folder
 with new_folder(Path(sys.argv[1]), 0) as made:
     (made / "file").touch()
     print("begun", flush=True)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
+from weft.errors import UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 

@@ -19,7 +19,7 @@ from checkpoint_cases import adamw, built, updates, write
 from torch import nn
 
 from weft.checkpoint.load import checkpoints, load, resolve, verify
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 
 def names(run: Path) -> list[str]:
@@ -49,6 +49,7 @@ def flip(path: Path, where: int) -> None:
 
 # ---- damage
 
+SUMS = "checksums.json"
 DAMAGES = {
     "a flipped bit in the tensors": (
         lambda c: flip(tensors_of(c), -10),
@@ -56,20 +57,12 @@ DAMAGES = {
     ),
     "truncated": (lambda c: os.truncate(tensors_of(c), 100), "it has 100 bytes of "),
     "tensors missing": (lambda c: tensors_of(c).unlink(), "the file is missing"),
-    "checksums missing": (lambda c: (c / "checksums.json").unlink(), "checksums.json: damaged checkpoint: the file is"),
-    "checksums no JSON": (
-        lambda c: (c / "checksums.json").write_text("{"),
-        "checksums.json: damaged checkpoint: it is not",
-    ),
-    "checksums empty": (
-        lambda c: (c / "checksums.json").write_text("[]"),
-        "checksums.json: damaged checkpoint: it is not",
-    ),
+    "checksums missing": (lambda c: (c / SUMS).unlink(), f"{SUMS}: damaged checkpoint: the file is"),
+    "checksums no JSON": (lambda c: (c / SUMS).write_text("{"), f"{SUMS}: damaged checkpoint: it is not"),
+    "checksums empty": (lambda c: (c / SUMS).write_text("[]"), f"{SUMS}: damaged checkpoint: it is not"),
     "a checksum changed": (
-        lambda c: (c / "checksums.json").write_text(
-            (c / "checksums.json").read_text().replace('"bytes": ', '"bytes": 1')
-        ),
-        "checksums.json: damaged checkpoint: its contents",
+        lambda c: (c / SUMS).write_text((c / SUMS).read_text().replace('"bytes": ', '"bytes": 1')),
+        f"{SUMS}: damaged checkpoint: its contents",
     ),
     "state changed": (lambda c: flip(c / "state.json", 5), "state.json: damaged checkpoint: its contents"),
     "index missing": (lambda c: (c / "index.json").unlink(), "index.json: damaged checkpoint: the file is missing"),
@@ -292,6 +285,16 @@ def test_keep_last_and_keep_every(tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4
 
 
+def test_a_lower_keep_last_makes_room_before_the_save(run, monkeypatch):
+    """Whoever lowers it may have a full disk; but an undamaged checkpoint stays until the new one is there."""
+    os.truncate(tensors_of(run / "checkpoints" / "step-00000003"), 100)
+    present, usage = [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (present.extend(names(run)), usage(path))[1])
+    write(run, built(1), None, step=4, keep_last=1)
+    assert present == ["step-00000002", "step-00000003"]
+    assert names(run) == ["step-00000004"]
+
+
 def test_a_checkpoint_that_was_just_saved_stays_though_others_are_of_later_steps(run):
     write(run, built(1), None, step=1, keep_last=1)
     assert names(run) == ["step-00000001", "step-00000003"]
@@ -379,7 +382,7 @@ def test_a_full_disk(tmp_path, monkeypatch, looks_empty):
         for step in (1, 2):
             write(disk, built(1), None, step=step)
         (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 8192))
-        monkeypatch.setattr("weft.checkpoint.storage._groups", lambda items: [items])
+        monkeypatch.setattr("weft.checkpoint.storage.cut", lambda entries, limit: [entries])
         large = built(1, width=200)
         if looks_empty:
             monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 0, 2**50))

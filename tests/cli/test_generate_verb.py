@@ -92,7 +92,13 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
         ([], "there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE"),
         (["-", "-"], "standard input is read once; give - once"),
         (["a", "--top-p", "0"], "top_p is 0.0; give more than 0 and at most 1"),
-        (["a", "--temperature", "nan"], "temperature is nan; give 0 (the likeliest token) or more"),
+        *(
+            (
+                ["a", "--temperature", value],
+                f"temperature is {value}; give 0 (the likeliest token) or a finite number above",
+            )
+            for value in ("nan", "inf", "-1.0")
+        ),
         (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; give at least 1"),
         (["--prompts", "none.txt"], "none.txt: the file of prompts cannot be read: No such file or directory"),
         (["--prompts", "blank.txt"], "blank.txt: there is no prompt in it; write one a line"),
@@ -113,16 +119,16 @@ def test_another_models_tokenizer(their_folder, capsys):
 
 @pytest.mark.parametrize("prompts", [["Kalo mi"], ["Kalo mi", "Ka"]])
 def test_what_is_written_before_ctrl_c_is_shown(their_folder, monkeypatch, capsys, prompts):
-    from weft.generate import sample
+    from weft.generation import text
 
     def interrupted(*args, **kwargs):
-        steps = generate(*args, **kwargs)
+        steps = generate_steps(*args, **kwargs)
         yield from (next(steps) for _ in range(3))
         raise KeyboardInterrupt
 
-    generate, folder = sample.generate, their_folder()
+    generate_steps, folder = text.generate_steps, their_folder()
     three = written(capsys, folder, *prompts, "--max-new-tokens", 3)
-    monkeypatch.setattr(sample, "generate", interrupted)
+    monkeypatch.setattr(text, "generate_steps", interrupted)
     assert main(["generate", str(folder), *prompts, "--max-new-tokens", "9"]) == 130
     assert capsys.readouterr().out == three
 

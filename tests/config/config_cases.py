@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.errors import ConfigError
 from weft.config.run import RunConfig
+from weft.errors import ConfigError
 
 RUN = """\
 run: {name: demo, directory: runs, seed: 7}

@@ -8,7 +8,7 @@ import pytest
 from config_cases import SHORT, load, problems, write
 
 from weft.config.components import ROOMS, built_ins, find_part, load_class
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 OWN = """\
 raise RuntimeError("imported")
@@ -279,8 +279,8 @@ def test_models_and_datasets_of_the_users_own():
         "command line: model.widht: unknown key; did you mean 'width'?",
         "command line: data.train.pth: unknown key; did you mean 'path'?",
     ]
-    (found,) = problems(text, "data.validation.path=3")
-    assert found.startswith("command line: data.validation.type: required")
+    (found,) = problems(text.replace("sequence_length", "validation: {type: 'own:Lines'}, sequence_length"))
+    assert found.startswith("run.yaml:2: data.validation.path: required by Lines")
     assert "unknown dataset 'lines'" in problems(text, "data.train.type=lines")[0]
     assert "unknown model 'llama'" in problems(text, "model.type=llama")[0]
 

@@ -3,14 +3,13 @@
 import math
 
 import pytest
-from config_cases import RUN, SHORT, load, write
+from config_cases import RUN, SHORT, load
 
 from weft.config.derive import derive
-from weft.config.errors import UserError
 from weft.config.mesh import MeshShape
 from weft.config.model import ModelSection
-from weft.config.presets import presets
-from weft.config.size import in_words, model_size
+from weft.errors import UserError
+from weft.families import presets
 
 
 def test_the_documented_run():
@@ -82,29 +81,13 @@ def test_sizes_are_those_of_the_model(keys):
     section = ModelSection(**keys)
     with torch.device("meta"):
         model = build_model(section)
-    size = model_size(section)
+    size = section.size()
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert size.matmul == matmul_parameters(model)
 
 
 def test_a_size_needs_a_vocabulary():
     section = ModelSection(**presets()["llama-tiny"])
-    assert model_size(section, 512) == model_size(section.model_copy(update={"vocab_size": 512}))
+    assert section.size(512) == section.model_copy(update={"vocab_size": 512}).size()
     with pytest.raises(ValueError, match="vocab_size"):
-        model_size(section)
-
-
-def test_counts_in_words():
-    assert [in_words(n) for n in (7, 1234, 134_100_000, 8_030_000_000)] == ["7", "1.2k", "134.1M", "8.03B"]
-
-
-def test_it_needs_no_torch():
-    import subprocess
-    import sys
-
-    write(RUN)
-    program = (
-        "import sys; from weft.config.derive import derive; from weft.config.run import RunConfig; "
-        "derive(RunConfig.load('run.yaml', check_data=False)); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+        section.size()

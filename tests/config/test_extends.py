@@ -89,6 +89,14 @@ def test_a_missing_base_is_told_where_it_is_asked_for():
     ]
 
 
+def test_a_missing_base_is_not_said_to_be_the_file_that_asks_for_it():
+    asked = "run.yaml:1: extends: nope.yaml: there is no such file; "
+    assert problems("extends: nope.yaml\n") == [f"{asked}check the path"]
+    write(SHORT, "other.yaml")
+    assert problems("extends: nope.yaml\n") == [f"{asked}there are other.yaml"]
+    assert problems("extends: run.yml\n") == [f"{asked.replace('nope.yaml', 'run.yml')}there are other.yaml"]
+
+
 @pytest.mark.parametrize("value", ["3", "{a: 1}", "[[a]]", "null", "''", '"a\\0b"'])
 def test_extends_must_name_files(value):
     assert problems(f"extends: {value}\n") == ["run.yaml:1: extends: must be a file's name, or a list of them"]

@@ -25,6 +25,24 @@ def test_check_tells_what_the_axes_do(capsys):
     assert "mesh" not in capsys.readouterr().out
 
 
+def test_check_on_a_number_of_devices(capsys, monkeypatch):
+    write(DENSE.replace("dp_shard: -1", "tp: 2"))
+    monkeypatch.setenv("WORLD_SIZE", "16")  # what is asked for wins
+    assert main(["config", "check", "run.yaml", "--no-data", "--devices", "8"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("mesh 8 ranks")
+    assert lines[start + 1].startswith("dp_shard 4 ")
+    assert lines[start + 2].startswith("tp 2 ")
+    assert "32 sequences = 4 ranks x 4 micro-batches of up to 2" in "\n".join(lines)
+    assert main(["config", "check", "run.yaml", "--no-data", "--devices", "3"]) == 2
+    assert "parallel: 2 does not divide the 3 ranks" in capsys.readouterr().err
+    write(DENSE)
+    assert main(["config", "check", "run.yaml", "--no-data", "--devices", "1"]) == 0
+    assert "mesh        1 rank\n" in capsys.readouterr().out
+    assert main(["config", "check", "run.yaml", "--no-data", "--devices", "0"]) == 2
+    assert "--devices 0: a run needs at least 1" in capsys.readouterr().err
+
+
 def test_training_is_refused_before_it_starts(capsys):
     make_store("store", 10_000)
     write(DENSE.replace("dp_shard: -1", "dp_shard: 2"))

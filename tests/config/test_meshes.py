@@ -7,9 +7,9 @@ import yaml
 from config_cases import DENSE, load, write
 
 from weft.config.derive import derive
-from weft.config.errors import ConfigError
 from weft.config.legal_mesh import check_mesh
 from weft.config.mesh import AXES, MeshShape
+from weft.errors import ConfigError
 
 SIZES = (*AXES, "ep")
 MOE = DENSE.replace("96}", "96,\n  moe: {num_experts: 12, num_experts_per_tok: 2, moe_intermediate_size: 40}}")

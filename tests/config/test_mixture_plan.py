@@ -5,15 +5,13 @@ from fractions import Fraction
 import pytest
 from config_cases import load
 
-from weft.config.mixture import (
+from weft.data.batches.plan import plan
+from weft.mixing import (
     BLOCK,
     Stage,
     from_sizes,
     largest_remainders,
     phases,
-    phases_of,
-    plan,
-    stages_of,
     unheard,
 )  # fmt: skip
 
@@ -137,8 +135,8 @@ training: {steps: 100, batch_tokens: 1024}
 def test_a_mixture_from_a_file():
     data = load(RUN).data
     assert [source.label for source in data.train] == ["a", "books"]
-    assert stages_of(data, [10, 10], 64) == [Stage(fractions(0.75, 0.25))]
-    first, last, rest = phases_of(data, [100_000, 4_000], 64)
+    assert data.stages([10, 10], 64) == [Stage(fractions(0.75, 0.25))]
+    first, last, rest = data.phases([100_000, 4_000], 64)
     assert (first.counts, first.stop) == ((7500, 2500), 30_000)
     assert last.counts == (1500, 500)
     assert (rest.counts, rest.stop) == ((10_000, 0), None)

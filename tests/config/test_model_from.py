@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from config_cases import load, problems, write
 
-from weft.config.errors import ConfigError
 from weft.config.experts import ExpertsSection
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.presets import presets
+from weft.errors import ConfigError
+from weft.families import presets, whole_presets
 
 REST = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
 SHAPE = ModelSection(preset="llama-tiny", vocab_size=512, **presets()["llama-tiny"])
@@ -51,7 +51,10 @@ def test_multipliers_that_follow_from_a_width_follow_another_one(name, change, k
         assert getattr(load(text, f"model.{change}").model, key) == pytest.approx(value)
 
 
-def test_unknown_presets_are_told_with_all_there_are():
+def test_unknown_presets_are_told_with_the_near_one_or_all_there_are():
+    (found,) = problems(f"model: {{preset: llama-tinyy}}\n{REST}")
+    said = "unknown preset 'llama-tinyy'; did you mean 'llama-tiny'? (`weft models` lists them all)"
+    assert found == f"run.yaml:1: model.preset: {said}"
     (found,) = problems(f"model: {{preset: zzz}}\n{REST}")
     assert found.startswith("run.yaml:1: model.preset: unknown preset 'zzz'; choose one (there are ")
     assert all(name in found for name in presets())
@@ -160,24 +163,14 @@ def test_a_childs_from_replaces_the_bases_preset_and_the_reverse():
     assert (model.preset, model.from_) == ("gpt2", None)
 
 
-def test_a_folder_of_presets_of_another_kind(tmp_path):
-    (tmp_path / "family.py").write_text("PRESETS: dict = {'a': {'hidden_size': 3}}\n")
-    assert presets(tmp_path) == {"a": {"hidden_size": 3}}
-    (tmp_path / "broken.py").write_text("PRESETS = {'a': print()}\n")
-    with pytest.raises(ValueError, match="malformed"):
-        presets.__wrapped__(tmp_path)
-
-
-def test_a_preset_made_from_another_one(tmp_path):
-    base = "'a': {'hidden_size': 3, 'moe': {'num_experts': 4, 'n_group': 2}, 'mla': {'kv_lora_rank': 2}}"
-    own = "'b': {'preset': 'a', 'moe': {'num_experts': 8}, 'mla': None}, 'c': {'preset': 'b', 'hidden_size': 5}"
-    (tmp_path / "family.py").write_text(f"PRESETS = {{{base}, {own}}}\n")
-    found = presets.__wrapped__(tmp_path)
+def test_a_preset_made_from_another_one():
+    base = {"a": {"hidden_size": 3, "moe": {"num_experts": 4, "n_group": 2}, "mla": {"kv_lora_rank": 2}}}
+    own = {"b": {"preset": "a", "moe": {"num_experts": 8}, "mla": None}, "c": {"preset": "b", "hidden_size": 5}}
+    found = whole_presets(base | own, "family")
     assert found["b"] == {"hidden_size": 3, "moe": {"num_experts": 8, "n_group": 2}, "mla": None}
     assert found["c"] == found["b"] | {"hidden_size": 5}
-    (tmp_path / "family.py").write_text(f"PRESETS = {{{own}}}\n")
     with pytest.raises(ValueError, match="'b' is made from 'a', which does not stand before it"):
-        presets.__wrapped__(tmp_path)
+        whole_presets(own, "family")
 
 
 def test_errors_are_user_errors():

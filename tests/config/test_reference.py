@@ -9,10 +9,11 @@ import pytest
 from config_cases import RUN, SHORT
 
 from weft.config.components import built_ins, find_part
-from weft.config.draft import known_keys
-from weft.config.presets import presets
+from weft.config.fields import known_keys
 from weft.config.reference import json_schema, markdown
+from weft.config.run import RunConfig
 from weft.config.tree import parse_mapping
+from weft.families import presets
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -24,9 +25,9 @@ def test_the_page_is_up_to_date():
 
 def test_the_page_names_every_key():
     page = markdown()
-    for key in known_keys():
+    for key in known_keys(RunConfig):
         assert f"`{key.rpartition('.')[2]}`" in page or f"## {key}" in page, key
-    for room in ("optimizer", "schedule", "objective", "tracker"):
+    for room in ("optimizer", "schedule", "objective", "callback", "tracker"):
         for type_ in built_ins(room):
             assert f"`type: {type_}`" in page
             for name in find_part(type_, room).arguments:

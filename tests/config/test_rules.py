@@ -2,14 +2,15 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from config_cases import RUN, SHORT, check_without_torch_and_numpy, load, problems
+from config_cases import RUN, SHORT, check_without_torch_and_numpy, load, problems, write
 
-from weft.config.errors import UserError
+from weft.config.dump import dump_yaml
+from weft.config.run import RunConfig
+from weft.errors import UserError
 
 SIZES = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
 
@@ -100,9 +101,24 @@ def test_rotations(scaling, said):
     assert load(text.replace(scaling, right)).model.rope_scaling.long_factor == [1.5, 2.0]
 
 
+def test_a_family_that_there_is_not_names_the_nearest():
+    (found,) = problems(f"model: {{preset: llama-tiny, family: lama}}\n{SIZES}")
+    assert "model.family: there is no family 'lama'; did you mean 'llama'" in found
+
+
 def test_a_head_size_of_its_own_need_not_divide_the_width():
-    load(f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16}}\n{SIZES}")
-    load(f"model: {{num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4, position: learned}}\n{SIZES}")
+    model = load(
+        f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16}}\n{SIZES}"
+    ).model
+    # q, k, v and o of 4 heads of 16; the MLP's three matrices of 8/3 of the width; the head.
+    assert model.size(512).matmul == 4 * 66 * (4 * 16) + 3 * 66 * 176 + 66 * 512
+
+
+def test_an_odd_head_size_needs_positions_that_do_not_rotate():
+    sizes = "num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4"
+    assert load(f"model: {{{sizes}, position: learned}}\n{SIZES}").model.qk_head_dim == 3
+    (found,) = problems(f"model: {{{sizes}}}\n{SIZES}")
+    assert found.startswith("run.yaml:1: model.head_dim: rotary positions turn pairs, and a head has 3 dimensions")
 
 
 def test_what_a_preset_says_is_told_at_the_key_that_broke_it():
@@ -218,10 +234,8 @@ def data(monkeypatch):
 
         return read
 
-    headers = ModuleType("weft.config.headers")
-    headers.read_tokenizer_header = reader(tokenizers, "tokenizer")
-    headers.read_store_header = reader(stores, "token store")
-    monkeypatch.setitem(sys.modules, "weft.config.headers", headers)
+    monkeypatch.setattr("weft.config.header_rules.read_tokenizer_header", reader(tokenizers, "tokenizer"))
+    monkeypatch.setattr("weft.config.header_rules.read_store_header", reader(stores, "token store"))
     return SimpleNamespace(tokenizers=tokenizers, stores=stores)
 
 
@@ -267,6 +281,37 @@ def test_stores_shorter_than_one_sequence(data):
     load(RUN, data=True)
     data.stores["store"].num_tokens = 3
     assert problems(RUN, data=True)[0].startswith("run.yaml:4: data.train: store has 3 tokens")
+
+
+SEVERAL = RUN.replace("validation: heldout", "validation: {code: heldout, prose: store}")
+
+
+def test_several_validation_stores_by_name(data):
+    config = load(SEVERAL, data=True)
+    assert config.data.held_out == {"code": "heldout", "prose": "store"}
+    assert RunConfig.load(write(dump_yaml(config))).data == config.data
+    assert load(RUN, data=True).data.held_out == {"": "heldout"}
+    assert load(RUN, "data.validation=null").data.held_out == {}
+    data.stores["heldout"].num_tokens = 64
+    (found,) = problems(SEVERAL, data=True)
+    assert found.startswith("run.yaml:4: data.validation.code: heldout has 64 tokens, which is shorter than one")
+    assert problems(SEVERAL, "data.validation.code=c", "data.validation.prose=[3]", "data.validation.x={}") == [
+        "command line: data.validation.prose: must be a folder or {type: ...}, not a list",
+        "command line: data.validation.x.type: required: a built-in's short name, or module:Class of your own; add it",
+    ]
+    (found,) = problems(SEVERAL, "data.validation.a/b=c")
+    assert found.endswith("the name 'a/b' becomes part of metrics' names; use letters, digits, _, - and . alone")
+    told = problems(SEVERAL, "data.validation.loss=c", "data.validation.bits_per_byte=d")
+    assert told == [
+        f"command line: data.validation.{name}: {name!r} is the name of a measurement, and would make the metric "
+        f"validation_loss/{name}; rename it"
+        for name in ("loss", "bits_per_byte")
+    ]
+    assert problems(RUN, "data.validation={}") == [
+        "command line: data.validation: the mapping is empty; name something in it, or remove the key"
+    ]
+    (found,) = problems(SEVERAL, "data.validation.code=''")
+    assert found == "command line: data.validation.code: empty; name a folder"
 
 
 def test_other_tokenizers(data):
@@ -320,7 +365,7 @@ def files():
 
 
 def headers_module():
-    from weft.config import headers
+    from weft import headers
 
     return headers
 
@@ -345,3 +390,36 @@ def test_checking_headers_needs_no_torch_and_no_numpy(files):
     said = check_without_torch_and_numpy()
     assert "store, 500 tokens, in sequences of 64" in said
     assert "(68.6 epochs)" in said
+
+
+def test_a_run_that_cannot_end():
+    for key, value in (("steps", "1e30"), ("tokens", "1e30"), ("tokens", 10**400), ("steps", 10**12 + 1)):
+        (found,) = problems(SHORT.replace("steps: 10", f"{key}: {value}"))
+        what = "a run has at most 1e+12 steps, and this would be more; lower it"
+        assert found == f"run.yaml:3: training.{key}: {what}"
+    load(SHORT.replace("steps: 10", "steps: 1e12"))
+
+
+def test_a_name_longer_than_a_folders():
+    (found,) = problems(SHORT, f"run.name={'a' * 300}")
+    assert found.endswith("run.name: 300 bytes are too long for a folder's name; use at most 200")
+    assert load(SHORT, f"run.name={'a' * 200}").run.name == "a" * 200
+    assert "201 bytes" in problems(SHORT, "run.name=a" + 100 * "\u00e9")[0]
+
+
+def test_early_stopping_needs_validations():
+    for stop in ("early_stopping", "{type: early_stopping, metric: loss}"):
+        (found,) = problems(RUN + f"callbacks: [lr_monitor, {stop}]\n", "data.validation=null")
+        assert "callbacks[1]: early_stopping needs validations; set data.validation, or remove the callback" in found
+    assert load(RUN + "callbacks: [early_stopping]\n").callbacks
+
+
+def test_the_same_tracker_twice():
+    (found,) = problems(SHORT + "log: {trackers: [tensorboard, mlflow, tensorboard]}\n")
+    assert found == "run.yaml:4: log.trackers[2]: tensorboard is in the list already; remove one of the two"
+    write("class T:\n    def __init__(self, run, where: str = 'x'): ...\n", "mine.py")
+    twice = "log: {trackers: [{type: 'mine:T', where: a}, {type: 'mine:T', where: b}]}\n"
+    assert len(load(SHORT + twice).log.trackers) == 2
+    assert "mine:T is in the list already" in problems(SHORT + twice.replace("where: b", "where: a"))[0]
+    (found,) = problems(SHORT + "callbacks: [lr_monitor, ema, lr_monitor]\n")
+    assert found == "run.yaml:4: callbacks[2]: lr_monitor is in the list already; remove one of the two"

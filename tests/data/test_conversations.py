@@ -23,13 +23,13 @@ from chat_cases import (  # noqa: F401 (the fixture)
 )
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.conversations.layouts import choose_layout
 from weft.data.conversations.named import NAMED
 from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import TokenStore
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 
 # --- Parity with transformers ---
 
@@ -365,7 +365,7 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
     expected, _ = encode(encoder(folder, NAMED["chatml"].source), records)
     assert store.tokens.tolist() == [i for ids, _ in expected for i in ids]
     assert store.loss_mask.tolist() == [m for _, mask in expected for m in mask]
-    counted = TextBytes(folder, store.info).count(store.tokens, store.lengths)
+    counted = TextBytes(folder, store.info.tokenizer_digest, store.info.vocab_size).count(store.tokens, store.lengths)
     assert store.info.bytes == counted
     assert f"{store.loss_mask.mean():.1%} of the tokens are learned" in told.err
     assert main(["data", "inspect", str(tmp_path / "store"), "--tokenizer", str(folder), "--samples", "99"]) == 0

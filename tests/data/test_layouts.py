@@ -5,10 +5,11 @@ import random
 import pytest
 from chat_cases import ASKED, CHAT, NO, ONE, PAIR, SAID, TWICE, WORDS, chat_folder, encode, encoder, without_marks  # noqa: F401 (the fixture)
 
-from weft.config.errors import UserError
-from weft.data.conversations.layouts import BadRecord, choose_layout, read_record
+from weft.data.conversations.layouts import choose_layout, read_record
 from weft.data.conversations.named import NAMED
+from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
 READ = {
@@ -103,7 +104,7 @@ def test_what_is_no_conversation_is_a_reject_with_its_reason(folder, reason, rec
     ],
 )
 def test_what_other_layouts_cannot_read(layout, record, reason):
-    with pytest.raises(BadRecord, match=reason):
+    with pytest.raises(Unfit, match=reason):
         read_record(record, choose_layout([], layout))
 
 
@@ -128,7 +129,7 @@ def test_whatever_a_record_holds_it_is_read_or_rejected():
                 for conversation in read_record(record, choose_layout([record], layout)):
                     assert all(conversation.messages[i]["role"] == "assistant" for i in conversation.learned)
                 counts["read"] += 1
-            except BadRecord:
+            except Unfit:
                 counts["rejected"] += 1
     assert min(counts.values()) >= 100
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from store_cases import make_store, some_lengths
 
-from weft.config.errors import UserError
-from weft.data.batches.batch import collate
+from weft.data.batches.samples import collate
 from weft.data.sequences.length_warmup import LengthWarmup
 from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
+from weft.errors import UserError
 
 
 @pytest.mark.parametrize(

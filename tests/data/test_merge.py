@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.packing.merge import merge
 from weft.data.packing.pack import pack
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from weft.config.errors import UserError
-from weft.config.mixture import Stage, phases
-from weft.data.batches.batch import collate
 from weft.data.batches.loader import BatchSource
 from weft.data.batches.mixture import Joined, MixtureOrder, interleave
+from weft.data.batches.samples import collate
+from weft.errors import UserError
+from weft.mixing import Stage, phases
 
 
 class Rows:
@@ -159,12 +159,12 @@ def test_sources_of_unequal_length_and_empty_ones_are_told_by_name():
 
 def test_where_a_step_reads_names_all_its_sources():
     joined = Joined(["web", "books", "code"], [Rows(0, 3), Rows(1, 4), Rows(2, 5)])
-    source = BatchSource(joined, rows=6, shuffle=False)
+    source = BatchSource(joined, rows=6, seed=None)
     assert source.where(0) == (
         "samples 0 to 5 (of web, books): the first is sample 0 of web, the last sample 2 of books"
     )
     assert source.where(1).startswith("samples 6 to 11 (of books, code): the first is sample 3 of books")
-    assert BatchSource(joined, rows=1, shuffle=False).where(2) == "sample 2: sample 2 of web"
+    assert BatchSource(joined, rows=1, seed=None).where(2) == "sample 2: sample 2 of web"
 
 
 def test_rows_that_do_not_tell_documents_apart_are_one_document_among_those_that_do():

@@ -15,9 +15,9 @@ import pytest
 from pack_encoders import DistrustedEncoder, FailingEncoder
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.packing.pack import pack
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
 from weft.observe.console import Console
 
 FILES = ("tokens.bin", "tokens.idx", "store.json", "rejects.jsonl")
@@ -156,6 +156,7 @@ def test_damage_to_what_a_killed_pack_left_is_done_again(tmp_path, inputs, undis
     tokens.write_bytes(data + b"more")
     with open(partial(out) / "journal.jsonl", "ab") as journal:
         journal.write(b'{"part": {"ke')
+    (partial(out) / "parts" / ".40.json.partial").write_bytes(b'{"co')  # a worker died as it wrote
     pack(inputs, out, tiny_tokenizer, workers=1, on_error="skip", range_bytes=RANGE)
     assert content(out) == content(undisturbed)
 
@@ -363,7 +364,7 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(tmp_path, inputs, undi
 
 LIMITED = f"""
 import resource, sys
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.data.packing.pack import pack
 size, tokenizer, out, workers, *inputs = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from store_cases import EOD, make_store, some_lengths
 
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
-from weft.data.batches.batch import collate
+from weft.data.batches.samples import collate
 from weft.data.sequences import packing_index as index_module
 from weft.data.sequences.packed import PackedDataset
+from weft.errors import UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.objectives.pretrain import Pretrain

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.packing.pack import pack
+from weft.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("ray")
 

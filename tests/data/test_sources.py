@@ -12,9 +12,9 @@ import pytest
 from source_cases import TEXTS, collect, json_lines, make_table, packed, reasons, values
 
 from weft.cli.data.inputs import unescaped
-from weft.config.errors import UserError
 from weft.data.documents import Counts, Document
 from weft.data.sources import Reading, plan, read, streams
+from weft.errors import UserError
 
 
 @pytest.mark.parametrize("kind", ["", ".gz", ".zst"])

@@ -1,6 +1,8 @@
 """Sources that are damaged, cut, empty or no text: rejects with line and reason, and never a traceback."""
 
 import gzip
+import json
+import os
 import random
 
 import pyarrow as pa
@@ -10,9 +12,9 @@ import zstandard
 from source_cases import TEXTS, collect, json_lines, make_table, reasons, values
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources import Reading, plan, read, streams
+from weft.errors import UserError
 
 
 def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
@@ -244,7 +246,20 @@ def test_rows_of_csv_that_do_not_fit_are_told(tmp_path):
         (7, "invalid UTF-8"),
         (10, "broken CSV"),
     ]
+    assert (items[-1].last, items[-1].hint) == (11, "unexpected end of data, lines 10 to 11")
     assert counts.blank_lines == 1
+
+
+def test_a_quote_that_never_closes_says_up_to_where(tmp_path, monkeypatch, capsys, tiny_tokenizer):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text('text\na\n"b\n' + "c\n" * 40)
+    pack = ["data", "pack", "a.csv", "--tokenizer", str(tiny_tokenizer), "--out", "s"]
+    assert main(pack) == 2
+    assert "a.csv:3: broken CSV (unexpected end of data, lines 3 to 43); mend it" in capsys.readouterr().err
+    assert main([*pack, "--on-error", "skip"]) == 0
+    assert [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()] == [
+        {"path": "a.csv", "line": 3, "last_line": 43, "reason": "broken CSV"}
+    ]
 
 
 def test_a_line_and_a_cell_of_a_hundred_megabytes(tmp_path):
@@ -286,10 +301,51 @@ def test_a_file_that_changes_or_is_gone_is_the_users_to_mend(tmp_path):
     with pytest.raises(UserError, match="changed"):
         list(read(whole[0], Reading(), Counts()))
     path.unlink()
-    with pytest.raises(UserError, match="No such file"):
-        list(read(units[0], Reading(), Counts()))
-    with pytest.raises(UserError, match="No such file"):
-        plan([path], Reading())
+    for unit in (units[0], *plan([path], Reading())):
+        assert reasons(list(read(unit, Reading(), Counts()))) == [(None, "cannot be read: No such file or directory")]
+
+
+def test_what_cannot_be_read_ends_a_pack_or_is_counted_and_named(tmp_path, monkeypatch, capsys, tiny_tokenizer):
+    monkeypatch.chdir(tmp_path)
+    corpus = tmp_path / "corpus"
+    (corpus / "locked").mkdir(parents=True)
+    (corpus / "locked" / "inside.txt").write_text("b")
+    (corpus / "a.jsonl").write_bytes(json_lines([{"text": "a"}]))
+    (corpus / "b.jsonl").write_bytes(json_lines([{"text": "b"}]))
+    (corpus / "c.parquet").write_bytes(b"PAR1")
+    (corpus / "d.jsonl.gz").write_bytes(b"no gzip")
+    (corpus / "e.txt").write_bytes(b"\xff")
+    (corpus / "f.bin").write_bytes(b"\0")
+
+    def refusing(real):  # a test may run as root, who may read everything
+        def call(path, *args, **options):
+            if str(path).endswith(("b.jsonl", "locked")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    monkeypatch.setattr("builtins.open", refusing(open))
+    pack = ["data", "pack", "corpus", "--tokenizer", str(tiny_tokenizer), "--out", "s", "--workers", "1"]
+    assert main(pack) == 2
+    told = capsys.readouterr().err
+    assert "corpus/b.jsonl: cannot be read: Permission denied; mend it, or --on-error skip leaves" in told
+    assert main([*pack, "--on-error", "skip"]) == 0
+    said = capsys.readouterr()
+    assert "6 documents = 1 packed" in said.out
+    assert "skipped 1 binary (corpus/f.bin)" in said.err
+    rejects = [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()]
+    assert [(reject["path"], reject["reason"]) for reject in rejects] == [
+        ("corpus/b.jsonl", "cannot be read: Permission denied"),
+        ("corpus/c.parquet", "broken parquet file"),
+        ("corpus/d.jsonl.gz", "damaged gzip file"),
+        ("corpus/e.txt", "invalid UTF-8"),
+        ("corpus/locked", "cannot be read: Permission denied"),
+    ]
+    sources = json.loads((tmp_path / "s" / "store.json").read_text())["sources"]
+    assert [source["path"] for source in sources if source.get("skipped") == "binary"] == ["corpus/f.bin"]
+    assert main(["data", "verify", "s"]) == 0
 
 
 def test_a_mark_before_utf8_is_no_text(tmp_path):

@@ -14,9 +14,9 @@ import pytest
 from source_cases import TEXTS, json_lines, packed, values
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.data.documents import Counts
 from weft.data.sources import Reading, find_files, read_all
+from weft.errors import UserError
 
 
 def test_folders_patterns_and_lists_name_files(tmp_path, monkeypatch):
@@ -163,8 +163,8 @@ def test_a_format_may_be_forced(tmp_path):
     assert values(tmp_path / "a.data", Reading(format="jsonl")) == ["x"]
     (tmp_path / "package.json").write_text('{"name": 1}')
     assert values(tmp_path / "package.json", Reading(format="text")) == ['{"name": 1}']
-    with pytest.raises(UserError, match="formats are"):
-        Reading(format="xml")
+    with pytest.raises(UserError, match="there is no source 'xml'; there are arrow, csv, json"):
+        values(tmp_path / "a.data", Reading(format="xml"))
 
 
 def test_a_tokenizer_is_trained_on_templates_of_any_source(tmp_path, capsys):

@@ -106,6 +106,10 @@ def test_split_keeps_copies_in_one_part_and_all_documents(tmp_path, capsys):
     make(tmp_path / "more", 600)
     assert weft("split", tmp_path / "more", "--validation", "0.25", "--out", tmp_path / "x", tmp_path / "y") == 0
     assert set(documents(tmp_path / "y")) == set(held)
+    capsys.readouterr()
+    for share in ("1.5", "1", "nan"):
+        assert weft("split", tmp_path / "in", "--validation", share, "--out", *outs) == 2
+        assert f"--validation {share}: a share above 0 and below 1 is needed" in capsys.readouterr().err
     for wrong in (["--fractions", "0.5", "0.6"], ["--fractions", "1"], ["--validation", "0"]):
         assert weft("split", tmp_path / "in", *wrong, "--out", tmp_path / "p", tmp_path / "q") == 2
 

@@ -10,10 +10,10 @@ import pytest
 from store_cases import EOD, make_store
 
 from weft.cli.main import main
-from weft.config.errors import UserError
-from weft.data.stores.inspect import looked_at
+from weft.data.inspect import looked_at
 from weft.data.stores.operations.verify import verify
 from weft.data.stores.stored import write_stored
+from weft.errors import UserError
 
 
 def make(folder, **changes):
@@ -175,7 +175,7 @@ def test_inspect_shows_kind_mask_and_where_a_store_came_from(tmp_path, tiny_stor
 
 
 def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
-    import weft.data.stores.inspect as inspecting
+    import weft.data.inspect as inspecting
 
     monkeypatch.setattr(inspecting, "LOOKED_AT", 640)
     part, whole = looked_at(np.arange(10**6))
@@ -197,7 +197,7 @@ def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
     ],
 )
 def test_a_store_that_says_what_is_not_so_is_refused_everywhere(tmp_path, monkeypatch, capsys, key, value, told):
-    from weft.config.headers import read_store_header
+    from weft.headers import read_store_header
 
     monkeypatch.chdir(tmp_path)
     store = make_store(tmp_path / "s", [3, 4])

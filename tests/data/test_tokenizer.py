@@ -10,10 +10,10 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from weft.cli.main import main
-from weft.config.errors import UserError
-from weft.config.headers import copy_tokenizer
+from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.exactness import PATTERNS, cut
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 
 TEXTS = cases.prose()
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from store_cases import make_store, some_lengths
 
-from weft.config.errors import UserError
 from weft.data.sequences.windows import StoreDataset
+from weft.errors import UserError
 
 
 def walked(lengths, window, length):

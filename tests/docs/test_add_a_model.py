@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "add-a-model.md").read_text(encoding="utf-8")
-FAMILY = "src/weft/models/stablelm.py"
+FAMILY = "src/weft/families/stablelm.py"
 
 
 def blocks(path):
@@ -99,6 +99,6 @@ def test_the_commands(copy):
 
 @pytest.mark.parametrize("option", ["qk_layernorm", "use_parallel_residual"])
 def test_what_the_decoder_cannot_say_is_refused(copy, option):
-    program = f"from weft.models import stablelm; stablelm.from_hf({{{option!r}: True}})"
+    program = f"from weft.families import stablelm; stablelm.from_hf({{{option!r}: True}})"
     with pytest.raises(AssertionError, match=f"UserError: {option}: True is not supported, only False"):
         python(copy, "-c", program)

@@ -14,8 +14,9 @@ import pytest
 
 from weft.cli.main import main
 from weft.config.components import ROOMS
-from weft.config.errors import UserError
-from weft.data.batches.batch import read_samples
+from weft.data.batches.layout import PLAIN, Field, Layout
+from weft.data.batches.samples import read_samples
+from weft.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "own-components.md").read_text(encoding="utf-8")
@@ -40,11 +41,12 @@ def losses(run):
 
 
 def test_each_component_has_a_short_example_in_the_houses_style(page):
-    modules = {f"my_{room}.py" for room in ("data", "optimizer", "schedule", "objective", "tracker")}
-    assert set(FILES) == {"run.yaml"} | modules
-    assert {room for room in ROOMS if f"my_{room}.py" in modules} == {"optimizer", "schedule", "objective", "tracker"}
-    for name in modules:
-        assert len(FILES[name].splitlines()) <= 20, name
+    rooms = {"optimizer", "schedule", "objective", "callback", "metric", "tracker"}
+    modules = {f"my_{room}.py" for room in ("data", *rooms)}
+    assert set(FILES) == {"run.yaml", "preference.yaml", "my_pairs.py", "my_preference.py", "my_stream.py"} | modules
+    assert {room for room in ROOMS if f"my_{room}.py" in modules} == rooms
+    for name in (*modules, "my_pairs.py", "my_preference.py", "my_stream.py"):
+        assert len(FILES[name].splitlines()) <= (20 if name in modules else 24), name
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))
     if ruff is None:
         pytest.skip("ruff is not installed")
@@ -55,7 +57,7 @@ def test_each_component_has_a_short_example_in_the_houses_style(page):
 
 
 def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):
-    (command,) = re.findall(r"^\$ weft (train .*)$", TEXT, re.M)
+    (command,) = re.findall(r"^\$ weft (train run.yaml)$", TEXT, re.M)
     assert main([*command.split(), "run.name=one", *EXACT]) == 0
     one, two = page / "runs" / "one", page / "runs" / "two"
     assert losses(one)[-1] < losses(one)[0]
@@ -63,6 +65,9 @@ def test_the_examples_are_one_run_also_on_two_ranks_and_resumed(page):
     assert [[float(cell) for cell in row] for row in rows] == [
         [step, loss, lr] for step, loss, lr in zip((1, 2, 3, 4), losses(one), (0.02, 0.02, 0.01, 0.005), strict=True)
     ]
+    numbers = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["steps_without_progress"], line["longest"]) for line in numbers] == [(0, 16)] * 4
+    assert all(line["lr/matrix"] == line["lr"] and 0 <= line["sure"] < 1 for line in numbers)
     words = [sys.executable, "-m", "weft", *command.split(), "run.name=two", *EXACT, "--nproc", "2"]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=90)
     assert done.returncode == 0, done.stderr
@@ -89,6 +94,22 @@ def test_the_objective_is_pretraining_where_gamma_is_0(page):
     assert focal.Focal(gamma=2).loss(outputs, batch) < plain.loss(outputs, batch)
 
 
+def test_the_pairs_are_learned(page):
+    assert main(["train", "preference.yaml", "training.dtype=float32", "optimizer.lr=1e-2"]) == 0
+    lines = [json.loads(line) for line in (page / "runs" / "preference" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["learned_tokens"] == 16  # 512 tokens are 16 pairs of sequences
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["accuracy"] > lines[0]["accuracy"]
+
+
+def test_a_stream_becomes_a_store(page, tiny_tokenizer):
+    (command,) = re.findall(r"^\$ python my_stream.py \| weft (data pack .*)$", TEXT, re.M)
+    lines = subprocess.run([sys.executable, "my_stream.py"], capture_output=True, check=True).stdout
+    words = [sys.executable, "-m", "weft", *command.replace("tok ", f"{tiny_tokenizer} ").split()]
+    subprocess.run(words, input=lines, capture_output=True, check=True)
+    assert json.loads((page / "squares" / "store.json").read_text())["documents"] == 1000
+
+
 class Sums:
     """Of these the page quotes what is said of samples that are none."""
 
@@ -100,22 +121,27 @@ class Sums:
 
 
 FULL = {"tokens": range(16)}
+REWARDS = Layout({"reward": Field()})
 
 
 @pytest.mark.parametrize(
-    "samples",
+    ("samples", "layout"),
     [
-        {"at_40": [1, 2]},
-        {"at_40": {"tokens": [0.5]}},
-        {"at_40": FULL | {"labels": range(15)}},
-        {"at_40": FULL | {"labels": [0.5] * 16}},
-        {"at_40": FULL | {"mask": range(16)}},
-        {"at_40": FULL, "at_53": {"tokens": range(15)}},
+        ({"at_40": [1, 2]}, PLAIN),
+        ({"at_40": {"tokens": [0.5]}}, PLAIN),
+        ({"at_40": FULL | {"labels": range(15)}}, PLAIN),
+        ({"at_40": FULL | {"labels": [0.5] * 16}}, PLAIN),
+        ({"at_40": FULL | {"mask": range(16)}}, PLAIN),
+        ({"at_40": {"tokens": [3, 256]}}, Layout(vocab_size=256)),
+        ({"at_40": FULL}, REWARDS),
+        ({"at_40": FULL | {"reward": "x"}}, REWARDS),
+        ({"at_40": FULL, "at_53": {"tokens": range(15)}}, PLAIN),
     ],
 )
-def test_what_is_said_of_a_sample_that_is_none(samples):
+def test_what_is_said_of_a_sample_that_is_none(samples, layout):
+    indices = np.array([int(name.removeprefix("at_")) for name in samples])
     with pytest.raises(UserError) as told:
-        read_samples(Sums(**samples), np.array([int(name.removeprefix("at_")) for name in samples]))
+        read_samples(Sums(**samples), indices, layout)
     assert f"\n{told.value}\n" in TEXT
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.errors import ConfigError
 from weft.config.run import RunConfig
+from weft.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,13 +49,19 @@ def test_the_readmes_commands_train_a_model(tmp_path, tiny_corpus):
     assert (tmp_path / "runs" / "run" / "report.html").exists()
 
 
-def test_the_readmes_library_example_runs(tmp_path, run_yaml, monkeypatch):
+def test_the_readmes_library_example_runs(tmp_path, run_yaml, monkeypatch, tiny_corpus, tiny_tokenizer, tiny_heldout):
     import torch
 
     code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
     path = run_yaml(training={"steps": 6}, run={"name": "run", "directory": "runs"})
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs.jsonl").symlink_to(tiny_corpus / "train" / "more.jsonl")
+    (tmp_path / "tok").symlink_to(tiny_tokenizer)
+    (tmp_path / "heldout").symlink_to(tiny_heldout)
     assert path == tmp_path / "run.yaml"
     names: dict = {}
     exec(code.replace('["training.steps=100"]', '["training.steps=6"]'), names)
     assert names["model"](torch.zeros(2, 8, dtype=torch.long)).shape == (2, 8, 512)
+    assert isinstance(names["text"], str)
+    assert 0 < names["loss"] < 10
+    assert (tmp_path / "exported" / "config.json").is_file()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weft.kernels import documents
-from weft.kernels.attention import attention
+from weft.kernels.attention import Scores, attention
 from weft.kernels.documents import block_mask, document_attention, segment_mask
 from weft.kernels.masks import attention_mask
 
@@ -57,10 +57,10 @@ def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale
     q, k, v = drawn(seq, heads, kv_heads)
     segments = some_segments(seq)
     if form == "segments":
-        ours = attention(q, k, v, causal=True, segments=segments, scale=scale)
+        ours = attention(q, k, v, causal=True, segments=segments, scores=Scores(scale))
     else:
         mask = segment_mask(segments) if form == "boolean mask" else attention_mask(segments, segments, **CPU)
-        ours = attention(q, k, v, causal=True, mask=mask, scale=scale)
+        ours = attention(q, k, v, causal=True, mask=mask, scores=Scores(scale))
     expected = written_out(q, k, v, segments, scale)
     assert (ours - expected).abs().max() < 1e-12
     grad = torch.randn_like(expected)
@@ -205,10 +205,10 @@ def test_penalties_on_distance(documents_apart, window):
         scores = torch.stack([q[b, h, i] @ k[b, h, j] * 8**-0.5 - slopes[h] * (i - j) for j in keys])
         expected[b, h, i] = scores.softmax(0) @ v[b, h, keys]
     given = segments if documents_apart else None
-    mask = attention_mask(segments, given, window=window, slopes=slopes, **CPU)
+    mask = attention_mask(segments, given, sparse=window, slopes=slopes, **CPU)
     assert mask.is_floating_point()
     for one in (mask, seen):
-        out = attention(q, k, v, causal=True, mask=one, slopes=slopes)
+        out = attention(q, k, v, causal=True, mask=one, scores=Scores(slopes=slopes))
         torch.testing.assert_close(out, expected)
         wanted = torch.autograd.grad(expected, (q, k, v), torch.ones_like(q), retain_graph=True)
         for mine, theirs in zip(torch.autograd.grad(out, (q, k, v), torch.ones_like(q)), wanted, strict=True):

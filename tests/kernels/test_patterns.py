@@ -154,11 +154,11 @@ def test_each_device_gets_its_form():
     tokens, pattern = torch.zeros(2, 8, dtype=torch.int64), made(sliding, {"window": 2})
     settings = {"dtype": torch.float32, "head_dim": 16}
     for device in ("cpu", "meta"):
-        mask = attention_mask(tokens.to(device), None, pattern=pattern, **settings)
+        mask = attention_mask(tokens.to(device), None, sparse=pattern, **settings)
         assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 8, 8))
     assert attention_mask(tokens, None, **settings) is None
-    assert attention_mask(tokens, None, window=8, **settings) is None
-    assert attention_mask(tokens, None, window=7, **settings).dtype == torch.bool
+    assert attention_mask(tokens, None, sparse=8, **settings) is None
+    assert attention_mask(tokens, None, sparse=7, **settings).dtype == torch.bool
     assert attention_mask(tokens, tokens, implementation="flex", **settings) is tokens
     assert attention_mask(tokens, tokens, implementation="my:Own", **settings).dtype == torch.bool
 
@@ -172,7 +172,7 @@ def test_on_a_gpu_the_blocks_are_the_dense_mask_forward_and_backward(literal, ke
     seq, pattern = 500, made(literal, keys)
     segments = torch.tensor([documents(seq)[0], documents(30, 330, 140)[0]], device="cuda")
     tokens = torch.zeros_like(segments)
-    mask = attention_mask(tokens, segments if apart else None, dtype=dtype, head_dim=32, pattern=pattern)
+    mask = attention_mask(tokens, segments if apart else None, dtype=dtype, head_dim=32, sparse=pattern)
     assert not isinstance(mask, torch.Tensor)
     q, k, v = (torch.randn(2, 4, seq, 32, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     ours = attention(q, k, v, causal=True, mask=mask)

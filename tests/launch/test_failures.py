@@ -3,8 +3,9 @@
 import signal
 
 import pytest
+from running import QUIET, train
 
-from weft.launch.failures import account_for, leave_word, own_part
+from weft.launch.failures import account_for, lacking, leave_word, own_part
 
 
 @pytest.fixture
@@ -90,3 +91,18 @@ def test_no_launcher_no_word(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("RANK", "0")
     assert not leave_word("text", "own")
+
+
+def test_too_little_memory_is_one_line_and_the_traceback_is_logged(run_yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(run_yaml(log=QUIET), "model.hidden_size=4000000") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "out of memory: this machine's memory has no room for another 64 TB; lower training.micro_ba"
+    )
+    log = tmp_path / "runs" / "demo" / "logs" / "rank-00000.log"
+    assert line.endswith(f"the traceback is in {log}")
+    assert "Traceback" in log.read_text()
+    torch_says = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1"
+    assert "the GPU's memory has no room for another 20.00 GiB;" in lacking(RuntimeError(torch_says))
+    assert lacking(RuntimeError("something else")) is None

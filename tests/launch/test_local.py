@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -204,6 +205,24 @@ def test_torchrun_starts_ranks_again_after_one_has_died(run_yaml, tmp_path):
     assert len(again) == len(alone) == 40
     for mine, theirs in zip(again, alone, strict=True):
         assert mine == pytest.approx(theirs, rel=0, abs=1e-9)
+
+
+def test_ranks_with_another_mesh_and_other_data_end_at_once(run_yaml, tmp_path, tiny_heldout, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), "WORLD_SIZE": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    file, ranks = run_yaml(parallel={"dp_shard": 2}, log=QUIET), []
+    for rank, changes in enumerate([[], ["parallel.dp_shard=1", "parallel.tp=2", f"data.train={tiny_heldout}"]]):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        ranks.append(start(file, *changes, cwd=tmp_path))
+    (first, line), second = map(finish, ranks)
+    assert (first, second) == (2, (2, ""))
+    assert len(line.splitlines()) == 1
+    assert line.startswith("rank 1 runs something else than rank 0: data.train digest ")
+    assert "parallel.dp_shard 1 (rank 0: 2), parallel.tp 2 (rank 0: 1)" in line
+    assert not (tmp_path / "runs").exists()
 
 
 ROWS = """

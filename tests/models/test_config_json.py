@@ -11,10 +11,10 @@ import transformers
 from test_families import NESTED, ROWS, longrope, scaled
 
 from weft.checkpoint.huggingface.folder import section_of
-from weft.config.errors import UserError
 from weft.config.huggingface import model_of
+from weft.errors import UserError
+from weft.families.mapping import spelled_as
 from weft.models.huggingface import config_of
-from weft.models.mapping import spelled_as
 
 
 @cache
@@ -169,7 +169,7 @@ WRONG = [
     ("GptOss", {"num_hidden_layers": None}, "num_hidden_layers: null"),
     ("GptOss", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta: 1 beside"),
     ("Mpt", {"attn_config": "x"}, "attn_config: must be a mapping"),
-    ("Mpt", {"attn_config": {"attn_pdrop": "x"}}, "attn_pdrop: 'x' is no number"),
+    ("Mpt", {"attn_config": {"attn_pdrop": "x"}}, "attn_config.attn_pdrop: 'x' is no number"),
     ("SmolLM3", {"no_rope_layers": 3}, "no_rope_layers: 3 is no list"),
     ("SmolLM3", {"no_rope_layers": [1, "x", 1, 1]}, "no_rope_layers: [1, 'x', 1, 1] is no list of such"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers: 1 entries for 4 layers"),

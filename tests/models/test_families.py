@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from weft.config.errors import UserError
-from weft.config.huggingface import family_of
 from weft.config.model import ModelSection
-from weft.config.size import model_size
-from weft.generate.sample import generate
+from weft.errors import UserError
+from weft.families import family_of
+from weft.generation.sample import Sampling, generate_steps
 from weft.models import huggingface
 from weft.models.build import build_model
 
@@ -180,7 +179,11 @@ every = pytest.mark.parametrize(("family", "shape"), CASES, ids=[" ".join(case) 
 @cache
 def pair(family, shape):
     """transformers' model with random weights, and ours with the same."""
-    config = getattr(transformers, f"{family}Config")(**ROWS[family][shape], attn_implementation="eager")
+    return build_pair(family, ROWS[family][shape])
+
+
+def build_pair(family, keys):
+    config = getattr(transformers, f"{family}Config")(**keys, attn_implementation="eager")
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -259,7 +262,7 @@ def test_greedy_generation_with_and_without_a_cache(family, shape):
     expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
     expected = expected[:, widest:].T.tolist()
     for cache_ in (True, False):
-        assert list(generate(ours, prompts, max_new_tokens=14, temperature=0.0, cache=cache_)) == expected
+        assert list(generate_steps(ours, prompts, Sampling(14, temperature=0.0), cache=cache_)) == expected
 
 
 @every
@@ -318,7 +321,7 @@ def test_routing(family, shape):
 def test_size_by_formula_is_that_of_the_model(family, shape):
     """Of experts, a token goes through so many of those that there are."""
     _, ours = pair(family, shape)
-    size = model_size(ours.config)
+    size = ours.config.size()
     assert size.parameters == sum(parameter.numel() for parameter in ours.parameters())
     used = 0 if ours.lm_head is not None else ours.embed_tokens.weight.numel()
     for name, parameter in ours.named_parameters():
@@ -356,3 +359,35 @@ def test_what_a_family_cannot_say_is_told():
         huggingface.section_of({**SHAPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "mish"})
     with pytest.raises(UserError, match="hidden_size: missing"):
         huggingface.section_of({"architectures": ["LlamaForCausalLM"], "vocab_size": 5})
+
+
+@pytest.mark.parametrize("pad", [3, -2])
+@pytest.mark.parametrize(("family", "tied"), [("Llama", False), ("Llama", True), ("Gemma2", True), ("Phi3", False)])
+def test_the_padding_row_gets_the_gradient_that_transformers_gives_it(family, tied, pad):
+    keys = GEMMA if family == "Gemma2" else SHAPE
+    theirs, ours = build_pair(family, keys | {"pad_token_id": pad, "tie_word_embeddings": tied, "vocab_size": 101})
+    row = pad % 101
+    assert ours.config.pad_token_id == row
+    tokens = texts(2, 40)
+    tokens[:, ::7] = row
+    theirs(tokens, labels=tokens).loss.backward()
+    (-ours(tokens[:, :-1], labels=tokens[:, 1:]).mean()).backward()
+    wanted = theirs.get_input_embeddings().weight.grad
+    near(ours.embed_tokens.weight.grad, wanted, 1e-4)
+    assert bool(ours.embed_tokens.weight.grad[row].any()) == tied  # a tied head still trains it
+    assert huggingface.config_of(ours.config)["pad_token_id"] == row
+
+
+@pytest.mark.parametrize(
+    ("family", "stated", "row"),
+    [
+        ("Llama", {}, None), ("Olmo2", {}, 1), ("Gemma2", {}, 0), ("Gemma2", {"pad_token_id": None}, None),
+        ("SmolLM3", {}, None), ("Llama", {"pad_token_id": 101}, None), ("GPTNeoX", {"pad_token_id": 3}, None),
+    ],
+)  # fmt: skip
+def test_a_padding_row_that_config_json_leaves_out_or_that_is_not_there(family, stated, row):
+    keys = {key: value for key, value in SHAPE.items() if key != "pad_token_id"} | stated
+    section = ModelSection(**huggingface.section_of(keys | {"architectures": [f"{family}ForCausalLM"]}))
+    assert section.pad_token_id == row
+    with pytest.raises(UserError, match=r"model\.pad_token_id is 5"):
+        huggingface.config_of(section.model_copy(update={"pad_token_id": 5, "family": "gpt_neox"}))

@@ -1,59 +1,20 @@
-"""Attention by flash-attn, whose functions are stood in for by what its documentation says that they do."""
+"""Attention by flash-attn, whose kernels are stood in for by the reference that its authors test them against."""
 
-import math
 import sys
 import types
-from itertools import pairwise
 
+import flash_attn_reference
 import pytest
 import torch
 from part_cases import decoder, packed, the_same, tokens
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.kernels import flash
-
-
-def dense(q, k, v, seen, softmax_scale, softcap, alibi_slopes):
-    """`[seq, heads, head_dim]`"""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    places = torch.arange(len(q))
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.view(-1, 1, 1).to(scores) * (places.unsqueeze(1) - places).abs()
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-):  # fmt: skip
-    assert causal
-    assert dropout_p == 0
-    assert cu_seqlens_q.dtype == torch.int32
-    ends, out = cu_seqlens_k.tolist(), []
-    assert max(b - a for a, b in pairwise(ends)) <= max_seqlen_q == max_seqlen_k
-    for first, end in pairwise(ends):
-        places = torch.arange(end - first)
-        distance = places.unsqueeze(1) - places
-        left, right = window_size
-        seen = (distance >= 0) & (distance <= left if left >= 0 else True)
-        assert right in (-1, 0)
-        out.append(dense(*(x[first:end] for x in (q, k, v)), seen, softmax_scale, softcap, alibi_slopes))
-    return torch.cat(out)
-
-
-def flash_attn_func(q, k, v, **settings):
-    batch, seq = q.shape[:2]
-    ends = torch.arange(batch + 1, dtype=torch.int32) * seq
-    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, seq, seq, **settings)
-    return out.unflatten(0, (batch, seq))
 
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """A package of that name, in plain PyTorch for any device; the calls of its functions."""
+    """A package of that name, for any device and dtype; the calls of its functions."""
     calls = []
 
     def counted(function):
@@ -64,7 +25,8 @@ def flash_attn(monkeypatch):
         return call
 
     package = types.ModuleType("flash_attn")
-    package.flash_attn_func, package.flash_attn_varlen_func = counted(flash_attn_func), counted(flash_attn_varlen_func)
+    for function in (flash_attn_reference.flash_attn_func, flash_attn_reference.flash_attn_varlen_func):
+        setattr(package, function.__name__, counted(function))
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("weft.kernels.masks.flash_usable", lambda *_: True)
     return calls

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from weft.checkpoint.huggingface.foreign import fill_foreign, foreign_entries
 from weft.checkpoint.tensors import model_tensors
-from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection, folder_config
-from weft.generate.sample import generate
+from weft.errors import UserError
+from weft.generation.sample import Sampling, generate_steps
 from weft.models.foreign import build_foreign, examine, materialize
 from weft.models.roles import parameter_roles
 
@@ -156,7 +156,7 @@ def test_it_writes_what_transformers_writes(pair):
         for prompt in prompts
     ]
     for cache in (True, False):
-        steps = generate(ours, prompts, max_new_tokens=8, temperature=0, cache=cache)
+        steps = generate_steps(ours, prompts, Sampling(8, temperature=0), cache=cache)
         assert [list(new) for new in zip(*steps, strict=True)] == [new.tolist() for new in expected]
 
 

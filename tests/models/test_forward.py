@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.models.forward import forward_of
 
 TOKENS = torch.randint(0, 11, (2, 5))

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from part_cases import OWN, PATTERNS, SHAPE, decoder, packed, the_same, tokens
 from torch import nn
 
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
-from weft.generate.sample import generate
+from weft.errors import UserError
+from weft.generation.sample import Sampling, generate_steps
 from weft.models.build import build_model
 from weft.models.huggingface import config_of
 from weft.models.initialize import initial_value, initialize
@@ -106,7 +106,7 @@ def test_generation_with_a_cache_is_that_without(choice):
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9], [7, 8]]
 
     def greedy(prompts, **settings):
-        steps = list(generate(model, prompts, max_new_tokens=12, temperature=0.0, **settings))
+        steps = list(generate_steps(model, prompts, Sampling(12, temperature=0.0), **settings))
         return [[step[i] for step in steps] for i in range(len(prompts))]
 
     together = greedy(prompts)

@@ -10,7 +10,7 @@ from running import QUIET, assert_same_weights, finish, losses, start, train
 
 import weft
 from weft.cli.main import main
-from weft.generate.sample import generate
+from weft.generation.sample import Sampling, generate_steps
 from weft.models.initialize import initial_value
 from weft.models.roles import parameter_roles
 
@@ -92,7 +92,8 @@ def test_the_page_on_parts_tells_the_truth(run, tmp_path):
     assert train(file) == 0
     assert losses(path)[-1][1] < losses(path)[0][1]
     loaded = weft.load_model(path)
-    greedy = [list(generate(loaded, [[1, 2, 3], [4]], max_new_tokens=9, temperature=0, cache=c)) for c in (True, False)]
+    how = Sampling(9, temperature=0)
+    greedy = [list(generate_steps(loaded, [[1, 2, 3], [4]], how, cache=c)) for c in (True, False)]
     assert greedy[0] == greedy[1]
     roles = parameter_roles(loaded)
     assert roles["layers.0.attention_norm.alpha"] == "norm"

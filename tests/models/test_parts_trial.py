@@ -9,8 +9,8 @@ import torch
 from part_cases import OWN, PATTERNS, SHAPE
 from running import QUIET, train
 
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
+from weft.errors import UserError
 from weft.models.trial import try_parts
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
@@ -37,14 +37,10 @@ FORWARD = [
 ]  # fmt: skip
 MASKLESS = "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)"
 INIT = [
-    ("self.w = nn.Parameter(torch.tensor(1.0))", ": its parameter w has no dimension, and so cannot be sharded; make"),
-    (
-        "self.w = torch.randn(width)",
-        ": its attribute w is a plain tensor, or holds some, which never get values: a",
-    ),
-    ("self.w = [torch.randn(width)]", ": its attribute w is a plain tensor"),
-    ("self.w = [nn.Linear(width, width)]", ": its attribute w is a plain tensor, or holds some"),
-    ("self.w = float(torch.randn(1))", " cannot be made on the meta device, where a decoder is first built without"),
+    ("self.w = torch.randn(width)", "x * self.w"),
+    ("self.w = [torch.randn(width)]", "x * self.w[0]"),
+    ("self.w = [nn.Linear(width, width)]", "self.w[0](x)"),
+    ("self.w = float(torch.randn(1))", "x * self.w"),
 ]
 PATTERN = [
     ("1.0 * (query >= key)", " gave a tensor of (2, 16, 16), wanted a bool tensor of (2, 16, 16)"),
@@ -86,6 +82,16 @@ def said(section, **settings):
     return str(error.value)
 
 
+def accepted(section, **settings):
+    """Whether a decoder with the parts passes the trial, which leaves the generator as it was."""
+    state = torch.random.get_rng_state()
+    try:
+        try_parts(section, **settings)
+    except UserError:
+        return False
+    return torch.equal(state, torch.random.get_rng_state())
+
+
 @pytest.mark.parametrize(("key", "called", "result", "wanted"), FORWARD)
 def test_what_a_part_gives_is_compared_with_what_is_wanted(odd, key, called, result, wanted):
     assert said(odd(key, module(key, called, result))).startswith(f"model.{key}: odd:Odd (odd.py:6){wanted}")
@@ -103,10 +109,38 @@ def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
     assert " looks at keys that the mask hides: with a mask, its output" in said(section, documents=True)
 
 
-@pytest.mark.parametrize(("init", "wanted"), INIT)
-def test_what_cannot_be_sharded_or_built_without_memory_is_told(odd, init, wanted):
-    section = odd("norm", module("norm", "x", "x", init))
-    assert said(section).startswith(f"model.norm: odd:Odd (odd.py:6){wanted}")
+@pytest.mark.parametrize(("init", "result"), INIT)
+def test_what_cannot_be_built_without_memory_is_told(odd, init, result):
+    section = odd("norm", module("norm", "x", result, init))
+    told = said(section)
+    assert told.startswith("model.norm: odd:Odd (odd.py:6) computes in __init__ with tensors, or keeps them where they")
+    assert "register_buffer" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "called", "result"),
+    [
+        ("norm", "x", "x - x.mean(1, keepdim=True)"),
+        ("hidden_act", "x", "x * x.amax(1, keepdim=True)"),
+        ("position", "x, positions", "x + x.flip(1)"),
+    ],
+)
+def test_any_part_that_looks_ahead_is_told(odd, key, called, result):
+    told = said(odd(key, module(key, called, result)))
+    assert told.startswith(f"model.{key}: odd:Odd (odd.py:6) looks at later tokens: ")
+
+
+def test_a_backward_that_fails_is_told_with_the_part(odd):
+    body = """
+        def __init__(self, width, eps):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(width))
+        def forward(self, x):
+            out = x.exp()
+            return out.add_(1).detach() * self.w + out * 0 if self.training else out
+    """
+    told = said(odd("norm", body))
+    assert told.startswith("model.norm: odd:Odd (odd.py:6) cannot be used: RuntimeError: one of the variables needed")
 
 
 @pytest.mark.parametrize(("result", "wanted"), PATTERN)
@@ -132,8 +166,9 @@ def test_a_class_of_a_package_that_does_not_fit_is_told():
 
 
 def test_what_is_listed_beside_its_place_in_the_module_passes(odd):
-    init = "self.a = nn.Linear(width, width); self.all = [self.a]"
-    try_parts(odd("norm", module("norm", "x", "self.all[0](x)", init)))
+    init = "self.a = nn.Linear(width, width); self.all = [self.a]; self.gain = nn.Parameter(torch.tensor(1.0))"
+    section = odd("norm", module("norm", "x", "self.gain * self.all[0](x)", init))
+    assert accepted(section)
 
 
 @pytest.mark.usefixtures("my_parts")
@@ -148,7 +183,13 @@ def test_parts_that_fit_pass(dtype):
     ):
         for seq in (2, 4, 64, 4096):
             section = ModelSection(**SHAPE | OWN | {"attention_pattern": PATTERNS[-1]} | more)
-            try_parts(section, dtype=dtype, seq=seq, documents=True)
+            assert accepted(section, dtype=dtype, seq=seq, documents=True)
+
+
+@pytest.mark.usefixtures("my_parts")
+@pytest.mark.parametrize("moe", [None, {"num_experts": 10**6, "num_experts_per_tok": 8, "n_group": 4, "topk_group": 2}])
+def test_what_no_part_sees_is_small(moe):
+    assert accepted(ModelSection(**SHAPE | OWN | {"initialization": "normal", "intermediate_size": 10**9, "moe": moe}))
 
 
 def test_a_run_ends_at_once_with_one_line(odd, run_yaml, capsys):

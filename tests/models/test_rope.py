@@ -8,12 +8,14 @@ import transformers
 from test_families import ONE_GROUP, SHAPE, near, on_disk, scaled, texts
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
-from weft.generate.sample import generate
+from weft.errors import UserError
+from weft.generation.sample import Sampling, generate_steps
 from weft.models import huggingface
 from weft.models.build import build_model
 from weft.models.layers.rope import rope_table
+
+GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.2, 2.0, 3.5, 6.0]}
 LONGROPE = {
@@ -90,24 +92,24 @@ def test_generation_across_the_first_context(cached):
     prompts = [texts(1, length, seed=length)[0].tolist() for length in (11, 7)]
     for prompt in prompts:
         expected = greedy(theirs, torch.tensor([prompt]))
-        new = list(generate(ours, [prompt], max_new_tokens=20, temperature=0.0, cache=cached))
+        new = list(generate_steps(ours, [prompt], GREEDY, cache=cached))
         assert [token for (token,) in new] == expected[0, len(prompt) :].tolist()
-    together = list(generate(ours, prompts, max_new_tokens=20, temperature=0.0, cache=cached))
+    together = list(generate_steps(ours, prompts, GREEDY, cache=cached))
     assert [pair[0] for pair in together][-1] is not None
     for place, prompt in enumerate(prompts):
-        alone = list(generate(ours, [prompt], max_new_tokens=20, temperature=0.0, cache=cached))
+        alone = list(generate_steps(ours, [prompt], GREEDY, cache=cached))
         assert [step[place] for step in together] == [token for (token,) in alone]
 
 
 @pytest.mark.parametrize("keys", [("Phi3", LONGROPE), ("Llama", {**DYNAMIC, "max_position_embeddings": 24})], ids=str)
 def test_long_prompts_are_rotated_as_one(keys, monkeypatch):
     """Other models take a prompt in pieces; the length of all of it is not known from one."""
-    monkeypatch.setattr("weft.generate.sample.CHUNK", 8)
+    monkeypatch.setattr("weft.generation.sample.CHUNK", 8)
     theirs, ours = pair(*keys)
     prompt = texts(1, 30)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        new = list(generate(ours, prompt.tolist(), max_new_tokens=20, temperature=0.0))
+        new = list(generate_steps(ours, prompt.tolist(), GREEDY))
     assert [token for (token,) in new] == greedy(theirs, prompt)[0, 30:].tolist()
 
 
@@ -116,7 +118,7 @@ def test_generation_with_a_base_that_grows():
     prompt = texts(1, 10)
     expected = greedy(theirs, prompt)
     with pytest.warns(UserWarning, match="made for 16"):
-        new = list(generate(ours, prompt.tolist(), max_new_tokens=20, temperature=0.0))
+        new = list(generate_steps(ours, prompt.tolist(), GREEDY))
     assert [token for (token,) in new] == expected[0, 10:].tolist()
 
 

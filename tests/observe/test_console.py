@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from weft.observe.console import Console
-from weft.observe.progress import Count, PlainProgress, duration, field
+from weft.observe.progress import Count, PlainProgress
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -142,29 +142,6 @@ def test_a_field_stays_until_it_is_given_anew_or_removed():
     assert count.fields == {"loss": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0s"),
-        (0.8, "0.8s"),
-        (44.6, "45s"),
-        (80, "1m20s"),
-        (3599.7, "1h00m"),
-        (7500, "2h05m"),
-        (273600, "3d04h"),
-    ],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_fields_for_people():
-    assert field("mfu", 0.4213) == "MFU 42.1%"
-    assert field("loss", float("nan")) == "loss nan"
-    assert field("loss", 12345.678) == "loss 1.23e+04"
-    assert field("documents", 12345) == "documents 12,345"
-
-
 def test_escape_sequences_of_a_model_stay_off_the_terminal():
     out, err = io.StringIO(), io.StringIO()
     console = Console(out=out, err=err)
@@ -184,13 +161,15 @@ def test_an_encoding_that_lacks_a_character():
 
 
 def test_a_closed_stderr_silences_and_does_not_stop():
-    err = io.StringIO()
-    console = Console(out=io.StringIO(), err=err)
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(out=out, err=err)
     err.close()
+    assert not console.live
     console.line("nobody listens")
     with console.progress(2) as progress:
         progress.update(1)
     console.result("still here")
+    assert out.getvalue() == "still here\n"
 
 
 def test_a_broken_pipe_on_stderr_does_not_stop():

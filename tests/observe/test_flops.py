@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from weft.config.size import flops_per_token
 from weft.observe import flops
+from weft.observe.flop_count import flops_per_token
 
 
 def test_flops_of_a_hand_counted_decoder():

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe.logs import log_to_file, stop_log
 from weft.observe.manifest import end_session, git_state, read_manifest, write_manifest
 

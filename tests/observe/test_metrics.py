@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from weft.config.errors import UserError
-from weft.observe.jsonlines import JsonLines
-from weft.observe.metrics import MetricsFile, read_metrics
-from weft.observe.samples import SamplesFile, read_samples
+from weft.errors import UserError
+from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile, read_metrics, read_samples
 
 
 def test_floats_come_back_to_the_last_bit(tmp_path):
@@ -132,8 +130,8 @@ def test_samples_may_share_a_step(tmp_path):
     samples = SamplesFile(tmp_path)
     texts = ["a\nb", "\u2028 \x1b[31m é", "\ud800 half a pair"]
     for text in texts:
-        samples.write(2, "def ", text)
-    samples.write(4, "def ", "later")
+        samples.add(2, "def ", text)
+    samples.add(4, "def ", "later")
     samples.keep_until(2)
     assert read_samples(tmp_path) == [{"step": 2, "prompt": "def ", "text": text} for text in texts]
 

@@ -9,13 +9,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe import charts
 from weft.observe.flops import DEFINITION
 from weft.observe.manifest import end_session, write_manifest
-from weft.observe.metrics import MetricsFile
+from weft.observe.metrics import MetricsFile, SamplesFile
 from weft.observe.report import build_report
-from weft.observe.samples import SamplesFile
 
 CONFIG = {"run": {"name": "demo", "seed": 7}}
 
@@ -67,7 +66,7 @@ def make_run(path, steps, *, validation=False, bad=(), manifest=True, samples=()
         metrics.write(record)
     writer = SamplesFile(path)
     for step, prompt, text in samples:
-        writer.write(step, prompt, text)
+        writer.add(step, prompt, text)
     return path
 
 
@@ -95,7 +94,7 @@ def test_a_whole_run(tmp_path):
         "40,960 of 512,000 planned",
         "25.0%",
         "3.00 GB",
-        "13.80M",
+        "13.8M",
         "def g():",
         "optimizer: {lr: 0.001} # <script>alert(1)</script>",
         "resumed after step 17",
@@ -174,10 +173,10 @@ def test_a_downsampled_curve_keeps_means_and_extremes():
     values = [math.sin(i) for i in range(2500)]
     values[1234] = 50.0  # one spike must stay visible
     values[7] = math.nan
-    chart = charts.make_chart("k", "t", [charts.Series("s", range(1, 2501), values)], text=repr)
+    chart = charts.draw(charts.Plot("k", "t", [charts.Series("s", range(1, 2501), values)], repr))
     (curve,) = chart.curves
     assert len(curve.readout["x"]) == 834
-    assert chart.per_point == 3
+    assert curve.per_point == 3
     assert any("50.0)" in label for label in curve.readout["t"])
     mean = sum(values[3:6]) / 3
     assert curve.readout["t"][1].startswith(repr(mean)[:12])
@@ -186,7 +185,7 @@ def test_a_downsampled_curve_keeps_means_and_extremes():
 
 
 def test_coordinates():
-    chart = charts.make_chart("k", "t", [charts.Series("s", [0, 10], [0.0, 100.0])], text=repr, from_zero=True)
+    chart = charts.draw(charts.Plot("k", "t", [charts.Series("s", [0, 10], [0.0, 100.0])], repr, from_zero=True))
     (curve,) = chart.curves
     left, top, right, bottom = chart.box
     assert curve.readout["x"] == [left, right]
@@ -197,7 +196,7 @@ def test_coordinates():
 
 
 def test_gaps_are_gaps():
-    chart = charts.make_chart("k", "t", [charts.Series("s", range(5), [1, 2, math.inf, 2, 1])], text=repr)
+    chart = charts.draw(charts.Plot("k", "t", [charts.Series("s", range(5), [1, 2, math.inf, 2, 1])], repr))
     assert chart.curves[0].path.count("M") == 2
 
 
@@ -206,13 +205,6 @@ def test_ticks_are_few_round_and_inside(low, high):
     values = charts.ticks(low, high)
     assert 2 <= len(values) <= 8
     assert all(low - 1e-9 * (high - low) <= v <= high + 1e-9 * (high - low) for v in values)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (3e-4, "3e-4"), (0.25, "0.25"), (1500, "1,500"), (12_000, "12k"), (3.5e6, "3.5M")]
-)
-def test_short_numbers(value, text):
-    assert charts.short(value) == text
 
 
 def test_the_mean_line_does_not_lag():

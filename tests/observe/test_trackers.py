@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe.console import Console
 from weft.observe.run import RunInfo, scalars
 from weft.observe.trackers.tensorboard import TensorBoard

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from weft.config.components import load_class
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 
 def factors(name, steps, **arguments):

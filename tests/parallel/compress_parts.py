@@ -8,8 +8,7 @@ from pool import fit
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from weft.config.compress import CompressSection
-from weft.config.mesh import ParallelSection
+from weft.config.mesh import CompressSection, ParallelSection
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.world import World, start_world

@@ -10,21 +10,26 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
+from wire import Call, Wire, axis_names
 
 from weft.config.components import load_class
 from weft.config.derive import derive
 from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
-from weft.observe.wire import Call, Wire, axis_names
+from weft.observe.console import Console
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.world import World, start_world
-from weft.train.loop import Loop
+from weft.train.data import Data
+from weft.train.job import Job
+from weft.train.loop import Learner, Loop
+from weft.train.measures import Metrics
 from weft.train.trainer import build
 
 # ---- a world
@@ -116,13 +121,13 @@ class Beginnings:
         return contextlib.nullcontext()
 
     def __getattr__(self, name: str):
-        return lambda *arguments, **named: None
+        return lambda *arguments, **named: {}
 
 
 class Unstopped:
     """No signal comes, and nobody is asked for one."""
 
-    votes = ()
+    votes, ASKED = (), 0
 
     def agreed(self, votes: list[float]) -> None:
         return None
@@ -131,24 +136,14 @@ class Unstopped:
 def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module, optimizer: Any) -> Steps:
     """The loop of a run, with random data."""
     length = derive(config, mesh=world.shape)
+    objective = load_class(config.objective, "objective")(**config.objective.arguments)
+    schedule = load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments)
+    rows = Rows(length.rows_per_rank, length.sequence_length, config.model.vocab_size)
     loop = Steps(
-        config=config,
-        length=length,
-        world=world,
-        directory=Path(),
-        source=Rows(length.rows_per_rank, length.sequence_length, config.model.vocab_size),
-        held_out=None,
-        bytes_per_token=None,
-        model=model,
-        objective=load_class(config.objective, "objective")(**config.objective.arguments),
-        optimizer=optimizer,
-        schedule=load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments),
-        recorder=Beginnings(wire),
-        prompts=[],
-        stop_ids=frozenset(),
-        decode=None,
-        scale=LossScale(config.training),
-        compress=None,
+        Job(config, world, SimpleNamespace(path=Path()), Console(speaks=False)),
+        Data(length, rows, (), {}),
+        Learner(model, Metrics([], objective), optimizer, schedule, LossScale(config.training)),
+        Beginnings(wire),
     )
     loop.wire = wire
     return loop

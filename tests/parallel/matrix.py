@@ -40,8 +40,8 @@ _MOE = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "dense": _SHAPE,
-    "tied": _SHAPE | {"tie_word_embeddings": True},
-    "gqa": _SHAPE | {"family": "qwen3", "num_key_value_heads": 4, "head_dim": 8, "qk_norm": True},
+    "tied": _SHAPE | {"tie_word_embeddings": True, "pad_token_id": 3},
+    "gqa": _SHAPE | {"family": "qwen3", "pad_token_id": 90, "num_key_value_heads": 4, "head_dim": 8, "qk_norm": True},
     "moe": _SHAPE | {"num_key_value_heads": 4, "moe": _MOE},
 }
 FAMILIES: dict[str, dict[str, Any]] = {

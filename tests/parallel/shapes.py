@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from wire import Call, Wire
 
 from weft.config.derive import derive
 from weft.config.run import RunConfig
 from weft.kernels.cross_entropy import CHUNK_ELEMENTS
-from weft.observe.wire import Call, Wire
 from weft.parallel.parts import local
 from weft.parallel.world import World, start_world
 from weft.train.trainer import build

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.config.errors import ConfigError, UserError
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.errors import ConfigError, UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.parallel.memory.activations import checkpointed

@@ -1,7 +1,7 @@
 """What a step sends: every collective's number and bytes are a closed form of the model, the batch and the mesh.
 
 Counted of a run's own loop by one process, whose fellow ranks are imagined; at the end beside ranks that are there.
-Kinds and bytes are those of `weft.observe.wire.Call`.
+Kinds and bytes are those of `wire.Call`.
 """
 
 import json
@@ -12,8 +12,7 @@ import imagined
 import pytest
 from matrix import ranks_of
 from pool import Pool
-
-from weft.observe.wire import MARK, Wire
+from wire import MARK, Wire
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -89,8 +88,8 @@ def times(calls, amount):
 
 
 def around(ranks, *clipped):
-    """The batch's weight, its tokens and two votes; the loss; the squares of gradients that are cut, over each axis."""
-    sums = {("weights", "all_reduce", ranks): times(1, 4 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
+    """Weights, tokens and three votes to stop; the loss; squares of gradients that are cut, over each axis."""
+    sums = {("weights", "all_reduce", ranks): times(1, 5 * NUMBER), ("forward", "all_reduce", ranks): times(1, NUMBER)}
     return add(sums, *({("update", "all_reduce", axis): times(1, NUMBER)} for axis in clipped))
 
 
@@ -304,7 +303,7 @@ def test_stages_pass_on_each_micro_batch_once(count):
         neighbours = (rank > 0) + (rank < 2)
         passed = {(kind, "pp"): times(4 * neighbours, message) for kind in ("send", "receive")}
         tie = {(kind, "pp"): times(tied, matrix) for kind in ("send", "receive")}
-        sums = {("all_reduce", "pp"): (4, (4 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
+        sums = {("all_reduce", "pp"): (4, (5 + 1 + 1 + 1) * NUMBER)}  # weights; loss of the last and of all; squares
         assert_counts(calls, add(passed, tie, sums), "kind", "axis", say=(rank, tied))
 
 

@@ -7,8 +7,8 @@ from compare import Run, compare
 from compress_parts import COLUMNS, ROWS, fit_counting, sums
 from matrix import WITHIN, Case, ranks_of, write_run
 
-from weft.config.errors import UserError
 from weft.config.run import RunConfig
+from weft.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

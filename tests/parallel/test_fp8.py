@@ -8,8 +8,8 @@ from fp8_parts import fit_emulating
 from matrix import MODELS, Case, ranks_of, write_run
 from running import QUIET, losses, train
 
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
+from weft.errors import UserError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.parallel.fp8 import raise_unless_usable, use_fp8

@@ -4,8 +4,8 @@ import pytest
 import torch
 from running import QUIET, finish, losses, metrics, start, train, weights
 
-from weft.config.errors import ConfigError
 from weft.config.run import RunConfig
+from weft.errors import ConfigError
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 

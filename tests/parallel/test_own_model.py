@@ -80,8 +80,23 @@ def write_run(folder, name, model, mesh, **training):
             [{"tp": 2, "dp_replicate": 2}],
             {},
         ),
+        # Parameters without dimensions, in the blocks and outside of them.
+        (
+            [
+                ("x + self.mlp(", "x + self.gain * self.mlp("),
+                (
+                    "        self.attention = ",
+                    "        self.gain = nn.Parameter(torch.tensor(1.5))\n        self.attention = ",
+                ),
+                ("self.head(self.norm(x))", "self.head(self.scale * self.norm(x))"),
+                ("        if tied:\n", "        self.scale = nn.Parameter(torch.tensor(0.7))\n        if tied:\n"),
+            ],
+            {},
+            [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2}, {"dp_shard": 2, "tp": 2}],
+            {"activation_checkpointing": "full"},
+        ),
     ],
-    ids=["tied", "recomputing", "whole head", "labels"],
+    ids=["tied", "recomputing", "whole head", "labels", "scalars"],
 )
 def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, meshes, training):
     model = {"type": own(*changes), **arguments}

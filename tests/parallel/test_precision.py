@@ -7,8 +7,8 @@ from compare import Run
 from compress_parts import fit_counting
 from matrix import Case, write_run
 
-from weft.config.errors import UserError
 from weft.config.run import RunConfig
+from weft.errors import UserError
 from weft.observe.metrics import read_metrics
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -9,9 +9,9 @@ import pytest
 from running import QUIET, SLOW, finish, losses, metrics, start, train, until_step
 
 from weft.cli.main import main
-from weft.config.errors import UserError
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
+from weft.errors import UserError
 from weft.train.data import open_data
 
 

@@ -1,10 +1,13 @@
 """A run that was killed or stopped goes on as if nothing had happened, to the last bit."""
 
 import os
+import resource
 import signal
 
+import pytest
 from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
 
+from weft.checkpoint.load import checkpoints
 from weft.train.run_directory import RunDirectory, claim
 
 
@@ -95,3 +98,72 @@ def test_a_run_directory_that_nothing_was_begun_in_goes_again(tmp_path):
     (begun / "config.yaml").write_text("")
     run.release()
     assert (begun / "config.yaml").exists()
+
+
+def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    common = {
+        "training": {"steps": 6, "batch_tokens": 256, "threads": 1},
+        "schedule": {"warmup_steps": 0},
+        "data": {"validation": None},
+        "checkpoint": {"every": 2, "keep_last": 3},
+        "log": QUIET,
+    }
+    assert train(run_yaml("straight.yaml", **common, run={"name": "straight"})) == 0
+    file, straight, run = run_yaml(**common), tmp_path / "runs" / "straight", tmp_path / "runs" / "demo"
+    assert train(file) == 0
+    for step in (4, 6):
+        tensors = next((run / "checkpoints" / f"step-{step:08}").glob("*.safetensors"))
+        tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
+    (run / "metrics.jsonl").write_text("")
+    capsys.readouterr()
+
+    assert train(file) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "damaged checkpoint: its contents are not what was written" in line
+    assert f"the previous whole checkpoint is {run}/checkpoints/step-00000002;" in line
+    assert "`weft train --from-last-good` sets this one aside and goes on from there" in line
+    assert train(file, "--from-last-good", "--fresh") == 2
+    assert "give one of the two" in capsys.readouterr().err
+
+    assert train(file, "--from-last-good") == 0
+    said = capsys.readouterr().err
+    for step in (4, 6):
+        assert f"step-{step:08} is damaged (" in said
+        assert f"it is now damaged-step-{step:08}, and the run goes on from step-00000002" in said
+        assert (run / "checkpoints" / f"damaged-step-{step:08}").is_dir()
+    assert f"{run}/metrics.jsonl has no line, and the run goes on after step 2" in said
+    assert losses(run) == losses(straight)[2:]
+    assert_same_weights(straight, run)
+    assert train(file, "--from-last-good", "training.steps=7") == 0  # nothing is damaged any more
+    said = capsys.readouterr().err
+    assert "goes on after step 6" in said
+    assert "warning" not in said.replace("warning: changed since the run last trained: training.steps", "")
+    assert "removed" not in said  # one goes for another: 2 for 7
+
+    assert train(file, "training.steps=8", "checkpoint.keep_last=1") == 0
+    told = "step 8: removed step-00000004, step-00000006, step-00000007, for checkpoint.keep_last is 1"
+    assert told in capsys.readouterr().err
+    assert [path.name for path in checkpoints(run)] == ["step-00000008"]
+    assert (run / "checkpoints" / "damaged-step-00000004").is_dir()
+
+
+@pytest.mark.parametrize("room", [100, 20_000])
+def test_a_disk_that_is_full_when_a_run_starts_is_one_line(run_yaml, tmp_path, monkeypatch, capsys, room):
+    """The kernel refuses the config, or the tokenizer's copy."""
+    monkeypatch.chdir(tmp_path)
+    file = run_yaml(training={"steps": 1}, schedule={"warmup_steps": 0}, data={"validation": None}, log=QUIET)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        code = train(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    run = tmp_path / "runs" / "demo"
+    assert line == (
+        f"{run}: cannot be written: File too large; free space or set run.directory, and run the same command again"
+    )
+    assert train(file) == 0
+    assert (run / "tokenizer" / "tokenizer.json").stat().st_size > room

@@ -1,5 +1,6 @@
 """Bits per byte in closed form: a model that gives every byte 8 bits, and each document's end 3."""
 
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from running import QUIET, train
+from running import QUIET, metrics, train
 
 from weft.config.mesh import MeshShape, ParallelSection
 from weft.data.batches.loader import ValidationBatches
@@ -16,9 +17,10 @@ from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
-from weft.evaluate.bits import bytes_per_token
+from weft.evaluation.bits import bytes_per_token
 from weft.objectives.pretrain import Pretrain
 from weft.parallel.passes import Passes
+from weft.train.data import HeldOut
 from weft.train.validate import validate
 
 EOD, BYTES_EACH = 0, 2  # each token of text stands for two bytes
@@ -67,7 +69,7 @@ def bits(dataset, store, limit=None):
     batches = ValidationBatches(dataset, rows=3, limit=limit)
     model = Known()
     passes = Passes(model, Pretrain(), WORLD, ParallelSection())
-    return validate(model, passes, batches, WORLD, bytes_per_token=each)
+    return validate(model, passes, [HeldOut("", batches, batches, each)], WORLD, whole=True)
 
 
 @pytest.mark.parametrize("way", ["end to end", "kept apart", "best fit"])
@@ -103,3 +105,31 @@ def test_a_long_validation_tells_how_far_it_is(run_yaml, monkeypatch, capsys):
     told = re.findall(r"^step 1: validating, batch (\d+) of (\d+)  ETA [\d.]+m?s", capsys.readouterr().err, re.M)
     whole = int(told[0][1])
     assert [int(number) for number, _ in told] == list(range(1, whole))
+
+
+def test_several_sets_are_measured_by_name_and_together(run_yaml, tmp_path, tiny_heldout, tiny_store, capsys):
+    short = {"training": {"steps": 1, "threads": 1, "dtype": "float64"}, "schedule": {"warmup_steps": 0}, "log": QUIET}
+    found = {}
+    for name, chosen in {
+        "one": str(tiny_heldout),
+        "both": {"books": str(tiny_heldout), "web": str(tiny_store)},
+    }.items():
+        assert train(run_yaml(f"{name}.yaml", run={"name": name}, data={"validation": chosen}, **short)) == 0
+        (found[name],) = metrics(tmp_path / "runs" / name)
+    one, both = found["one"], found["both"]
+    assert both["validation_loss/books"] == one["validation_loss"]
+    assert both["validation_bits_per_byte/books"] == one["validation_bits_per_byte"]
+    tokens = {
+        name: (TokenStore.open(path).num_tokens - 1) // 64
+        for name, path in (("books", tiny_heldout), ("web", tiny_store))
+    }
+    mean = sum(both[f"validation_loss/{name}"] * count for name, count in tokens.items()) / sum(tokens.values())
+    assert both["validation_loss"] == pytest.approx(mean, abs=1e-12)
+    low, high = sorted(both[f"validation_bits_per_byte/{name}"] for name in tokens)
+    assert low < both["validation_bits_per_byte"] < high
+    assert re.search(
+        r"step 1: validation loss \d\.\d+, .* bits per byte; books \d\.\d+; web \d\.\d+", capsys.readouterr().err
+    )
+    manifest = json.loads((tmp_path / "runs" / "both" / "manifest.json").read_text())
+    assert {"validation/books", "validation/web"} < manifest["data_digests"].keys()
+    assert "loss/books" in (tmp_path / "runs" / "both" / "report.html").read_text()

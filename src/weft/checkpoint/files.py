@@ -6,20 +6,17 @@ A checkpoint is a directory `step-%08d`. While it is written it is called `.step
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 import re
-import shutil
-import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.data.folders import sync_entry
+from weft.files import remove
 
 FOLDER = "checkpoints"
 CHECKSUMS = "checksums.json"
@@ -42,10 +39,6 @@ def step_of(path: Path) -> int | None:
     """The step in a whole checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
-
-
-def partial_path(folder: Path, step: int) -> Path:
-    return folder / f".{checkpoint_name(step)}.partial"
 
 
 def is_leftover(path: Path) -> bool:
@@ -92,48 +85,6 @@ def _digest_of(files: dict) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def appear(partial: Path, target: Path) -> None:
-    """Give a written directory its whole name, in one rename; a checkpoint already there is exchanged for it."""
-    sync_entry(partial)
-    if target.exists():
-        _exchange(partial, target)  # now `partial` is the replaced one
-        sync_entry(target.parent)
-        remove(partial)
-    else:
-        os.rename(partial, target)
-        sync_entry(target.parent)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two directories' names. At once where the system can (Linux); else with an instant without `other`."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    at_cwd, exchange = -100, 2
-    if rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
-        return
-    old = other.with_name(f".{other.name}.old")
-    os.rename(other, old)
-    os.rename(one, other)
-    os.rename(old, one)
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint: it loses its whole name first, so that half of it is never taken for one.
-
-    A file that cannot be deleted is a warning: what is left has a name that the next save tries again.
-    """
-    if not path.exists():
-        return
-    try:
-        if step_of(path) is not None:
-            old = path.with_name(f".{path.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(path, old)
-            path = old
-        shutil.rmtree(path)
-    except OSError as error:
-        warnings.warn(f"{path}: could not be deleted: {error.strerror or error}", stacklevel=2)
-
-
 def sweep(folder: Path) -> None:
     """Delete what killed saves and deletions left."""
     for path in list(folder.iterdir()):
@@ -141,13 +92,24 @@ def sweep(folder: Path) -> None:
             remove(path)
 
 
-def prune(folder: Path, newest: Path, keep_last: int, keep_every: int | None) -> None:
-    """Delete all checkpoints but the `keep_last` of the highest steps, each `keep_every`-th step's, and `newest`."""
+class Keep(NamedTuple):
+    """Which checkpoints stay: the `last` of the highest steps, and for good those of steps divisible by `every`."""
+
+    last: int
+    every: int | None = None
+
+
+def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
+    """Delete all checkpoints but those to keep and `newest`.
+
+    Without `newest`, the last undamaged one stays in its place, by its files' sizes; nothing goes if there is none.
+    """
+    newest = newest or last_whole(folder, contents=False)
     found = listed(folder)
-    kept = set(found[-keep_last:] if keep_last > 0 else []) | {newest}
-    for path in found:
+    kept = {*(found[-keep.last :] if keep.last > 0 else []), newest}
+    for path in found if newest is not None else ():
         step = step_of(path)
-        if path not in kept and not (keep_every and step is not None and step % keep_every == 0):
+        if path not in kept and not (keep.every and step is not None and step % keep.every == 0):
             remove(path)
 
 

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from weft.checkpoint import files, ranks
+from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
 from weft.checkpoint.huggingface.load import fill
 from weft.checkpoint.save import first_failure, planning
 from weft.checkpoint.storage import SafetensorsReader
 from weft.checkpoint.tensors import MODEL_PREFIX, OPTIMIZER_PREFIX, blank_state, model_tensors, optimizer_parameters
-from weft.config.errors import UserError
-from weft.config.huggingface import is_huggingface
+from weft.errors import UserError
+from weft.families.folder import is_huggingface
+from weft.parallel import ranks
 
 # A mismatch names so many tensors; the rest is counted.
 _NAMED = 4
@@ -85,7 +87,8 @@ def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
         remedy = "there is no older whole checkpoint; bring the file back from a copy, or start over with --fresh"
     else:
         remedy = (
-            f"the previous whole checkpoint is {previous}; delete {checkpoint} to go on from there, or name that one"
+            f"the previous whole checkpoint is {previous}; name that one, or `weft train --from-last-good` sets this "
+            "one aside and goes on from there"
         )
     raise UserError(f"damaged checkpoint: {damage.what}; {remedy}", damage.file)
 
@@ -95,16 +98,7 @@ def _verify_together(checkpoint: Path) -> None:
     found = ranks.gather(files.find_damage(checkpoint, part=ranks.rank(), parts=ranks.world()))
     damage = next((damage for damage in found if damage is not None), None)
     if damage is not None:
-        _said_by_first(lambda: _raise_if_damaged(checkpoint, damage))
-
-
-def _said_by_first(action) -> None:
-    """Run on rank 0; a UserError comes on all ranks, quiet on all but the first."""
-    try:
-        ranks.on_first(action)
-    except UserError as error:
-        error.quiet = ranks.rank() != 0
-        raise
+        ranks.on_first(lambda: _raise_if_damaged(checkpoint, damage))
 
 
 def read_json(checkpoint: Path, name: str) -> Any:
@@ -169,10 +163,10 @@ def load(
         targets |= others({name: entry["shape"] for name, entry in index["tensors"].items()})
     try:
         with planning():
-            dcp.load(
+            state_dict_loader.load(
                 targets,
                 storage_reader=SafetensorsReader(checkpoint, index),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=not ranks.distributed(),
             )
     except CheckpointException as error:
@@ -181,9 +175,10 @@ def load(
         for tensor, source in copies:
             tensor.copy_(source)
     for parameter, state in states:
-        optimizer.state.pop(parameter, None)  # type: ignore[union-attr]
+        assert optimizer is not None  # or it had no states to match
+        optimizer.state.pop(parameter, None)
         if state:
-            optimizer.state[parameter] = state  # type: ignore[union-attr]
+            optimizer.state[parameter] = state
     return read_json(checkpoint, files.STATE)
 
 

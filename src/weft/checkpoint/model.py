@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from pydantic import ValidationError
@@ -12,15 +13,27 @@ from weft.checkpoint import files
 from weft.checkpoint.huggingface.folder import open_folder, section_of
 from weft.checkpoint.load import load, read_json, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
-from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
-from weft.config.huggingface import is_huggingface
 from weft.config.model import CustomModelSection, ModelSection
+from weft.errors import UserError
+from weft.families.folder import is_huggingface
 from weft.models.huggingface import saved_as
+
+# Which checkpoint a loaded model is of: its tokenizer is found by that.
+_LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+
+
+def checkpoint_of(model: nn.Module) -> Path | None:
+    """What `load_model` made a model of; None for any other model."""
+    return _LOADED.get(model)
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
     """The model of a run's newest checkpoint, or of one checkpoint, ready to be used.
+
+    >>> model = weft.load_model("runs/run", dtype=torch.bfloat16)
+    >>> model(torch.tensor([[5, 6, 7]])).shape
+    torch.Size([1, 3, 512])
 
     Args:
         path: a run directory, a checkpoint, or a Hugging Face folder.
@@ -31,9 +44,12 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         A module in evaluation mode, from token ids [batch, seq] to logits [batch, seq, vocab].
 
     Raises:
-        UserError: no checkpoint there, or a damaged one.
+        UserError: no checkpoint there, or a damaged one; `dtype` is no dtype of torch.
     """
     from weft.models.build import build_model
+
+    if not isinstance(dtype, torch.dtype | None):
+        raise UserError(f"dtype: {dtype!r} is not a torch.dtype; give one, such as torch.bfloat16")
 
     checkpoint = resolve(path)
     section = architecture(checkpoint)
@@ -65,6 +81,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
         initialize_buffers(model)
     load(checkpoint, model=model)
+    _LOADED[model] = checkpoint
     return model.eval()
 
 

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 
 from weft.checkpoint import files
-from weft.checkpoint.huggingface.export import special_ids
-from weft.checkpoint.huggingface.making import tokenizer_doubts
-from weft.checkpoint.load import read_json, tokenizer_folder
+from weft.checkpoint.huggingface.documents import origin_of, special_ids, tokenizer_doubts
+from weft.checkpoint.load import tokenizer_folder
 from weft.checkpoint.model import architecture
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
-from weft.checkpoint.weights import Saved, Weights, open_weights
+from weft.checkpoint.weights import Saved, open_weights
 from weft.checkpoint.writing import write_checkpoint
-from weft.config.errors import UserError
-from weft.config.headers import read_tokenizer_header
-from weft.config.huggingface import is_huggingface, read_config
 from weft.config.model import ModelSection
+from weft.errors import UserError
+from weft.headers import read_tokenizer_header
 from weft.observe.console import Console
 
 RESIZED = ("embed_tokens.weight", "lm_head.weight")
@@ -70,8 +68,10 @@ def resize(
     tokens = read_tokenizer_header(beside).vocab_size if beside is not None else 0
     new = -(-(tokens if vocab_size is None else vocab_size) // multiple) * multiple
     _check(source, old, new, tokens, shrink)
-    section = section.model_copy(update={"vocab_size": new, "from_": None, "load_optimizer": False})
-    origin = _origin(weights, section, Path(tokenizer) if tokenizer is not None else None)
+    padding = None if (section.pad_token_id or 0) >= new else section.pad_token_id
+    kept = {"from_": None, "load_optimizer": False, "pad_token_id": padding}
+    section = section.model_copy(update={"vocab_size": new, **kept})
+    origin = _origin(weights.path, section, Path(tokenizer) if tokenizer is not None else None)
     doubts = [f"{source}: {note}" for note in weights.notes]
     doubts += [
         f"{beside or source}: {doubt}"
@@ -130,18 +130,10 @@ def _resized(name: str, saved: Saved, section: ModelSection, rows: int, init: st
         left -= count
 
 
-def _origin(weights: Weights, section: ModelSection, tokenizer: Path | None) -> dict[str, Any] | None:
+def _origin(path: Path, section: ModelSection, tokenizer: Path | None) -> dict[str, Any] | None:
     """What is kept of Hugging Face's files for the way back; special ids are the new tokenizer's where it has them."""
-    path = weights.path
-    if is_huggingface(path):
-        generation = path / "generation_config.json"
-        origin = {
-            "config": read_config(path),
-            "generation_config": read_json(path, generation.name) if generation.is_file() else None,
-        }
-    elif (path / files.ORIGIN).is_file():
-        origin = read_json(path, files.ORIGIN)
-    else:
+    origin = origin_of(path)
+    if not origin:
         return None
     config, generation = dict(origin["config"]), origin.get("generation_config")
     config["vocab_size"] = section.vocab_size

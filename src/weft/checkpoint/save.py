@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from weft.checkpoint import files, ranks
+from weft.checkpoint import files
 from weft.checkpoint.storage import SafetensorsWriter
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, whole_values
-from weft.config.errors import UserError
+from weft.errors import UserError
+from weft.files import partial_path, publish, remove
+from weft.observe.status import LONG, doing
+from weft.parallel import ranks
 
 
 def save(
@@ -28,15 +32,14 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
     architecture: dict[str, Any],
-    keep_last: int,
-    keep_every: int | None,
+    keep: files.Keep,
     others: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `<run>/checkpoints/step-%08d` and delete the older ones that are not to be kept. Every rank calls it.
 
     All ranks write under another name; when every file is on the disk, with its size and SHA-256 in `checksums.json`,
-    one rename makes it a checkpoint, and only then older ones go. A checkpoint of this step that is already there is
-    exchanged for the new one.
+    one rename makes it a checkpoint, and only then an older one goes for it; what was there beyond `keep.last` goes
+    before. A checkpoint of this step that is already there is exchanged for the new one.
 
     Args:
         step: optimizer steps done.
@@ -44,8 +47,7 @@ def save(
             are not: the run's configuration sets them.
         state: what the loop goes on from; JSON values, the same on all ranks (rank 0's are written).
         architecture: the resolved model section, for `load_model`.
-        keep_last: how many checkpoints stay, counted from the newest.
-        keep_every: those at multiples of so many steps stay for ever.
+        keep: which checkpoints stay.
         others: more tensors, by names of their own, of which ranks may have different ones.
 
     Returns:
@@ -55,35 +57,38 @@ def save(
         UserError: on all ranks, if any could not write (a full disk); the older checkpoints are as they were.
     """
     folder = Path(run_directory) / files.FOLDER
-    target, partial = folder / files.checkpoint_name(step), files.partial_path(folder, step)
+    target = folder / files.checkpoint_name(step)
+    partial = partial_path(target)
+    task = f"saving step {step:,}"
+    doing(task, "save", LONG)
     try:
-        ranks.on_first(lambda: _begin(folder, partial))
+        ranks.on_first(lambda: _begin(folder, partial, keep))
         tensors, aliases, description = _collect(model, optimizer)
         tensors |= others or {}
-        writer = SafetensorsWriter(partial, aliases)
+        writer = SafetensorsWriter(partial, aliases, task)
         with planning():
-            dcp.save(
+            state_dict_saver.save(
                 tensors,
                 storage_writer=writer,
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=not ranks.distributed(),
             )
-        documents = {
-            files.MODEL: architecture,
-            files.OPTIMIZER: description,
-            files.STATE: {**state, "step": step},
-        }
+        state = {**state, "step": step}
+        documents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: state}
+        doing(task, "save", LONG)
         ranks.on_first(lambda: _finish(partial, target, documents, writer.digests))
     except (Exception, CheckpointException) as error:  # DCP's is no Exception; all ranks come here together
-        ranks.on_first(lambda: files.remove(partial))
+        ranks.on_first(lambda: remove(partial))
         raise _explained(error, target) from error
-    ranks.on_first(lambda: files.prune(folder, target, keep_last, keep_every))
+    doing(task, "save", LONG)
+    ranks.on_first(lambda: files.prune(folder, keep, target))
     return target
 
 
-def _begin(folder: Path, partial: Path) -> None:
+def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.sweep(folder)
+    files.prune(folder, keep)  # `keep.last` may have been lowered because the disk is full
     partial.mkdir()
 
 
@@ -125,7 +130,7 @@ def _finish(partial: Path, target: Path, documents: dict[str, Any], digests: dic
             f"{damage.file.name}: {damage.what} (as rank 0 sees it; the run directory must lie on storage that all "
             "machines share)",
         )
-    files.appear(partial, target)
+    publish(partial, target, replace=True)
 
 
 @contextlib.contextmanager

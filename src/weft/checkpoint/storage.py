@@ -14,10 +14,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from weft.checkpoint.files import INDEX, Digest, threads, write_json
-from weft.checkpoint.tensor_file import Entry, dtype_name, write_safetensors
+from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
+from weft.observe.status import LONG, doing
 
 # Several files a rank, so that several threads write and hash them.
 FILE_BYTES = 256 * 2**20
@@ -44,12 +51,40 @@ FILE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of a tensor in one file."""
+    """A tensor, or a rectangular part of one, in a file."""
 
+    tensor: str
     file: str
-    digest: Digest
-    dtype: str
+    offsets: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], None]) -> tuple[Digest, list[Piece]]:
+    """Write a checkpoint's file of tensors, with the header of DCP's own `hf_storage`."""
+    pieces = [Piece(e.name, path.name, e.offsets or (0,) * len(e.shape), e.shape) for e in entries]
+    offsets = {piece.tensor: {"saved_offsets": piece.offsets} for piece in pieces}
+    header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+    return write_safetensors(path, entries, header, on_bytes), pieces
+
+
+def index_of(
+    pieces: Sequence[Piece], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """What index.json says: where each tensor's pieces are.
+
+    Args:
+        tensors: name -> dtype and whole shape.
+        tied: other names of tied weights -> the name that the tensor is saved under.
+    """
+    files = {name: number for number, name in enumerate(dict.fromkeys(piece.file for piece in pieces))}
+    found: dict[str, list] = {name: [] for name in tensors}
+    for piece in pieces:
+        found[piece.tensor].append([files[piece.file], list(piece.offsets), list(piece.shape)])
+    entries = {
+        name: {"dtype": dtype_name(dtype), "shape": list(shape), "pieces": sorted(found[name], key=lambda p: p[1])}
+        for name, (dtype, shape) in sorted(tensors.items())
+    }
+    return {"format": "weft checkpoint", "version": 1, "files": list(files), "tied": dict(tied), "tensors": entries}
 
 
 class SafetensorsWriter(StorageWriter):
@@ -57,14 +92,14 @@ class SafetensorsWriter(StorageWriter):
 
     Args:
         tied: other names of a model's tied weights -> the name that the tensor is saved under.
+        task: what the rank reports to its launcher as bytes are written.
 
     Attributes:
         digests: on rank 0, after the save, every written file's name -> digest.
     """
 
-    def __init__(self, directory: Path, tied: dict[str, str]):
-        self.directory = directory
-        self.tied = tied
+    def __init__(self, directory: Path, tied: dict[str, str], task: str):
+        self.directory, self.tied, self.task = directory, tied, task
         self.digests: dict[str, Digest] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -89,87 +124,56 @@ class SafetensorsWriter(StorageWriter):
         return [dataclasses.replace(plan, storage_data=number) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        groups = _groups([item for item in plan.items if _size(item)])
+        items = {(item.index.fqn, tuple(_data(item).chunk.offsets)): item for item in plan.items if _size(item)}
+        groups = cut([_entry(item, planner) for item in items.values()], FILE_BYTES)
         names = [
             f"shard-{plan.storage_data + 1:05d}-model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
             for number in range(len(groups))
         ]
+
+        def write(name: str, entries: list[Entry]) -> list[WriteResult]:
+            digest, pieces = write_shard(self.directory / name, entries, lambda count: doing(self.task, "save", LONG))
+            found = [(items[piece.tensor, piece.offsets], piece) for piece in pieces]
+            return [WriteResult(item.index, _size(item), (digest, piece)) for item, piece in found]
+
         with ThreadPoolExecutor(threads()) as pool:
-            written = pool.map(lambda name, items: self._write_file(name, items, planner), names, groups)
+            written = pool.map(write, names, groups)
             results = [result for file in written for result in file]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
-    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        entries = [
-            Entry(
-                item.index.fqn,
-                item.tensor_data.properties.dtype,
-                tuple(item.tensor_data.chunk.sizes),
-                partial(planner.resolve_data, item),
-            )
-            for item in items
-        ]
-        offsets = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in items}
-        extra = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        what = write_safetensors(self.directory / name, entries, extra)
-        return [
-            WriteResult(
-                index=item.index,
-                size_in_bytes=_size(item),
-                storage_data=Piece(
-                    name, what, dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
-                ),
-            )
-            for item in items
-        ]
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0: write the index of all tensors and their pieces."""
-        pieces: dict[str, list] = {name: [] for name in metadata.state_dict_metadata}
-        files: dict[str, int] = {}
-        for result in (result for rank in results for result in rank):
-            piece: Piece = result.storage_data
-            self.digests[piece.file] = piece.digest
-            number = files.setdefault(piece.file, len(files))
-            pieces[result.index.fqn].append([number, list(result.index.offset or ()), list(piece.shape)])
+        written = [result.storage_data for rank in results for result in rank]
+        self.digests = {piece.file: digest for digest, piece in written}
         tensors = {
-            name: {
-                "dtype": dtype_name(entry.properties.dtype),
-                "shape": list(entry.size),
-                "pieces": sorted(pieces[name], key=lambda piece: piece[1]),
-            }
-            for name, entry in sorted(metadata.state_dict_metadata.items())
+            name: (entry.properties.dtype, entry.size)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
-        content = {
-            "format": "weft checkpoint",
-            "version": 1,
-            "files": list(files),
-            "tied": self.tied,
-            "tensors": tensors,
-        }
+        content = index_of([piece for _, piece in written], tensors, self.tied)
         self.digests[INDEX] = write_json(self.directory / INDEX, content)
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # nothing else is saved by DCP
+    return item.tensor_data
+
+
+def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+    def read() -> torch.Tensor:
+        found = planner.resolve_data(item)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    data = _data(item)
+    return Entry(item.index.fqn, data.properties.dtype, tuple(data.chunk.sizes), read, tuple(data.chunk.offsets))
 
 
 def _size(item: WriteItem) -> int:
     """Bytes of a planned piece (`item.tensor_storage_size()` is the whole tensor's)."""
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _groups(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Split a rank's pieces into files; a name stands once in a file."""
-    groups: list[list[WriteItem]] = []
-    names: set[str] = set()
-    size = 0
-    for item in items:
-        if not groups or size >= FILE_BYTES or item.index.fqn in names:
-            groups.append([])
-            names, size = set(), 0
-        groups[-1].append(item)
-        names.add(item.index.fqn)
-        size += _size(item)
-    return groups
+    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
 class SafetensorsReader(StorageReader):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ DTYPES = {
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor on the CPU, as a file holds them."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -51,17 +52,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Entry:
     """A tensor to be written: what the header says of it, and how to get it when its turn has come.
 
-    `read` gives it whole, or in consecutive pieces, of which one is in memory at a time.
+    Attributes:
+        read: gives it whole, or in consecutive pieces, of which one is in memory at a time.
+        offsets: of a part of a tensor: where in that it begins; None for a whole one.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor | Iterator[torch.Tensor]]
+    offsets: tuple[int, ...] | None = None
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def main_dtype(entries: Sequence[Entry]) -> str:
+    """The name of the dtype that most tensors have."""
+    kinds = Counter(dtype_name(entry.dtype) for entry in entries)
+    return max(kinds, key=lambda kind: kinds[kind])
 
 
 def write_safetensors(
@@ -119,13 +129,15 @@ _Sized = TypeVar("_Sized", bound=Entry)
 
 
 def cut(entries: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
-    """Entries in their order, in groups of at most `limit` bytes (one entry may be larger)."""
+    """Entries in their order, in groups of at most `limit` bytes (an entry may be larger), no name twice in one."""
     groups: list[list[_Sized]] = []
+    names: set[str] = set()
     room = 0
     for entry in entries:
-        if not groups or entry.bytes > room:
+        if not groups or entry.bytes > room or entry.name in names:
             groups.append([])
-            room = limit
+            names, room = set(), limit
         groups[-1].append(entry)
+        names.add(entry.name)
         room -= entry.bytes
     return groups

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weft.config.errors import UserError
+from weft.errors import UserError
+from weft.torch_private import is_traceable_wrapper_subclass
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."

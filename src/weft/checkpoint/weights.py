@@ -1,4 +1,4 @@
-"""The tensors of any saved model, whoever saved it: their names, what they are, and their rows block by block."""
+"""The tensors of any saved model, whoever saved it: names, dtypes, shapes, and rows read when they are needed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint import files
-from weft.checkpoint.huggingface.export import their_entries
-from weft.checkpoint.huggingface.folder import HuggingFaceFolder, file_notes, headers, open_folder
+from weft.checkpoint.huggingface.folder import HuggingFaceFolder, file_notes, groups, headers, open_folder
 from weft.checkpoint.huggingface.pickled import opened
 from weft.checkpoint.load import read_json, resolve
 from weft.checkpoint.model import architecture
 from weft.checkpoint.tensors import MODEL_PREFIX
-from weft.config.errors import UserError
-from weft.config.huggingface import is_huggingface
 from weft.config.model import ModelSection
+from weft.errors import UserError
+from weft.families.folder import is_huggingface
+from weft.models.huggingface import Transform, invert
 
 BLOCK = 4 * 2**20  # bytes that are worked on at once; a row is never divided
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One saved tensor. `blocks(n)` reads it from the first row to the last, n rows at a time, on the CPU."""
+    """One saved tensor.
+
+    Attributes:
+        read: `read(start, length)` gives so many rows on the CPU; of a tensor without dimensions, all of it.
+        at_once: every `read` makes all rows.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    blocks: Callable[[int], Iterator[torch.Tensor]]
+    read: Callable[[int, int], torch.Tensor]
+    at_once: bool = False
 
     @property
     def bytes(self) -> int:
@@ -42,6 +48,20 @@ class Saved:
         """Of a block of about `BLOCK` bytes."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         return max(1, BLOCK // max(1, row))
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+        return self.read(0, self.shape[0] if self.shape else 1)
+
+    def blocks(self, rows: int) -> Iterator[torch.Tensor]:
+        """From the first row to the last, `rows` at a time."""
+        if not self.shape:
+            yield self.whole()
+        elif self.at_once:
+            yield from self.whole().split(rows)
+        else:
+            for start in range(0, self.shape[0], rows):
+                yield self.read(start, min(rows, self.shape[0] - start))
 
 
 @dataclass(frozen=True)
@@ -81,65 +101,67 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
         stored = headers(path, allow_pickle=allow_pickle)
         file = {name: one.file for name, one in stored.items()}
         found = {
-            name: Saved(one.dtype, one.shape, _slices(path / one.file, name, one.shape)) for name, one in stored.items()
+            name: Saved(one.dtype, one.shape, _rows(path / one.file, name, one.shape)) for name, one in stored.items()
         }
         return Weights(path, True, found, file, file_notes(path))
     if theirs:
         folder = open_folder(path, allow_pickle=allow_pickle)
         return Weights(path, False, {name: _translated(folder, name) for name in folder.sources}, {}, folder.notes)
+    ours = dict(_of_checkpoint(path))
     if not by_theirs:
-        return Weights(path, False, dict(_of_checkpoint(path)), {})
+        return Weights(path, False, ours, {})
     section = architecture(path)
     if not isinstance(section, ModelSection):
         raise UserError(
             "a model of your own has no names in Hugging Face's files; give one of the built-in decoder", path
         )
-    whole = their_entries(path, section, None)
-    found = {one.name: Saved(one.dtype, one.shape, partial(_split, one.read)) for one in whole}
-    return Weights(path, True, found, {})
+    return Weights(path, True, their_tensors(path, section, ours), {})
 
 
-def _split(read: Callable[[], torch.Tensor], rows: int) -> Iterator[torch.Tensor]:
-    """Of a tensor that has to be put together whole first."""
-    tensor = read()
-    yield from tensor.split(rows) if tensor.dim() else [tensor]
+def their_tensors(path: Path, section: ModelSection, ours: Mapping[str, Saved]) -> dict[str, Saved]:
+    """Hugging Face's tensors, each to be put together from ours. Raises UserError if one of ours is missing."""
+    found: dict[str, Saved] = {}
+    for theirs, parts in groups(section).items():
+        for name, _ in parts:
+            if name not in ours:
+                raise UserError(f"it lacks {name}, which its model.json means; it is damaged", path)
+        saved, transform = [ours[name] for name, _ in parts], parts[0][1]
+        expert = None if transform is None else transform.expert
+        shapes = [one.shape if expert is None else one.shape[1:] for one in saved]
+        shape = tuple(invert(transform, [torch.empty(one, device="meta") for one in shapes]).shape)
+        found[theirs] = Saved(saved[0].dtype, shape, partial(_inverted, saved, transform, expert), at_once=True)
+    return found
 
 
-def _in_turn(shape: tuple[int, ...], rows: int, read: Callable[[int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    for start in range(0, shape[0], rows):
-        yield read(start, min(rows, shape[0] - start))
+def _inverted(
+    saved: list[Saved], transform: Transform | None, expert: int | None, start: int, length: int
+) -> torch.Tensor:
+    tensor = invert(transform, [one.whole() if expert is None else one.read(expert, 1)[0] for one in saved])
+    return tensor[start : start + length] if tensor.dim() else tensor
 
 
-def _slices(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int], Iterator[torch.Tensor]]:
+def _rows(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
     """Of a tensor that lies whole in one file. It is opened for each block: pages that were read are let go of."""
 
     def read(start: int, length: int) -> torch.Tensor:
-        with opened(file) as found:
-            return found.get_slice(name)[start : start + length]
-
-    def blocks(rows: int) -> Iterator[torch.Tensor]:
         try:
-            if shape:
-                yield from _in_turn(shape, rows, read)
-            else:
-                with opened(file) as found:
-                    yield found.get_tensor(name)
+            with opened(file) as found:
+                return found.get_slice(name)[start : start + length] if shape else found.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
 
-    return blocks
+    return read
 
 
 def _translated(folder: HuggingFaceFolder, name: str) -> Saved:
     shape = folder.sources[name].shape
 
     def read(start: int, length: int) -> torch.Tensor:
+        if not shape:
+            return folder.read(name)
         return folder.read(name, (start, *[0] * (len(shape) - 1)), (length, *shape[1:]))
 
-    def blocks(rows: int) -> Iterator[torch.Tensor]:
-        yield from _in_turn(shape, rows, read) if shape else [folder.read(name)]
-
-    return Saved(folder.dtype(name), shape, blocks)
+    return Saved(folder.dtype(name), shape, read)
 
 
 def _of_checkpoint(checkpoint: Path) -> Iterator[tuple[str, Saved]]:
@@ -148,29 +170,21 @@ def _of_checkpoint(checkpoint: Path) -> Iterator[tuple[str, Saved]]:
     for name, entry in index["tensors"].items():
         if not name.startswith(MODEL_PREFIX):
             continue
-        shape, pieces = tuple(entry["shape"]), entry["pieces"]
-        places = [(checkpoint / index["files"][number], offset, size) for number, offset, size in pieces]
-        dtype = getattr(torch, entry["dtype"])
-        if len(places) == 1:
-            blocks = _slices(places[0][0], name, shape)
-        else:
-            blocks = partial(_gathered, name, dtype, shape, places)
-        yield name.removeprefix(MODEL_PREFIX), Saved(dtype, shape, blocks)
+        shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+        places = [(checkpoint / index["files"][number], offset, size) for number, offset, size in entry["pieces"]]
+        one = len(places) == 1
+        read = _rows(places[0][0], name, shape) if one else partial(_gathered, name, dtype, shape, places)
+        yield name.removeprefix(MODEL_PREFIX), Saved(dtype, shape, read)
 
 
-def _gathered(name: str, dtype: torch.dtype, shape: tuple, places: list, rows: int) -> Iterator[torch.Tensor]:
-    """Of a tensor in pieces: for each block what each of them has of it."""
-
-    def read(start: int, length: int) -> torch.Tensor:
-        block = torch.empty((length, *shape[1:]), dtype=dtype)
-        for file, offset, size in places:
-            first, last = max(start, offset[0]), min(start + length, offset[0] + size[0])
-            if first < last:
-                rest = tuple(slice(begin, begin + many) for begin, many in zip(offset[1:], size[1:], strict=True))
-                with safe_open(file, framework="pt") as found:
-                    block[(slice(first - start, last - start), *rest)] = found.get_slice(name)[
-                        first - offset[0] : last - offset[0]
-                    ]
-        return block
-
-    yield from _in_turn(shape, rows, read)
+def _gathered(name: str, dtype: torch.dtype, shape: tuple, places: list, start: int, length: int) -> torch.Tensor:
+    """Rows of a tensor in pieces: of each piece, what it has of them."""
+    block = torch.empty((length, *shape[1:]), dtype=dtype)
+    for file, offset, size in places:
+        first, last = max(start, offset[0]), min(start + length, offset[0] + size[0])
+        if first < last:
+            rest = tuple(slice(begin, begin + many) for begin, many in zip(offset[1:], size[1:], strict=True))
+            with safe_open(file, framework="pt") as found:
+                rows = found.get_slice(name)[first - offset[0] : last - offset[0]]
+                block[(slice(first - start, last - start), *rest)] = rows
+    return block

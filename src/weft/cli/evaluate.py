@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-HELP = "measure a model: perplexity and bits per byte of token stores, benchmark tasks"
+if TYPE_CHECKING:
+    from weft.evaluation.evaluate import Evaluation
+    from weft.observe.console import Console
 
-# Options of one part of the work, refused where that part is not asked for.
-OF_STORES = ("sequence_length", "stride", "documents", "max_tokens")
-OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
+HELP = "measure a model: perplexity, bits per byte, benchmark tasks"
+GROUP = "use"
 
 MEANING = """\
 loss: nats per predicted token. perplexity: e^loss, among how many equally likely tokens the model would be as unsure.
@@ -63,114 +64,34 @@ def run(args: argparse.Namespace) -> int:
     from weft.launch.threads import wait_briefly
 
     wait_briefly()
-    _refuse_idle(args)
-    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        from weft.config.errors import UserError
-
-        raise UserError("no file can be written there; name one in a folder that there is", args.json)
-    # Mistakes in tasks and stores are told before a large model is loaded.
-    names = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
-    tasks = None
-    if args.tasks is not None:
-        from weft.evaluate.tasks import find_tasks
-
-        tasks = find_tasks(names, args.include_path)
     import torch
 
-    from weft.checkpoint.load import resolve, tokenizer_folder
-    from weft.checkpoint.model import load_model
-    from weft.data.stores.store import TokenStore
-    from weft.evaluate.trained import held_out_store, how_trained
+    from weft.errors import UserError
+    from weft.evaluation.evaluate import evaluate
+    from weft.files import replace_file
     from weft.observe.console import Console
-    from weft.train.run_directory import replace_text
 
-    console = Console()
-    checkpoint = resolve(args.source)
-    trained = how_trained(checkpoint)
-    paths = args.stores or ([] if args.tasks is not None else [held_out_store(checkpoint, trained)])
-    stores = [TokenStore.open(path) for path in paths]
-    tokenizer = args.tokenizer or tokenizer_folder(checkpoint)
-    device = _device(args.device)
-    model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
-    results: dict[str, Any] = {"model": str(checkpoint)}
-    if stores:
-        if tokenizer is None:
-            console.warning(f"{checkpoint} has no tokenizer with it: nobody can tell whether a store's ids are its own")
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: console.warning(str(message))
-            results |= _on_stores(args, model, stores, trained, tokenizer, console)
-    if args.tasks is not None:
-        from weft.evaluate.tasks import on_tasks
-
-        results["tasks"] = on_tasks(
-            model,
-            tokenizer,
-            names,
-            tasks,
-            num_fewshot=args.num_fewshot,
-            limit=args.limit,
-            chat=args.apply_chat_template,
-            batch_size=args.batch_size,
-            console=console,
-        )
-        console.table(*_table(results["tasks"]))
+    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise UserError("no file can be written there; name one in a folder that there is", args.json)
+    console, settings = Console(), vars(args).copy()
+    for name in ("source", "stores", "tasks", "json"):
+        del settings[name]
+    settings["dtype"] = getattr(torch, args.dtype) if args.dtype else None
+    try:
+        found = evaluate(args.source, args.stores, args.tasks, console=console, **settings)
+    except UserError as error:  # it names arguments of the function
+        raise UserError(re.sub("`(store|device)`", r"--\1", str(error))) from error
+    if found.stores:
+        tell_stores(found, console)
+    if found.tasks:
+        console.table(*_table(found.tasks))
     if args.json is not None:
-        replace_text(Path(args.json), json.dumps(results, indent=1, allow_nan=False) + "\n")
+        replace_file(Path(args.json), json.dumps(found.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0
 
 
-def _refuse_idle(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that would do nothing."""
-    from weft.config.errors import UserError
-
-    idle, other = (OF_TASKS, "--tasks") if args.tasks is None else (OF_STORES, "--store")
-    if args.tasks is not None and args.stores:
-        return
-    for name in idle:
-        if getattr(args, name) not in (None, False):
-            raise UserError(f"--{name.replace('_', '-')} says something only beside {other}; leave it out, or add that")
-
-
-def _device(stated: str | None):
-    import torch
-
-    from weft.config.errors import UserError
-
-    if stated is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(stated)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # what a build without CUDA says
-        raise UserError(
-            f"--device {stated}: {str(error).splitlines()[0]}; name cpu or a device that there is"
-        ) from None
-    return device
-
-
-def _on_stores(args, model, stores, trained, tokenizer, console) -> dict[str, Any]:
-    from weft.evaluate.perplexity import default_length, perplexity, together
-
-    length = args.sequence_length
-    if length is None:
-        length = (trained and trained.sequence_length) or default_length(model)
-    stride = length if args.stride is None else args.stride
-    apart = args.documents == "apart" if args.documents else trained is None or trained.documents_apart
-    found = [
-        perplexity(
-            model,
-            store,
-            sequence_length=length,
-            stride=stride,
-            documents_apart=apart,
-            batch_size=args.batch_size,
-            max_tokens=args.max_tokens,
-            tokenizer=tokenizer,
-            console=console,
-        )
-        for store in stores
-    ]
-    overall = together(found)
+def tell_stores(found: Evaluation, console: Console) -> None:
+    """A table of token stores' measures, and what they mean."""
     rows = [
         [
             one.store,
@@ -180,14 +101,13 @@ def _on_stores(args, model, stores, trained, tokenizer, console) -> dict[str, An
             one.tokens,
             None if one.bytes is None else round(one.bytes),
         ]
-        for one in (found if len(found) == 1 else [*found, overall])
+        for one in (found.stores if len(found.stores) == 1 else [*found.stores, found.all])
     ]
     console.table(["store", "loss", "perplexity", "bits per byte", "tokens", "bytes"], rows)
-    ways = "each document by itself" if apart else "documents end to end"
+    length, stride = found.windows["sequence_length"], found.windows["stride"]
+    ways = "each document by itself" if found.windows["documents"] == "apart" else "documents end to end"
     console.result(f"{ways}, in windows of at most {length:,} tokens, each {stride:,} after the one before")
     console.result(MEANING)
-    settings = {"sequence_length": length, "stride": stride, "documents": "apart" if apart else "joined"}
-    return settings | {"stores": [one.as_dict() for one in found], "all": overall.as_dict()}
 
 
 def _table(results: dict[str, Any]) -> tuple[list[str], list[list[Any]]]:

@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import argparse
-import re
 
-HELP = "write a trained model for Hugging Face's transformers"
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+HELP = "write a trained model for other tools, Hugging Face's transformers first"
+GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from weft.cli.import_ import DTYPES
-
     parser.description = (
-        "Writes the model of a run's newest checkpoint, of one checkpoint or of an imported folder as config.json, "
-        "safetensors and tokenizer files, which AutoModelForCausalLM and AutoTokenizer load without remote code. A "
-        "checkpoint of many ranks is put together one tensor at a time."
+        "Writes the model of a run's newest checkpoint, of one checkpoint, of an imported or a Hugging Face folder. "
+        "With --to hf, the default, as config.json, safetensors and tokenizer files, which AutoModelForCausalLM and "
+        "AutoTokenizer load without remote code. A checkpoint of many ranks is put together one tensor at a time."
     )
-    parser.add_argument("source", metavar="SRC", help="a run directory, a checkpoint, or what `weft import` made")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument("--to", choices=["hf"], default="hf", help="whose format (default: hf)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: each as it was saved)")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)")
+    parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
+    parser.add_argument("out", metavar="OUT", help="what to make")
+    parser.add_argument("options", metavar="key=value", nargs="*", help="options of the target, each a YAML value")
+    parser.add_argument("--to", default="hf", metavar="TARGET", help="hf (default), a plugin's, or module:function")
+    parser.add_argument("--dtype", help="of the weights, such as bfloat16 (default: each as it was saved)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="of one file (default: 5GB)")
 
 
 def run(args: argparse.Namespace) -> int:
-    shard_bytes = size_of(args.max_shard_size)
-    import torch
-
-    from weft.checkpoint.huggingface.export import export
-    from weft.cli.import_ import told
+    from weft.errors import UserError
+    from weft.export.model import export_model
     from weft.observe.console import Console
 
+    options = {name: value for name in ("dtype", "max_shard_size") if (value := getattr(args, name)) is not None}
+    for option in args.options:
+        name, sign, value = option.partition("=")
+        if not sign or not name.isidentifier():
+            raise UserError(f"{option!r}: SRC and OUT are followed by options of the target, each as key=value")
+        options[name] = yaml_value(value)
     console = Console()
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    made = export(args.source, args.out, dtype=dtype, shard_bytes=shard_bytes, console=console)
-    console.result(f"{args.out}: {told(made)}")
+    made = export_model(args.source, args.out, args.to, console=console, **options)
+    console.result(f"{args.out}: {made}")
     return 0
 
 
-def size_of(text: str) -> int:
-    """Bytes of `5GB`, `500 MB`, `2GiB` or a plain number. Raises UserError for anything else."""
-    from weft.config.errors import UserError
+def yaml_value(text: str) -> object:
+    """What a value on the command line means. Raises UserError if it is no YAML."""
+    from ruamel.yaml import YAML, YAMLError
 
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
-    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise UserError(f"--max-shard-size {text}: no size; write it as 5GB or 500MB")
-    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
+    from weft.errors import UserError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        raise UserError(f"{text!r}: no YAML value; put it in quotes") from None

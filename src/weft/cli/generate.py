@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 HELP = "let a trained model write"
-TOGETHER = 16  # prompts that are continued at once
+GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues PROMPTs with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face folder. "
         "A blank at a prompt's end is taken for the beginning of its next word, where tokens begin with blanks. "
-        "A single prompt's text streams to the terminal as it is written; several are continued at once, "
-        f"up to {TOGETHER}, and shown when done."
+        "A single prompt's text streams to the terminal as it is written; several are continued at once, up to 16, and "
+        "shown when done."
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, one checkpoint of it, or a Hugging Face folder"
@@ -42,93 +41,44 @@ def run(args: argparse.Namespace) -> int:
     wait_briefly()
     import torch
 
-    from weft.checkpoint.load import resolve, tokenizer_folder
+    from weft.checkpoint.load import resolve
     from weft.checkpoint.model import load_model
-    from weft.config.errors import UserError
-    from weft.config.huggingface import is_huggingface
-    from weft.data.tokenizers.tokenizer import Tokenizer
-    from weft.generate.sample import check_settings, earlier
+    from weft.generation.sample import Sampling
+    from weft.generation.text import stop_ids_of, stream, tokenizer_of
+    from weft.observe.console import Console
+    from weft.parallel.world import local_device
 
-    check_settings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)  # before a large model is read
+    # Mistakes are told before a large model is read.
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     texts = prompts_of(args)
     checkpoint = resolve(args.source)
-    folder = tokenizer_folder(checkpoint)
-    if folder is None and (is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints"):
-        raise UserError("there is no tokenizer.json with this model; put its tokenizer's files there", checkpoint)
-    if folder is None:
-        raise UserError("this run has no tokenizer of its own; train with `tokenizer:` set", checkpoint.parent.parent)
-    tokenizer = Tokenizer.load(folder)
-    stop_ids = stop_ids_of(checkpoint) | {tokenizer.eod_id}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(checkpoint, device, getattr(torch, args.dtype) if args.dtype else None)
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
+    model = load_model(checkpoint, local_device(Console()), getattr(torch, args.dtype) if args.dtype else None)
     prompts = [tokenizer.prompt(text) for text in texts]
-    copies = earlier(tuple(prompt.ids) for prompt in prompts)
-    for begin in range(0, len(prompts), TOGETHER):
-        some = slice(begin, begin + TOGETHER)
-        write(args, model, tokenizer, prompts[some], copies[some], stop_ids, begin + 1 if len(prompts) > 1 else None)
+    written = [prompt.text for prompt in prompts]
+    begun, shown, single = 0, 0, len(prompts) == 1  # a single one is shown as it comes
+    try:
+        pieces = stream(model, tokenizer, prompts, sampling, stop_ids=stop_ids, cache=not args.no_cache)
+        for number, piece, last in pieces:
+            if single:
+                say(piece if begun else written[0] + piece)
+            elif last:
+                show(number, written[number] + piece)
+                shown = number + 1
+            begun = max(begun, number + 1)
+            written[number] += piece
+    finally:  # Ctrl-C loses nothing of what there is
+        if single and begun:
+            say("\n")
+        elif not single:
+            for number in range(shown, begun):
+                show(number, written[number])
     return 0
 
 
-def write(args, model, tokenizer, prompts, copies: list[int], stop_ids: set[int], number: int | None) -> None:
-    """Continue some prompts at once.
-
-    Args:
-        prompts: of `Tokenizer.prompt`.
-        copies: as in `generate`.
-        number: of the first one, shown before its text; None: there is only one, whose text is shown as it comes.
-    """
-    from weft.generate.sample import generate
-
-    steps = generate(
-        model,
-        [prompt.ids for prompt in prompts],
-        first=[prompt.first for prompt in prompts],
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop_ids=stop_ids,
-        copies=copies,
-        cache=not args.no_cache,
-    )
-    decoders = [tokenizer.stream_decoder() for _ in prompts]
-    written = [prompt.text for prompt in prompts]
-    if number is None:
-        say(written[0])
-    try:
-        for new in steps:
-            for row, token in enumerate(new):
-                if token is not None and token not in stop_ids:
-                    piece = decoders[row].step(token)
-                    written[row] += piece
-                    if number is None:
-                        say(piece)
-    finally:  # Ctrl-C loses nothing of what there is
-        for row, decoder in enumerate(decoders):
-            rest = decoder.flush()
-            if number is None:
-                say(rest + "\n")
-            else:
-                say(f"{'' if number + row == 1 else chr(10)}[{number + row}] {written[row]}{rest}\n")
-
-
-def stop_ids_of(checkpoint: Path) -> set[int]:
-    """What a Hugging Face folder, or what was imported from one, says besides its tokenizer of where texts end.
-
-    Chat models end a turn with another token than a text.
-    """
-    from weft.checkpoint import files
-    from weft.checkpoint.load import read_json
-
-    generation = {}
-    if (checkpoint / files.ORIGIN).is_file():
-        generation = read_json(checkpoint, files.ORIGIN).get("generation_config") or {}
-    elif (checkpoint / "generation_config.json").is_file():
-        generation = read_json(checkpoint, "generation_config.json")
-    ids = generation.get("eos_token_id")
-    return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+def show(number: int, text: str) -> None:
+    """Print one of several texts under its number."""
+    say(f"{chr(10) if number else ''}[{number + 1}] {text}\n")
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
@@ -137,7 +87,7 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
     Raises:
         UserError: none, or one that is not UTF-8, or standard input twice, or no such file.
     """
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     if args.prompts.count("-") > 1:
         raise UserError("standard input is read once; give - once")
@@ -168,7 +118,7 @@ def prompt_of(argument: str) -> str:
     Raises:
         UserError: it is not UTF-8.
     """
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     # What is no UTF-8 in an argument, Python hands on as half characters that no tokenizer takes.
     raw = sys.stdin.buffer.read() if argument == "-" else argument.encode("utf-8", "surrogateescape")

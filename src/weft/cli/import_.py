@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 HELP = "make a checkpoint of a Hugging Face folder"
-DTYPES = ["float32", "bfloat16", "float16", "float64"]
+GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="HF_DIR", help="a folder as save_pretrained or the hub makes it")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: each as it was saved)")
+    parser.add_argument("--dtype", help="of the weights, such as bfloat16 (default: each as it was saved)")
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
@@ -27,24 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from weft.checkpoint.huggingface.import_ import import_folder
+    from weft.checkpoint.huggingface.import_ import import_model
     from weft.observe.console import Console
 
     console = Console()
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    made = import_folder(args.source, args.out, dtype=dtype, allow_pickle=args.allow_pickle, console=console)
-    console.result(f"{args.out}: {told(made)}")
+    made = import_model(args.source, args.out, dtype=args.dtype, allow_pickle=args.allow_pickle, console=console)
+    console.result(f"{args.out}: {made}")
     return 0
-
-
-def told(made) -> str:
-    """What was written, in words."""
-    from weft.config.size import in_words, model_size
-
-    files = f"{made.files} file{'s' if made.files > 1 else ''}"
-    if made.section.type == "hf":
-        return f"{made.section.architecture}, {made.tensors} tensors, {made.bytes:,} bytes in {files}"
-    size = in_words(model_size(made.section).parameters)
-    return f"{made.section.family}, {size} parameters in {made.tensors} tensors, {made.bytes:,} bytes in {files}"

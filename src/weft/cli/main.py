@@ -1,49 +1,34 @@
-"""`weft VERB ...`: finds the verb and runs it. Nothing heavy, and no verb but the one asked for, is imported here."""
+"""`weft VERB ...`: finds the verb and runs it. Nothing heavy is imported here.
+
+A verb is a file of this folder (or of a package of sub-verbs in it) with HELP, one line; GROUP, where `weft --help`
+lists it; `add_arguments(parser)` and `run(args)`, which returns the exit code. Such a file imports what it needs when
+it runs. Installed packages add verbs as plugins (docs/plugins.md).
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TextIO
 
-from weft import __version__
+import weft
+from weft import cli
 from weft.cli.stopping import Terminated, terminable
+from weft.errors import UserError, told_by_another
+from weft.plugins import built_in, built_ins, plugins
 
-# Verb -> its module (with HELP, add_arguments, run) and its line in `weft --help`, by group.
-VERBS: dict[str, dict[str, tuple[str, str]]] = {
-    "start": {
-        "quickstart": ("weft.cli.quickstart", "train a small model on Python's standard library in a few minutes"),
-    },
-    "data": {
-        "data": ("weft.cli.data", "train a tokenizer, pack text into token stores, work on stores"),
-    },
-    "train": {
-        "config": ("weft.cli.config", "check a run's YAML file, show it resolved, print its schema"),
-        "models": ("weft.cli.models", "list families and presets of models, with their sizes"),
-        "train": ("weft.cli.train", "train a model as a YAML file says; go on if it was interrupted"),
-        "profile": ("weft.cli.profile", "show where a training step's time and memory go"),
-    },
-    "use": {
-        "generate": ("weft.cli.generate", "let a trained model write"),
-        "evaluate": ("weft.cli.evaluate", "measure a model: perplexity, bits per byte, benchmark tasks"),
-        "import": ("weft.cli.import_", "make a checkpoint of a Hugging Face folder"),
-        "export": ("weft.cli.export", "write a trained model for Hugging Face's transformers"),
-        "resize": ("weft.cli.resize", "give a model's vocabulary another size"),
-        "delta": ("weft.cli.delta", "a model as its differences from another one, and back"),
-        "report": ("weft.cli.report", "write a page of a run's curves, samples and config"),
-    },
-}
-TABLE = {verb: entry for group in VERBS.values() for verb, entry in group.items()}
-SAVES_FIRST = ("train", "quickstart")  # at SIGTERM: training has a handler of its own
+GROUPS = ("start", "data", "train", "use")
+SAVES_FIRST = ("weft train", "weft quickstart")  # at SIGTERM: training has a handler of its own
 
-HELP = """\
+PAGE = """\
 usage: weft VERB ... | weft --help | weft --version
 
 Weft trains language models: raw text in; a trained model that writes out. A run is one short YAML file; the same file
@@ -59,25 +44,32 @@ examples:
 `weft VERB --help` tells more about each.
 """
 
+SUB_PAGE = """\
+usage: {command} SUB-VERB ...
+
+{what}.
+
+{verbs}
+
+`{command} SUB-VERB --help` tells more about each.
+"""
+
 
 class Parser(argparse.ArgumentParser):
-    """Takes options and positional arguments in any order: `weft train run.yaml --nproc 4 optimizer.lr=1e-3`.
+    """Tells a mistake in one line, with the nearest name that there is."""
 
-    A mistake is told in one line.
-    """
+    def read(self, words: list[str]) -> argparse.Namespace:
+        """The arguments; options and positional ones in any order: `run.yaml --nproc 4 optimizer.lr=1e-3`.
 
-    _within = False
-
-    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As argparse's; an unknown option is told before anything else, with the nearest one that there is."""
-        args = list(sys.argv[1:] if args is None else args)
-        for word in args:
+        An unknown option is told before anything else.
+        """
+        for word in words:
             if word == "--":
                 break
             known = word in self._option_string_actions or word.partition("=")[0] in self._option_string_actions
             if word.startswith("--") and not known and " " not in word:
                 self.unknown_option(word)
-        found, rest = self.parse_known_args(args, namespace)
+        found, rest = self.parse_known_intermixed_args(words)
         for word in rest:
             if word.startswith("-") and len(word) > 1:
                 self.unknown_option(word)
@@ -108,47 +100,11 @@ class Parser(argparse.ArgumentParser):
             message = chosen + (f"; did you mean '{near[0]}'?" if near else "") + choices + listed
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
-    def add_argument(self, *args, **kwargs):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def add_argument(self, *args, **kwargs) -> argparse.Action:
         """As argparse's; positional arguments that may be none are not called missing."""
         if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
             kwargs.setdefault("default", [])
         return super().add_argument(*args, **kwargs)
-
-    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As `parse_known_intermixed_args`."""
-        if self._within:
-            return super().parse_known_args(args, namespace)
-        self._within = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._within = False
-
-
-SUB_HELP = """\
-usage: weft {verb} SUB-VERB ...
-
-{what}.
-
-{verbs}
-
-`weft {verb} SUB-VERB --help` tells more about each.
-"""
-
-
-def help_text() -> str:
-    """What `weft --help` prints."""
-    return HELP.format(verbs=listing(VERBS))
-
-
-def listing(groups: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """A table of verbs, one a line, by group."""
-    lines = []
-    width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
-    for group, verbs in groups.items():
-        for number, (verb, (_, help_line)) in enumerate(verbs.items()):
-            lines.append(f"  {group if number == 0 else '':8}{verb:{width}}{help_line}")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,10 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets a stand-in rather than the program's end.
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = dispatch(argv)
+        code = dispatch(argv, cli, "weft")
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as leaving:
@@ -196,47 +152,85 @@ def unwritable(stream: TextIO) -> bool:
     return False
 
 
-def dispatch(argv: list[str]) -> int:
-    """Find the verb, read its arguments, run it; a UserError becomes its text and 2."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        if len(argv) > 1 and argv[0] == "help" and argv[1] in TABLE:
-            return dispatch([*argv[1:], "--help"])
-        print(help_text(), end="", file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
-    if argv[0] in ("-V", "--version"):
-        print(f"weft {__version__}")
-        return 0
-    verb, rest = argv[0], argv[1:]
-    if verb not in TABLE:
-        return unknown("weft", "verb", verb, list(TABLE))
-    module = import_module(TABLE[verb][0])
-    if hasattr(module, "VERBS"):  # a verb whose sub-verbs have a file each
-        table = {name: entry for group in module.VERBS.values() for name, entry in group.items()}
-        if not rest or rest[0] in ("-h", "--help", "help"):
-            text = SUB_HELP.format(
-                verb=verb, what=module.HELP[0].upper() + module.HELP[1:], verbs=listing(module.VERBS)
-            )
-            print(text, end="", file=sys.stdout if rest else sys.stderr)
-            return 0 if rest else 2
-        if rest[0] not in table:
-            return unknown(f"weft {verb}", "sub-verb", rest[0], list(table))
-        module = import_module(table[rest[0]][0])
-        verb, rest = f"{verb} {rest[0]}", rest[1:]
-    parser = Parser(prog=f"weft {verb}", description=module.HELP, allow_abbrev=False)
-    module.add_arguments(parser)
-    try:
-        args = parser.parse_args(rest)
-    except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
-        return int(leaving.code or 0)
-    from weft.config.errors import UserError, told_by_another
+def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
+    """Find the verb of a package, read its arguments, run it; a UserError becomes its text and 2.
 
+    Args:
+        command: what was typed up to here: "weft", or "weft data".
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        if argv[1:] and argv[0] == "help":
+            return dispatch([*argv[1:], "--help"], package, command)
+        print(help_page(package, command), end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version") and package is cli:
+        print(f"weft {weft.__version__}")
+        return 0
     try:
-        with one_line_warnings(), nullcontext() if verb in SAVES_FIRST else terminable():
-            return int(module.run(args) or 0)
+        verb = find_verb(argv[0], package, command)
+        if verb is None:
+            return unknown(argv[0], package, command)
+        command = f"{command} {argv[0]}"
+        if hasattr(verb, "GROUPS"):  # a package of sub-verbs
+            return dispatch(argv[1:], verb, command)
+        parser = Parser(prog=command, description=verb.HELP, allow_abbrev=False)
+        verb.add_arguments(parser)
+        try:
+            args = parser.read(argv[1:])
+        except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
+            return int(leaving.code or 0)
+        with one_line_warnings(), nullcontext() if command in SAVES_FIRST else terminable():
+            return int(verb.run(args) or 0)
     except UserError as error:
         if not told_by_another(error):
             print(error, file=sys.stderr, flush=True)
         return 2
+
+
+def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None:
+    """The module of a verb: a file, or a plugin (`verb.NAME`; of a sub-verb `verb.data.NAME`); None: there is none."""
+    module = None if name.startswith("-") else built_in(package, name, "HELP")
+    if module is not None:
+        return module
+    plugin = plugins("verb").get(".".join([*command.split()[1:], name]))
+    return None if plugin is None else plugin.load()
+
+
+def listed(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
+    """Group -> verb -> its line of help. Plugins are not imported: they have their package's name for a line."""
+    groups: dict[str, dict[str, str]] = {group: {} for group in (GROUPS if package is cli else package.GROUPS)}
+    for name, module in built_ins(package, "HELP").items():
+        groups[module.GROUP][name] = module.HELP
+    outer = ".".join(command.split()[1:])
+    for name, plugin in plugins("verb").items():
+        before, _, last = name.rpartition(".")
+        if before == outer:
+            groups.setdefault("plugins", {}).setdefault(last, f"of the package {plugin.package}")
+    return groups
+
+
+def help_page(package: ModuleType, command: str) -> str:
+    """What `weft --help` and `weft VERB --help` of a verb with sub-verbs print."""
+    groups, lines = listed(package, command), []
+    width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
+    for group, verbs in groups.items():
+        for number, (verb, help_line) in enumerate(verbs.items()):
+            lines.append(f"  {group if number == 0 else '':8}{verb:{width}}{help_line}")
+    table = "\n".join(lines)
+    if package is cli:
+        return PAGE.format(verbs=table)
+    return SUB_PAGE.format(command=command, what=package.HELP[0].upper() + package.HELP[1:], verbs=table)
+
+
+def unknown(given: str, package: ModuleType, command: str) -> int:
+    """Say that there is no such verb (or option before one), with the nearest one that there is."""
+    kind, known = "verb" if package is cli else "sub-verb", [v for g in listed(package, command).values() for v in g]
+    if given.startswith("-"):
+        kind, known = "option", ["--help", "--version"] if package is cli else ["--help"]
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
+    print(f"{command}: there is no {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
+    return 2
 
 
 @contextmanager
@@ -253,13 +247,3 @@ def one_line_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = before
-
-
-def unknown(command: str, kind: str, given: str, known: list[str]) -> int:
-    """Say that there is no such verb (or option before one), with the nearest one that there is."""
-    if given.startswith("-"):
-        kind, known = "option", ["--help", "--version"] if command == "weft" else ["--help"]
-    near = difflib.get_close_matches(given, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
-    print(f"{command}: there is no {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
-    return 2

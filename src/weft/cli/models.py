@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.families import Family
+
+from weft.formatting import amount
 
 HELP = "list families and presets of models, with their sizes"
+GROUP = "train"
 # Of a preset whose vocabulary is the tokenizer's.
 VOCABULARY = 32_000
 
@@ -30,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     if args.sequence_length is not None and args.sequence_length < 1:
         raise UserError(f"--sequence-length {args.sequence_length}: give a number of at least 1")
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
     """All presets, family by family."""
-    from weft.config.presets import presets
+    from weft.families import presets
 
     found = [facts(name, sequence_length) for name in presets()]
     return found, table(found, sequence_length)
@@ -63,16 +68,14 @@ def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
 def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], str]:
     """A preset or a family. Raises UserError for what is neither."""
     from weft.config.dump import dump_section
-    from weft.config.errors import UserError
-    from weft.config.huggingface import families
-    from weft.config.presets import presets
-    from weft.config.size import in_words
     from weft.config.suggest import did_you_mean
+    from weft.errors import UserError
+    from weft.families import families, presets
 
     if name in presets():
         found = facts(name, sequence_length)
         family = families()[found["family"]]
-        size = f"{in_words(found['parameters'])} parameters, {in_words(found['matmul_parameters'])} in matrix products"
+        size = f"{amount(found['parameters'])} parameters, {amount(found['matmul_parameters'])} in matrix products"
         if found["vocab_size"] is None:
             size += f" with {VOCABULARY:,} tokens"
         text = (
@@ -95,11 +98,11 @@ def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], s
 def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
     """A preset's sizes."""
     from weft.config.model import ModelSection
-    from weft.config.presets import presets
-    from weft.config.size import flops_per_token, model_size
+    from weft.families import presets
+    from weft.observe.flop_count import flops_per_token
 
     section = ModelSection(**presets()[name])
-    size = model_size(section, VOCABULARY)
+    size = section.size(VOCABULARY)
     length = sequence_length or section.max_position_embeddings
     return {
         "preset": name,
@@ -116,12 +119,11 @@ def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
 def resolved(name: str) -> dict[str, Any]:
     """A preset's keys, in the order of the reference, with sizes that follow from others."""
     from weft.config.model import ModelSection
-    from weft.config.presets import presets
-    from weft.config.size import inner_width
+    from weft.families import presets
 
     section = ModelSection(**presets()[name])
     keys = section.model_dump(exclude_unset=True)
-    keys |= {"num_key_value_heads": section.kv_heads, "intermediate_size": inner_width(section)}
+    keys |= {"num_key_value_heads": section.kv_heads, "intermediate_size": section.inner_width}
     if section.mla is None:
         keys["head_dim"] = section.qk_head_dim
     return {key: keys[key] for key in ModelSection.model_fields if key in keys}
@@ -129,17 +131,18 @@ def resolved(name: str) -> dict[str, Any]:
 
 def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
     """Presets as aligned columns, and how their numbers are counted."""
-    from weft.config.size import FLOPS_PER_TOKEN, in_words
+    from weft.observe.flop_count import FLOPS_PER_TOKEN
 
     header = ("family", "preset", "parameters", "matmul", "GFLOPs/token", "vocabulary", "context")
-    rows, last = [header], None
+    rows: list[tuple[str, ...]] = [header]
+    last = None
     for one in found:
         rows.append(
             (
                 "" if one["family"] == last else one["family"],
                 one["preset"],
-                in_words(one["parameters"]),
-                in_words(one["matmul_parameters"]),
+                amount(one["parameters"]),
+                amount(one["matmul_parameters"]),
                 gigas(one),
                 "tokenizer's" if one["vocab_size"] is None else f"{one['vocab_size']:,}",
                 f"{one['max_position_embeddings']:,}",
@@ -172,9 +175,9 @@ def gigas(found: dict[str, Any]) -> str:
 PAGE = """\
 # Models
 
-<!-- Written by `make docs` from the family files in src/weft/models; change those, not this page. -->
+<!-- Written by `make docs` from the family files in src/weft/families; change those, not this page. -->
 
-A family is one file in `src/weft/models/` that says in the decoder's keys what a model of Hugging Face's is. Each is
+A family is one file in `src/weft/families/` that says in the decoder's keys what a model of Hugging Face's is. Each is
 proven against transformers' own class: logits, gradients, losses, generated tokens, and the way back. `weft models`
 lists the presets with their operations per token; `weft models NAME` prints one's keys, or what a family reads.
 
@@ -190,22 +193,20 @@ it as a family takes one file: [Add a model](add-a-model.md).
 
 def page() -> str:
     """The page of families, docs/models.md."""
-    from weft.config.huggingface import families
-    from weft.config.presets import presets
-    from weft.config.size import in_words
+    from weft.families import families, presets
 
     text = PAGE
     for family, module in families().items():
         named = []
         for name, keys in presets().items():
             if keys["family"] == family:
-                size = f" ({in_words(facts(name, None)['parameters'])})" if "vocab_size" in keys else ""
+                size = f" ({amount(facts(name, None)['parameters'])})" if "vocab_size" in keys else ""
                 named.append(f"`{name}`{size}")
         architectures = " ".join(f"`{name}`" for name in module.ARCHITECTURES)
         text += f"| `{family}` | {about(module)} | {architectures} | {', '.join(named)} |\n"
     return text
 
 
-def about(family: ModuleType) -> str:
+def about(family: Family) -> str:
     """What a family file says of itself in its first line."""
     return (family.__doc__ or "").partition("\n")[0]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.cli.on_ranks import add_run_arguments, run_on_ranks
+from weft.files import refuse_taken
+
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.train.loop import Outcome
 
 HELP = "show where a training step's time and memory go"
+GROUP = "train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,49 +35,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  weft profile run.yaml\n"
         "  weft profile run.yaml training.compile=true --nproc 4 --ranks 0,3 --out compiled\n"
+        "  weft profile run.yaml --structure --nproc 16\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft profile run.yaml --out /shared/profile\n\n"
         "exit codes: 0; 1 the loss is not finite; 2 a mistake in the input; 3 a process was killed; 130 Ctrl-C, 143\n"
         "SIGTERM. FOLDER appears whole, or not at all."
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the file's")
-    parser.add_argument("--nproc", type=int, metavar="N", help="local processes (default: all GPUs, or 1 on CPU)")
+    add_run_arguments(parser)
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps to record (default: 3)")
     parser.add_argument("--warmup", type=int, default=5, metavar="W", help="steps before them (default: 5)")
     parser.add_argument("--ranks", default="all", metavar="R", help="who records: all (default), or 0,1,...")
     parser.add_argument("--out", metavar="FOLDER", help="to make (default: profiles/NAME, NAME-2, ...)")
+    parser.add_argument(
+        "--structure",
+        action="store_true",
+        help="take no step: print the sharded model of rank 0 of N (--nproc; default: the fewest that the mesh can "
+        "have), what wraps its forwards, and the placements of its parameters; needs neither ranks nor memory",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.run import RunConfig
-    from weft.launch.threads import wait_briefly
-
-    wait_briefly()
     # Read when torch loads: keep its profiler from telling of itself, and of memory that was taken before it began.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     ranks = checked_ranks(args)
-    if "RANK" in os.environ:
-        from weft.launch.local import die_with_launcher
+    if args.structure:
+        return show_structure(args)
 
-        die_with_launcher()
-        return profile(lambda: RunConfig.load(args.file, args.overrides), args, ranks)
-    from weft.config.legal_mesh import check_mesh, on_ranks
+    def prepare(config: RunConfig) -> tuple[Path, list[str]]:
+        args.out = str(args.out or default_out(config))
+        refuse_taken(Path(args.out), "name another --out")  # before anything heavy starts
+        options = {"--out": args.out, "--steps": args.steps, "--warmup": args.warmup, "--ranks": args.ranks}
+        return Path(args.out), [str(word) for option in options.items() for word in option]
 
-    with on_ranks(args.nproc):
-        config = RunConfig.load(args.file, args.overrides)
-    out = Path(args.out) if args.out else default_out(config)
-    raise_if_taken(out)
-    from weft.launch.local import checked_nproc, launch_local
+    return run_on_ranks(args, "profile", lambda config: profile(config, args, ranks), prepare)
 
-    nproc = checked_nproc(args.nproc)
-    check_mesh(config, nproc)
-    if nproc == 1:
-        return profile(lambda: config, args, ranks)
-    command = [sys.executable, "-m", "weft", "profile", args.file, *args.overrides, "--out", str(out)]
-    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--ranks", args.ranks]
-    return launch_local(command, nproc, out)
+
+def show_structure(args: argparse.Namespace) -> int:
+    """Print what wraps what in the model of rank 0."""
+    from weft.config.legal_mesh import check_mesh
+    from weft.config.mesh import least_ranks
+    from weft.config.run import RunConfig
+
+    config = RunConfig.load(args.file, args.overrides, ranks=args.nproc)
+    ranks = args.nproc or least_ranks(config.parallel)
+    check_mesh(config, ranks)
+
+    from weft.observe.console import Console
+    from weft.parallel.structure import structure
+    from weft.parallel.world import local_device
+    from weft.train.choices import choose
+    from weft.train.trainer import model_plan
+
+    config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})
+    Console().result(structure(model_plan(config), ranks))
+    return 0
 
 
 def checked_ranks(args: argparse.Namespace) -> tuple[int, ...] | None:
@@ -83,7 +97,7 @@ def checked_ranks(args: argparse.Namespace) -> tuple[int, ...] | None:
     Raises:
         UserError: a number that makes no sense, here or elsewhere.
     """
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least 1 step is recorded")
@@ -107,36 +121,16 @@ def default_out(config: RunConfig) -> Path:
     return out
 
 
-def raise_if_taken(out: Path) -> None:
-    """Before anything heavy starts. Raises UserError if `out` is there already."""
-    from weft.config.errors import UserError
+def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] | None) -> Outcome:
+    """Profile in this process and print what was found."""
+    from weft.train.capture import Request
+    from weft.train.profile import profile as take
 
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("exists already; name another --out, or move it away", out)
-
-
-def profile(load: Callable[[], RunConfig], args: argparse.Namespace, ranks: tuple[int, ...] | None) -> int:
-    """Profile in this process what `load` gives; returns the exit code."""
-    from weft.config.errors import UserError
-    from weft.launch.failures import told, told_mistake
-
-    config = None
-    try:
-        config = load()
-        from weft.train.capture import Request
-        from weft.train.profile import profile as take
-
-        request = Request(Path(args.out) if args.out else default_out(config), args.steps, args.warmup, ranks)
-        outcome, found = take(config, request)
-    except UserError as error:
-        raise told_mistake(error) from None
-    except Exception as error:
-        return told(error, config.as_dict() if config is not None else {})
-    if outcome.status == "stopped":
-        return 128 + (outcome.signal or 15)
-    if found:
+    request = Request(Path(args.out) if args.out else default_out(config), args.steps, args.warmup, ranks)
+    outcome, found = take(config, request)
+    if found and outcome.status != "stopped":
         show(found, request.out)
-    return 1 if outcome.status == "non-finite" else 0
+    return outcome
 
 
 def show(found: dict[str, Any], out: Path) -> None:

@@ -14,7 +14,11 @@ import sysconfig
 import time
 from pathlib import Path
 
+from weft.files import replace_file
+from weft.formatting import amount, byte_size
+
 HELP = "train a small model on Python's standard library in a few minutes"
+GROUP = "start"
 HELD_OUT_PERCENT = 5
 VOCABULARY = 4096
 TRIAL_STEPS = 40
@@ -56,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     if args.minutes <= 0:
         raise UserError(f"--minutes {args.minutes}: the time to train must be positive; 3 is a good start")
@@ -83,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if not yaml.exists() or fresh:
         steps = steps_for(args.minutes, home)
         text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=-(-steps // 5))
-        partial = home / ".run.yaml"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(yaml)
+        replace_file(yaml, text)
         say(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
     # Two empty lines before it: at the very beginning of a file, `def` is as rare as it is frequent elsewhere.
@@ -179,11 +181,11 @@ def summary(home: Path, yaml: Path, run_directory: Path, held_out_files: list[Pa
         ("xz -9", 8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / size),
         ("this model", last["validation_bits_per_byte"]),
     ]
-    print(f"\nheld-out bits per byte ({len(held_out_files):,} files, {size / 1e6:.1f} MB; less is better)")
+    print(f"\nheld-out bits per byte ({len(held_out_files):,} files, {byte_size(size, 'MB')}; less is better)")
     for name, value in rows:
         print(f"  {name:12} {value:.3f}  {'=' * round(20 * value)}")
     print(
-        f"\nrun directory: {run_directory}  ({last['step']:,} steps, {last['tokens'] / 1e6:.2f}M tokens; "
+        f"\nrun directory: {run_directory}  ({last['step']:,} steps, {amount(last['tokens'])} tokens; "
         f"all in all {seconds / 60:.1f} minutes)\n\ntry next:\n"
         f'  weft generate {run_directory} "class " "import " --temperature 0.8\n'
         f"  weft train {yaml} run.name=longer training.steps={4 * last['step']}\n"

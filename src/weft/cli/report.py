@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 HELP = "write a page of a run's curves, samples and config"
+GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

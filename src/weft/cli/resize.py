@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 HELP = "give a model's vocabulary another size"
+GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     for option, value in (("--vocab-size", args.vocab_size), ("--multiple", args.multiple)):
         if value is not None and value < 1:

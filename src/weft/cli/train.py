@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from weft.cli.on_ranks import add_run_arguments, run_on_ranks
+from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.train.loop import Outcome
 
 HELP = "train a model as a YAML file says; go on if it was interrupted"
+GROUP = "train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,57 +31,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "exit codes:\n"
         "  0    finished\n"
         "  1    the loss is not finite (a checkpoint is saved); or a fault of Weft's own, with its traceback\n"
-        "  2    a mistake in the input, or an exception in a class of your own\n"
-        "  3    a process of --nproc was killed (the same command goes on from the last checkpoint)\n"
+        "  2    a mistake in the input, too little memory or disk, or an exception in a class of your own\n"
+        "  3    a process of --nproc was killed, or did not stop (the same command goes on from the last checkpoint)\n"
         "  130  stopped by Ctrl-C, 143 by SIGTERM (a checkpoint is saved)\n"
         "torchrun makes 1 of all that are not 0."
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the file's")
-    parser.add_argument("--nproc", type=int, metavar="N", help="local processes (default: all GPUs, or 1 on CPU)")
+    add_run_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="set aside what the run directory holds and start over")
+    parser.add_argument(
+        "--from-last-good", action="store_true", help="set damaged checkpoints aside and go on from the last whole one"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.run import RunConfig
-    from weft.launch.threads import wait_briefly
-
-    wait_briefly()
-    if "RANK" in os.environ:
-        from weft.launch.local import die_with_launcher
-
-        die_with_launcher()
-        return train(lambda: RunConfig.load(args.file, args.overrides), fresh=args.fresh)
-    from weft.config.legal_mesh import check_mesh, on_ranks
-
-    with on_ranks(args.nproc):
-        config = RunConfig.load(args.file, args.overrides)  # mistakes are told before anything heavy starts
-    from weft.launch.local import checked_nproc, launch_local
-
-    nproc = checked_nproc(args.nproc)
-    check_mesh(config, nproc)
-    if nproc == 1:
-        return train(lambda: config, fresh=args.fresh)
-    command = [sys.executable, "-m", "weft", "train", args.file, *args.overrides]
-    return launch_local([*command, "--fresh"] if args.fresh else command, nproc, config.run_directory)
+    if args.fresh and args.from_last_good:
+        raise UserError("--fresh starts over and --from-last-good goes on; give one of the two")
+    options = ["--fresh"] * args.fresh + ["--from-last-good"] * args.from_last_good
+    return run_on_ranks(args, "train", lambda config: fit(config, args), lambda config: (config.run_directory, options))
 
 
-def train(load: Callable[[], RunConfig], *, fresh: bool) -> int:
-    """Train in this process what `load` gives; returns the exit code."""
-    from weft.config.errors import UserError
-    from weft.launch.failures import told, told_mistake
+def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:
+    """Train in this process."""
+    from weft.train.trainer import Trainer
 
-    config = None
-    try:
-        config = load()
-        from weft.train.trainer import Trainer
-
-        outcome = Trainer(config, fresh=fresh).fit()
-    except UserError as error:
-        raise told_mistake(error) from None
-    except Exception as error:
-        return told(error, config.as_dict() if config is not None else {})
-    if outcome.status == "stopped":
-        return 128 + (outcome.signal or 15)
-    return 1 if outcome.status == "non-finite" else 0
+    return Trainer(config, fresh=args.fresh, from_last_good=args.from_last_good).fit()

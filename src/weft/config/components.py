@@ -12,14 +12,19 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Annotated, Any
 
-from weft.config.errors import UserError
-from weft.config.section import Component
-from weft.config.signature import Argument, method_signature, signature
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic_core import PydanticCustomError
+
+from weft.config.section import Component, Section
+from weft.config.signature import MISSING, Argument, method_signature, signature
 from weft.config.source import ClassSource, Module, NoModule, NotFound, find_class
 from weft.config.suggest import did_you_mean
+from weft.errors import UserError
+from weft.plugins import of_no_kind, plugins
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -32,11 +37,13 @@ class Room:
         folder: of the built-ins, below `src/weft`; None if all are the user's own.
         injected: what Weft gives by position, before the configuration keys.
         methods: what Weft calls a part of the user's own by, and what it gives by position. One of them must be there.
+        needs: methods that must all be there: without one, a run would end in the middle of something else.
     """
 
     folder: str | None
     injected: tuple[str, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
 
 def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
@@ -44,13 +51,16 @@ def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
     return {"__call__": arguments, "forward": arguments}
 
 
+_HOOKS = ("begin", "step", "saved", "validating", "validated", "ended")
 ROOMS = {
-    "optimizer": Room("optim", ("params",)),
-    "schedule": Room("optim/schedules", ("total_steps",)),
-    "objective": Room("objectives"),
-    "tracker": Room("observe/trackers", ("run",)),
+    "optimizer": Room("optim", ("params",), needs=("step", "zero_grad", "state_dict", "load_state_dict")),
+    "schedule": Room("optim/schedules", ("total_steps",), needs=("__call__",)),
+    "objective": Room("objectives", needs=("inputs", "weight", "loss")),
+    "tracker": Room("observe/trackers", ("run",), needs=("log", "text", "close")),
+    "callback": Room("train/callbacks", methods=dict.fromkeys(_HOOKS, ("state",))),
+    "metric": Room(None, methods={"step": ("state",), "outputs": ("outputs", "batch")}),
     "model": Room(None),
-    "dataset": Room(None),
+    "dataset": Room(None, needs=("__len__", "__getitem__")),
     "attention_pattern": Room("kernels/patterns", (), _called("query", "key")),
     "attention": Room(None, ("config",), _called("q", "k", "v", "mask")),
     "norm": Room(None, ("width", "eps"), _called("x")),
@@ -60,7 +70,7 @@ ROOMS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """A component's class, as far as its source tells.
 
@@ -108,23 +118,26 @@ def find_part(type_: str, room: str) -> Part:
     Raises:
         UserError: no such part; says what there is.
     """
-    chosen = ROOMS[room]
     module, name = _locate(type_, room)
     if name is None:
-        source: ClassSource | None = _built_in_class(
-            room, _PACKAGE / (chosen.folder or "") / f"{module.split('.')[-1]}.py"
-        )
-        assert source is not None
-        name = source.node.name
-    else:
-        try:
-            source = find_class(module, name)
-        except NotFound as error:
-            hint = _hint(module) if isinstance(error, NoModule) else ""
-            raise UserError(f"{type_!r}: {error}{hint}") from None
-    if source is None:
-        return Part(module, name, {}, (), True, "")
-    takes = signature(source)
+        return _built_in(module, room)
+    try:
+        source = find_class(module, name)
+    except NotFound as error:
+        hint = _hint(module) if isinstance(error, NoModule) else ""
+        raise UserError(f"{type_!r}: {error}{hint}") from None
+    return Part(module, name, {}, (), True, "") if source is None else _part_of(source, type_, room)
+
+
+@cache
+def _built_in(module: str, room: str) -> Part:
+    source = _built_in_class(room, _PACKAGE / (ROOMS[room].folder or "") / f"{module.split('.')[-1]}.py")
+    assert source is not None
+    return _part_of(source, module, room)
+
+
+def _part_of(source: ClassSource, type_: str, room: str) -> Part:
+    chosen, name, takes = ROOMS[room], source.node.name, signature(source)
     injected = takes.positional[: len(chosen.injected)]
     if len(injected) < len(chosen.injected) and not takes.any_positional:
         raise UserError(
@@ -134,7 +147,56 @@ def find_part(type_: str, room: str) -> Part:
         )
     _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
-    return Part(module, name, arguments, injected, takes.accepts_any, source.doc)
+    return Part(source.module.name, name, arguments, injected, takes.accepts_any, source.doc)
+
+
+class _Arguments(Section):
+    model_config = ConfigDict(populate_by_name=False)
+
+
+class _AnyArguments(Section):
+    model_config = ConfigDict(populate_by_name=False, extra="allow")
+
+
+@lru_cache(maxsize=256)
+def arguments_model(section: type[Component], part: Part | None, wrong: str | None = None) -> type[BaseModel]:
+    """What validates a component: the section's own keys, and its class's arguments.
+
+    Args:
+        part: the class; None if it is not known, and takes anything.
+        wrong: what to say about `type`.
+    """
+    fields: dict[str, Any] = {name: (info.annotation, info) for name, info in section.model_fields.items()}
+    if wrong is not None:
+        fields["type"] = (Annotated[str, _refuse(wrong)], fields["type"][1].default)
+    for number, (name, argument) in enumerate(part.arguments.items() if part is not None else ()):
+        kind, default = argument.type, ... if argument.required else _as_type(argument.default, argument.type)
+        if kind is Any and isinstance(default, tuple):
+            kind = Annotated[Any, AfterValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+        fields[f"argument_{number}"] = (kind, Field(default, alias=name))
+    if part is not None:
+        for name in part.injected:
+            refused = _refuse(f"Weft gives {part.name} its {name}; remove the key")
+            fields[f"injected_{name}"] = (Annotated[Any, refused], Field(MISSING, alias=name))
+    base = _AnyArguments if part is None or part.accepts_any else _Arguments
+    return create_model(section.__name__, __base__=base, **fields)
+
+
+def _refuse(what: str) -> AfterValidator:
+    def refuse(_: Any) -> Any:
+        raise PydanticCustomError("told", "{what}", {"what": what})
+
+    return AfterValidator(refuse)
+
+
+def _as_type(default: Any, kind: Any) -> Any:
+    """A default as a value of its own type: 0 for a float is 0.0."""
+    if "float" not in str(kind) or isinstance(default, float):
+        return default
+    try:
+        return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(default)
+    except ValidationError:
+        return default
 
 
 def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
@@ -158,7 +220,13 @@ def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[
 
 
 def _locate(type_: str, room: str) -> tuple[str, str | None]:
-    """Module and class; the class is None for a built-in."""
+    """Module and class; the class is None for a built-in. A package's plugin stands for its `module:Class`."""
+    if ":" not in type_ and type_.replace("-", "_") not in built_ins(room) and type_ in plugins(room):
+        plugin = plugins(room)[type_]
+        if ":" not in plugin.reference:
+            what = f"{type_!r}: the plugin {room}.{type_} of {plugin.package} is {plugin.reference!r}"
+            raise UserError(f"{what}, which names no class; its entry point must be module:Class")
+        return _locate(plugin.reference, room)
     module, colon, name = type_.partition(":")
     if colon:
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -174,8 +242,10 @@ def _locate(type_: str, room: str) -> tuple[str, str | None]:
             own = f"there are decoder and hf; {own}"
         if not known:
             raise UserError(f"unknown {room} {type_!r}; {own}")
-        hint = did_you_mean(short, known)
-        raise UserError(f"unknown {room} {type_!r}{hint} (there are {', '.join(known)}; {own})")
+        names = [*known, *plugins(room)]
+        near = did_you_mean(short, names)
+        what = f"unknown {room} {type_!r}{near} (there are {', '.join(names)}; {own}){of_no_kind(type_)}"
+        raise UserError(what)
     return known[short], None
 
 
@@ -186,15 +256,6 @@ def _hint(module: str) -> str:
         near = did_you_mean(module, here, cutoff=0.75)
         return near or "; it is looked for in the working directory and on PYTHONPATH"
     return ""
-
-
-METHODS = {  # of a class for a room: without one, a run would end in the middle of something else
-    "dataset": ("__len__", "__getitem__"),
-    "objective": ("inputs", "weight", "loss"),
-    "optimizer": ("step", "zero_grad", "state_dict", "load_state_dict"),
-    "schedule": ("__call__",),
-    "tracker": ("log", "text", "close"),
-}
 
 
 def load_class(chosen: str | Component, room: str) -> type:
@@ -218,7 +279,7 @@ def load_class(chosen: str | Component, room: str) -> type:
         raise UserError(f"{type_!r} is no class but a {type(found).__name__}; name a class", place)
     if found is None:
         raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
-    if missing := [need for need in METHODS.get(room, ()) if not callable(getattr(found, need, None))]:
+    if missing := [need for need in ROOMS[room].needs if not callable(getattr(found, need, None))]:
         what = f"has no method {missing[0]}, which every {room} needs; see docs/own-components.md"
         raise UserError(f"{type_!r}: {name} {what}", place)
     return found

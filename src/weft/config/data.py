@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from annotated_types import Ge, MinLen
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from weft.config.section import Component, Section
+from weft.config.section import Component, Folder, Section
+from weft.mixing import BLOCK, Phase, Stage, as_written, from_sizes, phases
 
 
 class DatasetSection(Component):
@@ -16,6 +18,8 @@ class DatasetSection(Component):
 
     The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """
+
+    kind: ClassVar[str] = "dataset"
 
 
 class _Source(Section):
@@ -27,7 +31,7 @@ class _Source(Section):
 class StoreSource(_Source):
     """A token store in a mixture. A text stands for `{store: text}`."""
 
-    store: str = Field(description="the token store; instead of it, `type: module:Class` is a dataset of your own")
+    store: Folder = Field(description="the token store; instead of it, `type: module:Class` is a dataset of your own")
     weight: float | None = Field(
         None, ge=0, description="share of the sequences, relative to the others'; default, for all: by size"
     )
@@ -60,6 +64,41 @@ class DatasetSource(DatasetSection):
         return self.name or self.type.rpartition(":")[2]
 
 
+def _kind_of_source(source: Any) -> str:
+    return (
+        "a dataset"
+        if isinstance(source, DatasetSource) or (isinstance(source, dict) and "type" in source)
+        else "a store"
+    )
+
+
+Source = Annotated[
+    Annotated[StoreSource, Tag("a store")] | Annotated[DatasetSource, Tag("a dataset")], Discriminator(_kind_of_source)
+]
+
+
+def held_out_sets(validation: Any) -> dict[str, Any]:
+    """`data.validation` by name; what stands there by itself has the name "". In a file, a dataset is a mapping with a
+    `type`: no set can have that name."""
+    if isinstance(validation, dict) and "type" not in validation:
+        return validation
+    return {} if validation is None else {"": validation}
+
+
+def _kind_of_held_out(held_out: Any) -> str:
+    if held_out is held_out_sets(held_out):
+        return "several by name"
+    return "a dataset" if isinstance(held_out, dict | DatasetSection) else "a store"
+
+
+HeldOut = Annotated[
+    Annotated[Folder, Tag("a store")]
+    | Annotated[DatasetSection, Tag("a dataset")]
+    | Annotated[dict[str, Folder | DatasetSection], MinLen(1), Tag("several by name")],
+    Discriminator(_kind_of_held_out),
+]
+
+
 class StageSection(_Source):
     """Weights that hold for some tokens."""
 
@@ -85,11 +124,13 @@ class LengthWarmupSection(Section):
 class DataSection(Section):
     """Token stores (directories that `weft data pack` wrote) and how they become batches."""
 
-    train: str | DatasetSection | list[StoreSource | DatasetSource] = Field(
+    train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)] = Field(
         description="the token store to learn from, or {type: module:Class, ...}; a list of such mixes them"
     )
-    validation: str | DatasetSection | None = Field(
-        None, description="held-out data: a store or {type: module:Class, ...}; none: no validation"
+    validation: HeldOut | None = Field(
+        None,
+        description="held-out data: a store or {type: module:Class, ...}, or several by name, as {code: stores/code, "
+        "prose: stores/prose}; none: no validation",
     )
     sequence_length: int | None = Field(
         None, ge=1, description="tokens per sequence; default: min(1024, max_position_embeddings)"
@@ -99,7 +140,9 @@ class DataSection(Section):
     temperature: float | None = Field(
         None, gt=0, description="of sources without weights: these are size^(1 / temperature); default: 1"
     )
-    curriculum: list[StageSection] | None = Field(None, description="weights that change with the tokens seen")
+    curriculum: Annotated[list[StageSection], MinLen(1)] | None = Field(
+        None, description="weights that change with the tokens seen"
+    )
     mixture_block: int | None = Field(
         None, ge=1, le=1_000_000, description="sequences over which a mixture's shares are exact; default: 10,000"
     )
@@ -112,3 +155,60 @@ class DataSection(Section):
         False, description="keep attention and positions in each document; best_fit always does"
     )
     length_warmup: LengthWarmupSection | None = Field(None, description="short rows first; default: none")
+
+    @property
+    def sources(self) -> list[StoreSource | DatasetSource]:
+        """`train` as a list of sources; empty if it is one store or dataset."""
+        return list(self.train) if isinstance(self.train, list) else []
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the sources have shares of their own. If not, they are read as one: each sequence once an epoch."""
+        own = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
+        return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or own)
+
+    def stages(self, sizes: Sequence[int], length: int) -> list[Stage]:
+        """The stages of a weighted mixture.
+
+        Args:
+            sizes: sequences of each source, of which weights are made where none are given.
+            length: tokens per sequence; a stage's tokens are rounded up to whole sequences.
+        """
+        if not self.curriculum:
+            if all(source.weight is None for source in self.sources):
+                return [Stage(from_sizes(sizes, self.temperature or 1.0))]
+            return [Stage(tuple(as_written(source.weight or 0.0) for source in self.sources))]
+        stages = []
+        for number, stage in enumerate(self.curriculum):
+            last = number == len(self.curriculum) - 1
+            samples = None if last or stage.tokens is None else -(-stage.tokens // length)
+            weights = (as_written(stage.weights.get(source.label, 0.0)) for source in self.sources)
+            stages.append(Stage(tuple(weights), samples))
+        return stages
+
+    def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
+        """The phases of a weighted mixture."""
+        limits = [
+            None if source.max_epochs is None else int(as_written(source.max_epochs) * size)
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+        return phases(self.stages(sizes, length), limits, self.mixture_block or BLOCK)
+
+    @property
+    def held_out(self) -> dict[str, str | DatasetSection]:
+        """`validation` by name; what stands there by itself has the name ""."""
+        return held_out_sets(self.validation)
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """The paths of token stores to learn from, by their keys."""
+        if isinstance(self.train, str):
+            return {"data.train": self.train}
+        stores = ((number, source) for number, source in enumerate(self.sources) if isinstance(source, StoreSource))
+        return {f"data.train[{number}].store": source.store for number, source in stores}
+
+    @property
+    def held_out_stores(self) -> dict[str, str]:
+        """Those of token stores to validate on."""
+        stores = ((name, store) for name, store in self.held_out.items() if isinstance(store, str))
+        return {f"data.validation.{name}" if name else "data.validation": store for name, store in stores}

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import re
 
-from weft.config.data import DataSection, DatasetSource, StoreSource
+from weft.config.data import DataSection
 from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
-from weft.config.errors import UserError
-from weft.config.mixture import BLOCK, phases_of, shortfall, sources_of, stages_of, unheard, weighted
-from weft.config.paths import beside
-from weft.config.signature import method_arguments
+from weft.config.section import known_section
+from weft.config.signature import method_signature
 from weft.config.source import NotFound, find_class
 from weft.config.suggest import did_you_mean
+from weft.config.training import TrainingSection
+from weft.formatting import counted
+from weft.mixing import BLOCK, unheard
 
+MEASUREMENTS = ("loss", "bits_per_byte", "perplexity")  # a held-out set of this name would read as one
 MIXING = ("temperature", "curriculum", "mixture_block")
 
 
 def check_data_section(draft: Draft) -> None:
     """What needs no file."""
+    _names(draft)
     _mixture(draft)
     _length_warmup(draft)
     _documents_apart(draft)
-    no_store = "data.train" in draft.values and not _stores(draft)
+    no_store = "data.train" in draft.values and not data_section(draft).stores
     if draft.get("data.packing") == "best_fit":
         if no_store:
             draft.problem(
@@ -52,9 +54,9 @@ def _documents_apart(draft: Draft) -> None:
         source = find_class(module, name)
     except NotFound:
         return
-    takes = method_arguments(source, "forward") if source is not None else None
-    missing = [part for part in ("segments", "positions") if takes is not None and part not in takes]
-    if missing:
+    takes = method_signature(source, "forward") if source is not None else None
+    missing = [part for part in ("segments", "positions") if takes is not None and part not in takes.arguments]
+    if missing and takes is not None and not takes.accepts_any:
         draft.problem(
             "data.document_attention",
             f"{name}.forward takes no {' and no '.join(missing)}, so it cannot keep documents apart; "
@@ -62,30 +64,29 @@ def _documents_apart(draft: Draft) -> None:
         )
 
 
-def _sources(draft: Draft) -> list[StoreSource | DatasetSource] | None:
-    train = draft.get("data.train")
-    return train if isinstance(train, list) else None
+def data_section(draft: Draft) -> DataSection:
+    """The section as far as it is known."""
+    return known_section(DataSection, draft.get, "data")
 
 
-def _stores(draft: Draft) -> list[tuple[str, str]]:
-    """Training stores: the key to tell a mistake at, and the path."""
-    train = draft.get("data.train")
-    if isinstance(train, str):
-        return [("data.train", train)]
-    return [
-        (f"data.train[{number}].store", source.store)
-        for number, source in enumerate(_sources(draft) or [])
-        if isinstance(source, StoreSource)
-    ]
+def _names(draft: Draft) -> None:
+    """The names of several validation sets, which become parts of metrics' names."""
+    found = draft.get("data.validation")
+    for name in found if isinstance(found, dict) and "type" not in found else ():
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            what = f"the name {name!r} becomes part of metrics' names; use letters, digits, _, - and . alone"
+            draft.problem(f"data.validation.{name}", what)
+        elif name in MEASUREMENTS:
+            what = f"{name!r} is the name of a measurement, and would make the metric validation_loss/{name}; rename it"
+            draft.problem(f"data.validation.{name}", what)
 
 
 def _mixture(draft: Draft) -> None:
-    sources = _sources(draft)
-    if sources is None:
-        if "data.train" in draft.values:
-            for name in MIXING:
-                if draft.get(f"data.{name}") is not None:
-                    draft.problem(f"data.{name}", "data.train is one source: there is nothing to mix; remove the key")
+    sources = data_section(draft).sources
+    if not sources:
+        for name in MIXING if "data.train" in draft.values else ():
+            if draft.get(f"data.{name}") is not None:
+                draft.problem(f"data.{name}", "data.train is one source: there is nothing to mix; remove the key")
         return
     names = [source.label for source in sources]
     for number, name in enumerate(names):
@@ -118,20 +119,14 @@ def _mixture(draft: Draft) -> None:
     if curriculum is not None:
         _curriculum(draft, names)
     if len(draft.problems) == before and (given or curriculum):
-        _shares(draft, [1] * len(names), 1)
-    if draft.get("training.epochs") is not None and weighted(_section(draft)):
+        check_shares(draft, [1] * len(names), 1)
+    if draft.get("training.epochs") is not None and data_section(draft).weighted:
         draft.problem(
             "training.epochs",
             "sources with weights are not all read equally often, so there is no epoch of the whole; "
             "say training.tokens or steps instead",
             "data.train",
         )
-
-
-def _section(draft: Draft) -> DataSection:
-    """The section as far as mixing goes."""
-    keys = ("train", *MIXING)
-    return DataSection.model_construct(**{key: draft.get(f"data.{key}") for key in keys})
 
 
 def _curriculum(draft: Draft, names: list[str]) -> None:
@@ -163,16 +158,16 @@ def _curriculum(draft: Draft, names: list[str]) -> None:
         started += stage.tokens or 0
 
 
-def _shares(draft: Draft, sizes: list[int], length: int) -> None:
+def check_shares(draft: Draft, sizes: list[int], length: int) -> None:
     """A weight too small for a block would never be heard."""
-    section = _section(draft)
+    section = data_section(draft)
     if "data.mixture_block" not in draft.values:
         return
-    found = unheard(stages_of(section, sizes, length), section.mixture_block or BLOCK)
+    found = unheard(section.stages(sizes, length), section.mixture_block or BLOCK)
     if found is None:
         return
     stage, place, what = found
-    source = sources_of(section)[place]
+    source = section.sources[place]
     name = source.label
     key = f"data.train[{place}]"
     if section.curriculum is not None:
@@ -194,13 +189,15 @@ def _length_warmup(draft: Draft) -> None:
                 f"{start} is not sequence_length ({length}) divided by 2, 4, 8 ...{choices}",
                 "data.sequence_length",
             )
-    steps, total = draft.get("data.length_warmup.steps"), run_steps(draft)
-    if steps and total is not None and steps > total:
-        draft.problem(
-            "data.length_warmup.steps",
-            f"{steps} steps of warm-up, but the run has {total}; set it to {max(1, total // 5)}, or lengthen the run",
-            "training.steps",
-        )
+    check_warm_up(draft, "data.length_warmup.steps", run_steps(draft), 5)
+
+
+def check_warm_up(draft: Draft, key: str, total: int | None, part: int) -> None:
+    """Steps of a warm-up: no more than the run has, of which advice is to take a `part`-th."""
+    steps = draft.get(key)
+    if isinstance(steps, int) and total is not None and steps > total:
+        what = f"{counted(steps, 'step')} of warm-up, but the run has {total}; set it to {max(1, total // part)}"
+        draft.problem(key, f"{what}, or lengthen the run", "training.steps")
 
 
 def sequences_of(draft: Draft) -> int | None:
@@ -220,183 +217,10 @@ def run_steps(draft: Draft, samples: int | None = None) -> int | None:
     sequences = sequences_of(draft)
     if sequences is None:
         return None
-    return count_steps(
-        steps=draft.get("training.steps"),
-        tokens=draft.get("training.tokens"),
-        epochs=draft.get("training.epochs"),
-        sequences=sequences,
-        length=draft.get("data.sequence_length"),
-        samples=samples,
-    )
+    training = known_section(TrainingSection, draft.get, "training")
+    return count_steps(training, sequences, draft.get("data.sequence_length"), samples)
 
 
 def _run_tokens(draft: Draft) -> int | None:
     steps = run_steps(draft)
     return None if steps is None else steps * (sequences_of(draft) or 0) * draft.get("data.sequence_length")
-
-
-# ---- the headers of the data
-
-
-def check_headers(draft: Draft) -> int | None:
-    """Open the headers. Returns the number of training sequences, if known."""
-    from weft.config.headers import read_store_header, read_tokenizer_header
-
-    folder, length = draft.get("tokenizer"), draft.get("data.sequence_length")
-    tokenizer = _opened(draft, "tokenizer", folder, read_tokenizer_header) if isinstance(folder, str) else None
-    stores = [(key, path, _opened(draft, key, path, read_store_header)) for key, path in _stores(draft)]
-    path = draft.get("data.validation")
-    held_out = _opened(draft, "data.validation", path, read_store_header) if isinstance(path, str) else None
-    for key, name, store in (*stores, ("data.validation", path, held_out)):
-        if store is not None and length is not None and store.num_tokens < length + 1:
-            draft.problem(
-                key,
-                f"{name} has {store.num_tokens:,} tokens, which is shorter than one sequence "
-                f"(sequence_length {length} and the token after it); shorten data.sequence_length or pack more text",
-            )
-    everything = [*stores, ("data.validation", path, held_out)]
-    _tokenizers(draft, tokenizer, stores, held_out)
-    _unknown_tokenizers(draft, everything)
-    _preferences(draft, everything)
-    _vocabulary(draft, tokenizer, [(name, store) for _, name, store in stores if store is not None])
-    _ids_fit(draft, everything)
-    if not stores or length is None or any(store is None for *_, store in stores):
-        return None
-    sizes = [max(0, (store.num_tokens - 1) // length) for *_, store in stores]
-    if _sources(draft) is not None:
-        if len(sizes) < len(_sources(draft) or []):
-            return None  # a dataset of the user's own tells its size when the run starts
-        _limits(draft, sizes, length)
-    return sum(sizes)
-
-
-def _limits(draft: Draft, sizes: list[int], length: int) -> None:
-    """Whether the sources can feed the run. How much best-fit packing gives is known when the run starts."""
-    section, steps = _section(draft), run_steps(draft)
-    if draft.problems or not weighted(section) or not all(sizes):
-        return
-    _shares(draft, sizes, length)
-    if draft.problems or draft.get("data.packing") != "concatenate" or steps is None:
-        return
-    found = phases_of(section, sizes, length)
-    what = shortfall(found, steps * (sequences_of(draft) or 0), length)
-    if what is not None:
-        limited = [number for number, source in enumerate(sources_of(section)) if source.max_epochs is not None]
-        draft.problem(f"data.train[{limited[0]}].max_epochs", what)
-
-
-def _opened(draft: Draft, key: str, path: str, read: Callable[[str], Any]) -> Any:
-    try:
-        return read(path)
-    except UserError as error:
-        elsewhere = beside(draft.node(key), path)
-        draft.problem(key, f"{path}: {elsewhere}" if elsewhere else str(error))
-    except OSError as error:
-        draft.problem(key, f"{path}: cannot be read: {error.strerror}; check the path and its permissions")
-    return None
-
-
-def _tokenizers(draft: Draft, tokenizer: Any, stores: list[tuple[str, str, Any]], held_out: Any) -> None:
-    """All were packed with the one that `tokenizer:` names; or, without it, with the first store's."""
-    digest, whose = (tokenizer.digest, str(draft.get("tokenizer"))) if tokenizer is not None else (None, "")
-    first = None
-    for key, name, store in stores:
-        if store is None or store.tokenizer_digest is None:
-            continue
-        first = first or store.tokenizer_digest
-        if digest is None:
-            digest, whose = store.tokenizer_digest, name
-        elif store.tokenizer_digest != digest:
-            remedy = "name the one that packed it, or pack it again"
-            if tokenizer is None:
-                remedy = "pack both with one tokenizer"
-            draft.problem(key, f"{name} was packed with another tokenizer than {whose}; {remedy}")
-    reference = first or digest
-    if held_out is not None and reference and held_out.tokenizer_digest not in (None, reference):
-        draft.problem(
-            "data.validation",
-            f"{draft.get('data.validation')} was packed with another tokenizer than the training data; "
-            "pack both with one tokenizer",
-        )
-
-
-def _unknown_tokenizers(draft: Draft, stores: list[tuple[str, str, Any]]) -> None:
-    """Of stores without a tokenizer's digest, what can be compared: number of tokens and end-of-document token."""
-    found = [entry for entry in stores if entry[2] is not None]
-    known = [entry for entry in found if entry[2].tokenizer_digest is not None]
-    for key, name, store in found:
-        _, whose, other = (known or found)[0]
-        if store.tokenizer_digest is not None:
-            continue
-        for what in ("vocab_size", "eod_id"):
-            here, there = getattr(store, what), getattr(other, what)
-            if None not in (here, there) and here != there:
-                draft.problem(
-                    key,
-                    f"{name} has {what} {here:,} and {whose} has {there:,}: they were made with two tokenizers; "
-                    "pack both with one, or convert again with --tokenizer",
-                )
-                break
-
-
-def _preferences(draft: Draft, stores: list[tuple[str, str, Any]]) -> None:
-    """None of the built-in objectives learns from pairs; one of the user's own may."""
-    objective = draft.get("objective.type")
-    if objective is None or ":" in objective:
-        return
-    for key, name, store in stores:
-        if store is not None and store.kind == "preferences":
-            draft.problem(
-                key,
-                f"{name} holds pairs of a chosen and a rejected answer, and the objective {objective} would take both "
-                "for text to learn; name a store of texts or conversations, or an objective of your own",
-            )
-
-
-def _vocabulary(draft: Draft, tokenizer: Any, stores: list[tuple[str, Any]]) -> None:
-    """`model.vocab_size`: no less than the tokenizer's; that, if it is not set."""
-    needed, whose = None, ""
-    known = [(store.vocab_size, name) for name, store in stores if store.vocab_size is not None]
-    if tokenizer is not None:
-        needed, whose = tokenizer.vocab_size, f"tokenizer {draft.get('tokenizer')}"
-    elif known:
-        needed, name = max(known, key=lambda pair: pair[0])
-        whose = f"tokenizer of {name}"
-    if (theirs := draft.get("model.config")) is not None:
-        rows = theirs.get("vocab_size")
-        if isinstance(rows, int) and needed is not None and rows < needed:
-            what = f"its embedding has {rows:,} rows, and the {whose} has {needed:,} tokens; "
-            draft.problem("model.path", f"{what}take the tokenizer that the model was trained with", "model.from")
-        return
-    if "model.vocab_size" not in draft.values or "model.hidden_size" not in draft.values:
-        return
-    size, multiple = draft.get("model.vocab_size"), draft.get("model.pad_vocab_to_multiple")
-    if size is not None and multiple is not None and size % multiple:
-        what = f"vocab_size is {size} already; leave it out to have it follow from the tokenizer, or remove this key"
-        draft.problem("model.pad_vocab_to_multiple", what)
-    if size is None and needed is not None:
-        rows = -(-needed // (multiple or 1)) * (multiple or 1)
-        whose = f"from the {whose}" + (f", up to a multiple of {multiple}" if multiple else "")
-        draft.fill("model.vocab_size", rows, whose)
-    elif size is None and not draft.problems:
-        draft.problem("model.vocab_size", "required: no tokenizer says how many tokens there are; add it")
-    elif size is not None and needed is not None and size < needed:
-        remedy = f"set {needed} or remove the key"
-        if draft.get("model.from") is not None:
-            remedy = "`weft resize` makes a model that has rows for them"
-        draft.problem("model.vocab_size", f"{size} is smaller than the {whose}, which has {needed:,} tokens; {remedy}")
-
-
-def _ids_fit(draft: Draft, stores: list[tuple[str, Any, Any]]) -> None:
-    """No store has ids that the decoder's embedding lacks."""
-    size = draft.get("model.vocab_size")
-    told = any(problem.key == "model.vocab_size" for problem in draft.problems)
-    if size is None or told or "model.hidden_size" not in draft.values:
-        return
-    for key, name, store in stores:
-        if store is not None and (store.vocab_size or 0) > size:
-            draft.problem(
-                key,
-                f"{name} has ids of {store.vocab_size:,} tokens, and the model's vocab_size is {size:,}; "
-                f"pack it with the run's tokenizer, or set model.vocab_size: {store.vocab_size}",
-            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weft.config.errors import UserError
 from weft.config.mesh import MeshShape, ParallelSection
+from weft.config.training import TrainingSection
 from weft.config.whole import RunSections
+from weft.errors import UserError
 
 DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # enough to fill matrix products, little enough to fit
@@ -85,14 +86,7 @@ def derive(
     mesh = mesh or MeshShape()
     if train_samples is None and train_tokens is not None:
         train_samples = max(0, (train_tokens - 1) // length)
-    steps = count_steps(
-        steps=training.steps,
-        tokens=training.tokens,
-        epochs=training.epochs,
-        sequences=sequences,
-        length=length,
-        samples=train_samples,
-    )
+    steps = count_steps(training, sequences, length, train_samples)
     if steps is None:
         if training.epochs is None:
             raise UserError("training: how long is the run? set one of steps, tokens or epochs")
@@ -137,20 +131,16 @@ def share_rows(
     return rows, next((size for size in fitting if math.ceil(rows / size) >= stages), min(fitting, default=1))
 
 
-def count_steps(
-    *,
-    steps: int | None,
-    tokens: int | None,
-    epochs: float | None,
-    sequences: int,
-    length: int,
-    samples: int | None,
-) -> int | None:
-    """Optimizer updates of a run of `sequences` x `length` tokens a step; None if that cannot be known."""
-    if steps is not None:
-        return steps
-    if tokens is not None:
-        return math.ceil(tokens / (sequences * length))
-    if epochs is not None and samples is not None:
-        return math.ceil(round(epochs * samples, 6) / sequences)
+def count_steps(training: TrainingSection, sequences: int, length: int, samples: int | None) -> int | None:
+    """Optimizer updates of a run of `sequences` x `length` tokens a step; None if that cannot be known.
+
+    Args:
+        samples: sequences in the training data, if known; a run of epochs needs them.
+    """
+    if training.steps is not None:
+        return training.steps
+    if training.tokens is not None:
+        return -(-training.tokens // (sequences * length))
+    if training.epochs is not None and samples is not None:
+        return math.ceil(round(training.epochs * samples, 6) / sequences)
     return None

@@ -1,48 +1,25 @@
-"""A run's tree on its way to a `RunConfig`: every section checked against its schema, all problems gathered."""
+"""A run's tree on its way to a `RunConfig`: validated by pydantic, with all problems gathered."""
 
 from __future__ import annotations
 
-import re
-import types
-from typing import Any, TypeVar, Union, get_origin
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError
+from pydantic_core import ErrorDetails
 
-from weft.config.components import Part, find_part
-from weft.config.errors import Problem, UserError
-from weft.config.fields import field_names, known_keys, listed_sections, plain_types, required_key, section_class
-from weft.config.foreign import ForeignModelSection
-from weft.config.model import CustomModelSection, ModelSection
-from weft.config.section import Component
+from weft.config.components import Part, arguments_model, find_part
+from weft.config.fields import field_names, keeps_text, known_keys, listed_sections, required_key, section_class
+from weft.config.inherit import TYPES
+from weft.config.messages import Mistake, converted, message, settle, spell
+from weft.config.section import Component, Section
 from weft.config.signature import MISSING
-from weft.config.suggest import meant_key, nearest, unknown_key
+from weft.config.suggest import meant_key, unknown_key
 from weft.config.tree import Node
-from weft.config.values import INVALID, check_value, show, spell
 from weft.config.whole import RunSections
+from weft.errors import Problem, UserError
 
-# Which parts a section chooses from.
-ROOM_OF = {
-    "objective": "objective",
-    "optimizer": "optimizer",
-    "schedule": "schedule",
-    "model": "model",
-    "model.attention_pattern": "attention_pattern",
-    "data.train": "dataset",
-    "data.validation": "dataset",
-    "data.train[]": "dataset",
-    "log.trackers": "tracker",
-}
-# Keys whose text is a path.
-PATHS = (
-    "tokenizer",
-    "data.train",
-    "data.train[].store",
-    "data.validation",
-    "model.from",
-    "model.path",
-    "run.directory",
-)
 # What a key that must be there is for.
 _SIZE = "a size of the decoder, or name a preset, as preset: llama-60m"
 REQUIRED = {
@@ -51,27 +28,37 @@ REQUIRED = {
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
 
-_Component = TypeVar("_Component", bound=Component)
+_Run = TypeVar("_Run", bound=RunSections)
 
 
-class Draft:
-    """What is known of a run so far.
+class Draft(Generic[_Run]):
+    """What is known of a run so far. It is the context that pydantic validates the sections with.
 
     Attributes:
         tree: the merged file.
-        values: dotted key -> checked value, defaults filled in; a key with a problem is not in it.
+        values: dotted key -> validated value, defaults filled in; a key with a problem is not in it. A component is a
+            mapping; of any other section there are the keys alone.
         origins: dotted key -> where the value came from.
         problems: all found.
         meant: keys that misspelt ones were meant to be: they are not missed, and have no default.
+        ranks: that the run has; None if that is not known.
         model_known: False if a preset or checkpoint could not be read: so with all keys that it would have.
     """
 
-    def __init__(self, tree: Node, problems: list[Problem]):
-        self.tree, self.problems = tree, problems
+    def __init__(self, tree: Node, problems: list[Problem], *, model_known: bool = True, ranks: int | None = None):
+        self.tree, self.problems, self.model_known, self.ranks = tree, problems, model_known, ranks
         self.meant: set[str] = set()
-        self.model_known = True
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
+        self.config: _Run | None = None
+        self._plain: dict[str, Any] = {}
+        self._filled: set[str] = set()
+        self._keys: dict[int, str] = {}  # of the mappings of `_plain`, by their ids
+        self._above: list[str] = []  # the sections that are being validated
+        self._sections: dict[str, type[BaseModel]] = {}  # dotted key -> what a mapping was validated as
+        self._parts: dict[str, Part | None] = {}  # dotted key -> a component's class
+
+    # ---- for the rules between keys
 
     def get(self, key: str) -> Any:
         """A checked value; None if it has a problem."""
@@ -105,263 +92,247 @@ class Draft:
     def fill(self, key: str, value: Any, origin: str) -> None:
         """Set a value that follows from others."""
         self.values[key], self.origins[key] = value, origin
+        self._filled.add(key)
 
-    # ---- sections
+    # ---- validation
 
-    def check(self) -> None:
-        """Check the whole tree."""
-        self.check_section(self.tree, RunSections, "")
+    def check(self, kind: type[_Run]) -> None:
+        """Validate the whole tree as `kind`; sets `config` if nothing is wrong."""
+        self.tree = self._with_items(self.tree, kind, "")
+        self._plain = self._as_plain(self.tree, "")
+        for name, info in field_names(kind).items():
+            if section_class(info.annotation) is not None and name not in ("model", *self._plain):
+                self._plain[name] = self._as_plain(Node({}), name)
+        while True:
+            self.values.clear()
+            try:
+                self.config = kind.model_validate(self._plain, context=self)
+                return
+            except ValidationError as error:
+                mistakes = [self._mistake(found) for found in error.errors(include_url=False)]
+            if not self._convert(mistakes):
+                self._tell(mistakes)
+                return
 
-    def check_section(self, node: Node, section: type[BaseModel], key: str) -> None:
-        """One section's keys: known, of the right type, none missing."""
-        fields = field_names(section)
-        unknown = set(node.value) - set(fields)
-        for name in node.value:
-            if name in unknown:
-                self.unknown(node.value[name], key, name, list(fields))
-        for name, info in fields.items():
-            inner = f"{key}.{name}" if key else name
-            below = node.get(name)
-            if below is None:
-                self.without(inner, info)
-            else:
-                self.origins[inner] = below.place
-                self.check_field(below, info, inner)
+    def finish(self) -> _Run:
+        """The config, with what rules have filled in."""
+        assert self.config is not None
+        changed: dict[str, Any] = {}
+        for key in self._filled:
+            section, _, name = key.partition(".")
+            before = changed.get(section) or getattr(self.config, section)
+            changed[section] = before.model_copy(update={name: self.values[key]})
+        whole = self.config.model_copy(update=changed)
+        whole._origins.update(self.origins)
+        return whole
 
-    def without(self, key: str, info: FieldInfo) -> None:
-        """A key that is not there: its default, or a problem if it must be.
+    def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
+        """A tree whose lists of sections have mappings: a text stands for one with the required key alone."""
+        fields, content = field_names(section), dict(node.value) if node.is_mapping else {}
+        for name, below in content.items():
+            annotation, inner = fields[name].annotation if name in fields else None, f"{key}.{name}" if key else name
+            listed, under = listed_sections(annotation), section_class(annotation)
+            if listed and isinstance(below.value, list):
+                names = listed[0] if keeps_text(annotation) and issubclass(listed[0], Component) else None
+                items = [
+                    self._item(item, required_key(listed[0]) or "", names, f"{inner}[{number}]")
+                    for number, item in enumerate(below.value)
+                ]
+                content[name] = replace(below, value=items)
+            elif under is not None and not issubclass(under, Component):
+                content[name] = self._with_items(below, under, inner)
+        return replace(node, value=content) if node.is_mapping else node
 
-        Where it may be there all the same (misspelt, in a base or preset that could not be read), neither.
-        """
-        section = section_class(info.annotation)
-        if key in self.meant or (key.startswith("model.") and not self.model_known):
-            return
-        if info.is_required() and (not self.whole or any(meant.startswith(f"{key}.") for meant in self.meant)):
-            if section is not None and key not in ("model", "data.train"):
-                self.check_section(Node({}, self.node(key).file, self.node(key).line), section, key)
-            return
-        if info.is_required() and section is not None and key not in ("model", "data.train"):
-            self.check_section(Node({}, self.node(key).file, self.node(key).line), section, key)
-        elif info.is_required():
-            self.problem(key, f"required: {REQUIRED.get(key) or info.description or 'give it a value'}; add it")
-        elif section is not None and isinstance(info.default, BaseModel):
-            empty = Node({}, self.node(key).file, self.node(key).line)
-            if issubclass(section, Component):
-                self.check_component(empty, section, ROOM_OF[key], key)
-            else:
-                self.check_section(empty, section, key)
-        else:
-            self.fill(key, info.get_default(call_default_factory=True), "default")
-
-    def check_field(self, node: Node, info: FieldInfo, key: str) -> None:
-        """One key's value."""
-        if key == "model":
-            return self.check_model(node)
-        if key == "log.trackers":
-            return self.check_trackers(node, key)
-        section = section_class(info.annotation)
-        if section is not None and node.is_mapping:
-            if issubclass(section, Component):
-                return self.check_component(node, section, ROOM_OF[key], key)
-            return self.check_section(node, section, key)
-        listed = listed_sections(info.annotation)
-        if listed and isinstance(node.value, list):
-            return self.check_list(node, listed, key)
-        others = [kind for kind in plain_types(info.annotation) if not listed or get_origin(kind) is not list]
-        if listed and others == [types.NoneType] and node.value is not None:
-            self.problems.append(node.problem(key, f"must be a list of mappings, not {show(node)}"))
-            return None
-        if section is not None and (not others or (others == [types.NoneType] and node.value is not None)):
-            what = "null has no meaning here; remove the key to get the defaults"
-            if node.value is not None:
-                example = f"{{type: {node.value}}}" if issubclass(section, Component) else "{key: value, ...}"
-                what = f"must be a mapping, as {key}: {example}, not {show(node)}"
-            self.problems.append(node.problem(key, what))
-            return None
-        kind = Union[tuple(others)] if others else Any  # noqa: UP007 - built at run time
-        default = INVALID if info.is_required() or info.default is None else info.get_default(call_default_factory=True)
-        value = check_value(node, kind, key, self.problems, constraints=info.metadata, default=default)
-        if isinstance(value, str) and not value.strip() and re.sub(r"\[\d+\]", "[]", key) in PATHS:
-            self.problems.append(node.problem(key, "empty; name a folder"))
-        elif value is not INVALID:
-            self.values[key] = value
-        return None
-
-    def check_model(self, node: Node) -> None:
-        """The decoder's section, a transformers model's or a class of one's own (presets are merged in before)."""
-        chosen = node.get("type")
-        if not node.is_mapping:
-            self.problems.append(node.problem("model", f"must be a preset's name or a mapping, not {show(node)}"))
-        elif chosen is not None and chosen.value == "hf":
-            self.check_section(node, ForeignModelSection, "model")
-        elif chosen is not None and isinstance(chosen.value, str) and chosen.value != "decoder":
-            self.check_component(node, CustomModelSection, "model", "model")
-        else:
-            self.check_section(node, ModelSection, "model")
-
-    def check_list(self, node: Node, sections: list[type[BaseModel]], key: str) -> None:
-        """A list of mappings: each of the kind whose required key it has. A text stands for that key alone."""
-        values: list[Any] = []
-        before = len(self.problems)
-        if not node.value:
-            self.problems.append(node.problem(key, "the list is empty; add an item, or remove the key"))
-        for number, item in enumerate(node.value):
-            inner = f"{key}[{number}]"
-            shorthand = required_key(sections[0])
-            if isinstance(item.value, str) and shorthand is not None:
-                item = Node({shorthand: item}, item.file, item.line)
-            if not item.is_mapping:
-                self.problems.append(item.problem(inner, f"must be a mapping, not {show(item)}"))
-                continue
-            section = next((s for s in reversed(sections) if (required_key(s) or "") in item.value), sections[0])
-            if issubclass(section, Component):
-                self.check_component(item, section, ROOM_OF[f"{key}[]"], inner)
-                if inner in self.values:
-                    values.append(self.component(section, inner))
-                continue
-            found = len(self.problems)
-            self.check_section(item, section, inner)
-            if len(self.problems) == found:
-                values.append(section(**{name: self.values[f"{inner}.{name}"] for name in field_names(section)}))
-        if len(self.problems) == before:
-            self.values[key] = values
-
-    def check_trackers(self, node: Node, key: str) -> None:
-        """A list of names, or of mappings with a `type`."""
-        if not isinstance(node.value, list):
-            remedy = f"; write [{node.value}]" if isinstance(node.value, str) else ""
-            self.problems.append(node.problem(key, f"must be a list, not {show(node)}{remedy}"))
-            return
-        values: list[Any] = []
-        before = len(self.problems)
-        for number, item in enumerate(node.value):
-            inner = f"{key}[{number}]"
-            if isinstance(item.value, str) and ":" in item.value:
-                item = Node({"type": item}, item.file, item.line)
-            if isinstance(item.value, str):
-                self.part(item, item.value, "tracker", inner)
-                values.append(item.value)
-            elif item.is_mapping:
-                self.check_component(item, Component, "tracker", inner)
-                if inner in self.values:
-                    values.append(self.component(Component, inner))
-            else:
-                self.problems.append(item.problem(inner, f"must be a name or {{type: ...}}, not {show(item)}"))
-        if len(self.problems) == before:
-            self.values[key] = values
-
-    # ---- components
-
-    def component(self, section: type[_Component], key: str) -> _Component:
-        """The checked section of a `type:`, which knows where that was written."""
-        made = section(**self.values[key])
-        if self.origins.get(f"{key}.type", "default") != "default":
-            made._place = f"{self.origins[f'{key}.type']}: {key}.type"
-        return made
-
-    def part(self, node: Node, type_: str, room: str, key: str) -> Part | None:
-        """The part that a `type:` means, or None and a problem."""
+    def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
+        """An item of a list of sections; `names` if a built-in's name may stay one."""
+        if not isinstance(item.value, str):
+            return item
+        if names is None or ":" in item.value:
+            return Node({required: item}, item.file, item.line)
         try:
-            return find_part(type_, room)
+            find_part(item.value, names.kind)
         except UserError as error:
-            self.problems.append(node.problem(key, error.what))
-            return None
+            self.problems.append(item.problem(key, error.what))
+        return item
 
-    def check_component(self, node: Node, section: type[BaseModel], room: str, key: str) -> None:
-        """A `type:` and its arguments, by the class's signature; completed with its defaults.
-
-        `values[key]` becomes the whole mapping; each of its keys is in `values` too.
-        """
-        fields = field_names(section)
-        found: dict[str, Any] = {}
-        before = len(self.problems)
-        for name, info in fields.items():
-            inner = f"{key}.{name}"
-            if name in node.value:
-                self.origins[inner] = node.value[name].place
-                self.check_field(node.value[name], info, inner)
-            else:
-                self.without(inner, info)
-            if inner in self.values:
-                found[name] = self.values[inner]
-        chosen = self.get(f"{key}.type")
-        part = None
-        if chosen is not None:
-            part = self.part(node.get("type") or node, chosen, room, f"{key}.type")
-        if part is not None:
-            found |= self.arguments(node, part, fields, key)
-        if len(self.problems) == before:
-            self.values[key] = found
-
-    def arguments(self, node: Node, part: Part, fields: dict[str, FieldInfo], key: str) -> dict[str, Any]:
-        """The keys beside a section's own, checked; defaults for those that are not there."""
-        found: dict[str, Any] = {}
-        typo = next((name for name in node.value if nearest(name, ["type"], 0.75)), None)
-        if "type" not in node.value and typo is not None and typo not in part.arguments and typo not in fields:
-            self.unknown(node.value[typo], key, typo, list(fields))
-            return {}  # the other keys are not this part's
-        for name, below in node.value.items():
-            inner = f"{key}.{name}"
-            if name in fields:
-                continue
-            self.origins[inner] = below.place
-            argument = part.arguments.get(name)
-            if name in part.injected:
-                self.problems.append(below.problem(inner, f"Weft gives {part.name} its {name}; remove the key"))
-            elif argument is not None:
-                default = INVALID if argument.required or argument.default is MISSING else argument.default
-                value = check_value(below, argument.type, inner, self.problems, default=default)
-                if value is INVALID:
-                    continue
-                found[name] = tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
-            elif part.accepts_any:
-                found[name] = below.plain()
-            else:
-                self.unknown(below, key, name, [*part.arguments, *fields])
-        for name, argument in part.arguments.items():
-            inner = f"{key}.{name}"
-            if name in node.value or name in fields or inner in self.meant:
-                continue
-            if argument.required:
-                self.problems.append(node.problem(inner, f"required by {part.name}; add it"))
-            elif argument.default is not MISSING:
-                found[name] = as_type(argument.default, argument.type)
-                self.origins[inner] = "default"
-        for name, value in found.items():
-            self.values[f"{key}.{name}"] = value
+    def _as_plain(self, node: Node, key: str) -> Any:
+        """A tree as plain data, whose mappings are known by their ids."""
+        if key and node.file is not None:
+            self.origins[key] = node.place
+        if isinstance(node.value, list):
+            return [self._as_plain(item, f"{key}[{number}]") for number, item in enumerate(node.value)]
+        if not node.is_mapping:
+            return node.value
+        found = {name: self._as_plain(below, f"{key}.{name}" if key else name) for name, below in node.value.items()}
+        self._keys[id(found)] = key
         return found
 
-    def unknown(self, node: Node, section: str, key: str, known: list[str]) -> None:
-        """A key that does not exist."""
-        everywhere = {*known_keys(), "extends"}
-        for home in ("optimizer", "schedule"):
-            chosen = self.tree.get(home, "type")
-            default = RunSections.model_fields[home].default.type
-            try:
-                part = find_part(str(chosen.value) if chosen is not None else default, home)
-            except UserError:
-                part = find_part(default, home)
-            everywhere |= {f"{home}.{name}" for name in part.arguments}
+    # ---- what the sections call while pydantic validates them
+
+    def section(self, section: type[BaseModel], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        """Validate a section, and note which keys have their defaults."""
+        key = self._keys.get(id(data)) if isinstance(data, dict) else None
+        if key is None:
+            return handler(data)
+        self._sections[key] = section
+        for name, info in field_names(section).items():
+            if name not in data and not info.is_required() and info.default is not MISSING:
+                self._note(f"{key}.{name}" if key else name, info.get_default(call_default_factory=True))
+        self._above.append(key)
+        try:
+            return handler(data)
+        finally:
+            self._above.pop()
+
+    def _note(self, key: str, value: Any) -> None:
+        self.values[key] = value
+        self.origins.setdefault(key, "default")
+
+    def component(self, section: type[Component], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        """Validate a component by the signature of the class that its `type` means."""
+        key = self._keys.get(id(data)) if isinstance(data, dict) else None
+        if key is None:
+            return handler(data)
+        part, model = _class_of(section, data)
+        self._parts[key] = part
+        made = model.model_validate(data, context=self)
+        found = {name: getattr(made, field) for field, name in _aliases(type(made))} | (made.model_extra or {})
+        for name in made.model_extra or ():
+            self.values[f"{key}.{name}"] = found[name]
+        component = section.model_construct(**{name: value for name, value in found.items() if value is not MISSING})
+        if self.origins.get(f"{key}.type", "default") != "default":
+            component._place = f"{self.origins[f'{key}.type']}: {key}.type"
+        return component
+
+    def field(self, section: type[BaseModel], name: str, value: Any) -> None:
+        """Note a value that is right."""
+        if not self._above or isinstance(value, Section):
+            return
+        name = section.model_fields[name].alias or name
+        if isinstance(value, Component):
+            own = {alias: getattr(value, field) for field, alias in _aliases(type(value))}
+            value = own | value.arguments
+        self.values[f"{self._above[-1]}.{name}" if self._above[-1] else name] = value
+
+    # ---- errors
+
+    def _mistake(self, error: ErrorDetails) -> Mistake:
+        """An error in its place. What stands in its location beside keys and indices are branches of unions."""
+        key, node = "", self.tree
+        here: Any = self._plain
+        path: list[int | str] = []
+        branches: list[tuple[str, str]] = []
+        kind = error["type"]
+        for place, part in enumerate(error["loc"]):
+            missing = error["type"] == "missing" and place == len(error["loc"]) - 1
+            if isinstance(part, str) and not missing and not (isinstance(here, dict) and part in here):
+                branches.append((key, part))
+                continue
+            if missing and isinstance(part, int):
+                kind = "too_few"
+                continue
+            if missing:
+                below = here = None
+            elif isinstance(part, int):
+                below, here = (node.value[part] if isinstance(node.value, list) else None), here[part]
+            else:
+                below, here = (node.value.get(part) if node.is_mapping else None), here[part]
+            node = below or node
+            key = f"{key}[{part}]" if isinstance(part, int) else f"{key}.{part}" if key else part
+            path.append(part)
+        above, _, name = key.rpartition(".")
+        field = field_names(self._sections[above]).get(name) if above in self._sections else None
+        return Mistake(key, node, kind, error.get("ctx") or {}, here, tuple(path), tuple(branches), field)
+
+    def _convert(self, mistakes: list[Mistake]) -> bool:
+        """Whether something is right in other words: it has been replaced, to be validated once more."""
+        right = {mistake.path: value for mistake in mistakes if (value := converted(mistake)) is not None}
+        for path, value in right.items():
+            self._plain = _replaced(self._plain, path, value)
+        return bool(right)
+
+    def _tell(self, mistakes: list[Mistake]) -> None:
+        """Note the problems, without what follows from a misspelt key."""
+        told = {problem.key for problem in self.problems}
+        groups = [group for group in settle(mistakes) if group[0].key not in told]
+        unknown = [(group[0], self._unknown(group[0])) for group in groups if group[0].type == "extra_forbidden"]
+        # Of a component whose `type` is misspelt, it is not known which keys it has.
+        untold = {key.removesuffix(".type") for key in self.meant if key.endswith(".type") and not self._written(key)}
+        for mistake, (what, meant) in unknown:
+            if meant == "type" or mistake.key.rpartition(".")[0] not in untold:
+                self.problems.append(mistake.node.problem(mistake.key, what))
+        for group in groups:
+            first = group[0]
+            above, _, name = first.key.rpartition(".")
+            part = self._parts.get(above)
+            if first.type == "missing":
+                if self._expected(first.key) or above in untold:
+                    continue
+                if part is not None and name in part.arguments:
+                    self.problems.append(first.node.problem(first.key, f"required by {part.name}; add it"))
+                else:
+                    said = first.field.description if first.field is not None else None
+                    what = REQUIRED.get(first.key) or said or "give it a value"
+                    self.problem(first.key, f"required: {what}; add it")
+            elif first.type != "extra_forbidden":
+                self.problems.append(first.node.problem(first.key, message(group)))
+        for key in list(self.values):
+            default = self.origins.get(key) == "default" and self._expected(key)
+            if default or key.partition(".")[0] in untold - {"model"}:
+                del self.values[key]
+
+    def _expected(self, key: str) -> bool:
+        """Whether a key that is not there may be there all the same: misspelt, or in a file that could not be read."""
+        if not self.whole or (key.startswith("model.") and not self.model_known):
+            return True
+        above = [meant for meant in self.meant if key.startswith(f"{meant}.")]
+        return key in self.meant or any(not self._written(meant) for meant in above)
+
+    def _written(self, key: str) -> bool:
+        return self.tree.get(*key.split(".")) is not None
+
+    def _unknown(self, mistake: Mistake) -> tuple[str, str | None]:
+        """What to say about a key that does not exist, and what it was meant to be."""
+        section, _, key = mistake.key.rpartition(".")
+        part = self._parts.get(section)
+        fields = field_names(self._sections[section])
+        known = [name for name in fields if part is None or name not in part.injected]
         known = known if section else [*known, "extends"]
+        everywhere = {*known_keys(RunSections), "extends"}
+        for home in ("optimizer", "schedule"):
+            part = self._parts.get(home) or find_part(TYPES[home], home)
+            everywhere |= {f"{home}.{name}" for name in part.arguments}
         meant, note = meant_key(section, key, known, everywhere)
-        if meant is not None:
+        if meant is not None and (meant != "extends" or not section):
             self.meant.add(f"{section}.{meant}" if section and meant in known else meant)
             self.model_known &= self.meant.isdisjoint(("model.preset", "model.from", "model.type"))
-        self.problems.append(node.problem(f"{section}.{key}" if section else key, unknown_key(meant, note, known)))
+        return unknown_key(meant, note, known), meant
 
 
-def as_type(default: Any, kind: Any) -> Any:
-    """A default as a value of its own type: 0 for a float is 0.0."""
-    value = INVALID if kind is Any else check_value(_node_of(default), kind, "", [])
-    return default if value is INVALID else value
+def _class_of(section: type[Component], data: dict[str, Any]) -> tuple[Part | None, type[BaseModel]]:
+    """The class that a component's `type` means, if there is one, and what validates the component."""
+    chosen = data.get("type", section.model_fields["type"].default)
+    try:
+        part = find_part(chosen, section.kind) if isinstance(chosen, str) else None
+    except UserError as error:
+        return None, arguments_model(section, None, error.what)
+    return part, arguments_model(section, part)
 
 
-def _node_of(value: Any) -> Node:
-    if isinstance(value, (list, tuple)):
-        return Node([_node_of(item) for item in value])
-    if isinstance(value, dict):
-        return Node({name: _node_of(item) for name, item in value.items()})
-    return Node(value, text=None if value is None else spell(value))
+def _aliases(section: type[BaseModel]) -> list[tuple[str, str]]:
+    """A section's fields, as Python and as a file have them."""
+    return [(name, info.alias or name) for name, info in section.model_fields.items()]
+
+
+def _replaced(tree: Any, path: Sequence[int | str], value: Any) -> Any:
+    """Plain data with another value in a place; only tuples are made anew."""
+    if not path:
+        return value
+    inner = _replaced(tree[path[0]], path[1:], value)
+    if isinstance(tree, tuple):
+        return tuple(inner if place == path[0] else item for place, item in enumerate(tree))
+    tree[path[0]] = inner
+    return tree
 
 
 def node_of(value: Any, like: Node, origin: str) -> Node:

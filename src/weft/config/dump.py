@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.components import find_part
-from weft.config.draft import ROOM_OF
-from weft.config.errors import ConfigError, Problem, UserError
 from weft.config.model import ModelSection
-from weft.config.presets import presets
 from weft.config.section import Component
-from weft.config.tree import read_file
+from weft.config.tree import read_file, without_variables
 from weft.config.whole import RunSections
+from weft.errors import ConfigError, Problem, UserError
+from weft.families import presets
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
 _ABOUT = 60  # where comments begin, if the line is shorter
@@ -64,7 +63,7 @@ def _left_out(config: RunSections, section: str, key: str, value: Any) -> bool:
     chosen = getattr(config, section)
     if isinstance(chosen, Component) and key in chosen.arguments:
         try:
-            argument = find_part(chosen.type, ROOM_OF[section]).arguments.get(key)
+            argument = find_part(chosen.type, chosen.kind).arguments.get(key)
         except UserError:
             return False
         return argument is not None and argument.default is None
@@ -87,7 +86,7 @@ def _spell(value: Any) -> str:
         return f"[{', '.join(map(_spell, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_spell(str(key))}: {_spell(item)}" for key, item in value.items()) + "}"
-    text = str(value)
+    text = without_variables(str(value))
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
     # JSON's escapes are YAML's; but a lone surrogate half of a pair is not, so characters stand for themselves.
     return text if plain else _quoted(text)

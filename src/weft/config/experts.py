@@ -51,32 +51,27 @@ class ExpertsSection(Section):
     )
     bias_update_speed: float = Field(0.001, ge=0, description="what correction_bias changes by in a step")
 
+    def parameters(self, hidden: int, inner: int, bias: bool) -> tuple[int, int, int]:
+        """A layer's parameters: in matrices, those of these that a token goes through, and in vectors.
+
+        Args:
+            hidden, inner: the model's hidden size, and an expert's width unless one is set.
+            bias: whether the model's MLPs have biases; shared experts do then.
+        """
+        inner = self.moe_intermediate_size or inner
+        expert = 3 * hidden * inner
+        always = hidden * self.num_experts + expert * self.n_shared_experts
+        vectors = self.num_experts * (2 * inner + hidden) if self.expert_bias else 0
+        vectors += self.num_experts if self.router_bias else 0
+        if bias and self.n_shared_experts:
+            vectors += 2 * inner * self.n_shared_experts + hidden
+        return always + expert * self.num_experts, always + expert * self.num_experts_per_tok, vectors
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in place of an MLP."""
         if layer < self.first_k_dense_replace or layer in self.mlp_only_layers:
             return False
         return (layer + 1) % self.decoder_sparse_step == 0
-
-
-def wrong_experts(experts: int, each: int, groups: int | None, kept: int | None) -> tuple[str, str] | None:
-    """What numbers of experts cannot be together: the key to change and what is wrong; None if all is well.
-
-    Args:
-        experts, each: how many there are, and how many a token goes through.
-        groups, kept: groups of experts, and how many of them a token's are chosen from.
-    """
-    if each > experts:
-        return "num_experts_per_tok", f"{each} of {experts} experts; choose at most {experts}"
-    if not groups or not kept or groups == 1:
-        return None
-    if experts % groups:
-        return "n_group", f"{experts} experts are no multiple of {groups} groups; change one"
-    if kept > groups:
-        return "topk_group", f"{kept} of {groups} groups; choose at most {groups}"
-    if each > experts // groups * kept:
-        what = f"{kept} groups of {experts // groups} experts have no {each} to choose; raise topk_group"
-        return "topk_group", what
-    return None
 
 
 class LatentAttentionSection(Section):
@@ -88,3 +83,13 @@ class LatentAttentionSection(Section):
     qk_rope_head_dim: int = Field(ge=2, multiple_of=2, description="and of those that are rotated; all heads share it")
     v_head_dim: int = Field(ge=1, description="numbers of each head's values")
     rope_interleave: bool = Field(True, description="pairs that are rotated lie side by side")
+
+    def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
+        """A layer's parameters, its biases on queries, keys and values among them: in matrices, and in vectors."""
+        made = self.kv_lora_rank + self.qk_rope_head_dim
+        queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        matrices = hidden * made + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        matrices += heads * self.v_head_dim * hidden
+        matrices += (hidden + queries) * self.q_lora_rank if self.q_lora_rank else hidden * queries
+        vectors = self.kv_lora_rank + (self.q_lora_rank or 0)
+        return matrices, vectors + (made + (self.q_lora_rank or 0) if bias else 0)

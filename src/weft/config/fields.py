@@ -1,16 +1,15 @@
-"""What a section's annotations say: its keys, the sections below them, the other types they may have."""
+"""What a section's annotations say: its keys, and the sections below them."""
 
 from __future__ import annotations
 
 import types
 from functools import cache
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weft.config.section import Component
-from weft.config.whole import RunSections
 
 
 def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -19,21 +18,23 @@ def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The section among an annotation's alternatives, if there is one."""
-    for branch in _branches(annotation):
-        if isinstance(branch, type) and issubclass(branch, BaseModel):
-            return branch
-    return None
+    """The first section among an annotation's alternatives, if there is one."""
+    return next(iter(_sections(branches(annotation))), None)
 
 
 def listed_sections(annotation: Any) -> list[type[BaseModel]]:
     """The sections that a list's items may be, if one of an annotation's alternatives is a list of sections."""
-    for branch in _branches(annotation):
-        if get_origin(branch) is list:
-            items = _branches(get_args(branch)[0])
-            if all(isinstance(item, type) and issubclass(item, BaseModel) for item in items):
-                return items
-    return []
+    return _sections(_items(annotation))
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """All sections that an annotation names, items of lists too."""
+    return [*_sections(branches(annotation)), *listed_sections(annotation)]
+
+
+def keeps_text(annotation: Any) -> bool:
+    """Whether a list's items may be texts that stay texts: names of built-ins."""
+    return str in _items(annotation)
 
 
 def required_key(section: type[BaseModel]) -> str | None:
@@ -41,25 +42,31 @@ def required_key(section: type[BaseModel]) -> str | None:
     return next((name for name, info in field_names(section).items() if info.is_required()), None)
 
 
-def plain_types(annotation: Any) -> list[Any]:
-    """An annotation's other alternatives."""
-    return [b for b in _branches(annotation) if not (isinstance(b, type) and issubclass(b, BaseModel))]
+def branches(annotation: Any) -> list[Any]:
+    """An annotation's alternatives, without what they are annotated with."""
+    if get_origin(annotation) is Annotated:
+        return branches(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for branch in get_args(annotation) for inner in branches(branch)]
+    return [annotation]
 
 
-def _branches(annotation: Any) -> list[Any]:
-    return list(get_args(annotation)) if get_origin(annotation) in (Union, types.UnionType) else [annotation]
+def _items(annotation: Any) -> list[Any]:
+    lists = [branch for branch in branches(annotation) if get_origin(branch) is list]
+    return [item for branch in lists for item in branches(get_args(branch)[0])]
+
+
+def _sections(alternatives: list[Any]) -> list[type[BaseModel]]:
+    return [kind for kind in alternatives if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 @cache
-def known_keys() -> frozenset[str]:
-    """All dotted keys of the sections (components' arguments are not among them)."""
-
-    def walk(section: type[BaseModel], key: str) -> set[str]:
-        found = set()
-        for name, info in field_names(section).items():
-            inner = f"{key}.{name}" if key else name
-            below = section_class(info.annotation)
-            found |= {inner} | (walk(below, inner) if below is not None and not issubclass(below, Component) else set())
-        return found
-
-    return frozenset(walk(RunSections, ""))
+def known_keys(section: type[BaseModel]) -> frozenset[str]:
+    """All dotted keys of a section and those below it (components' arguments are not among them)."""
+    found = set()
+    for name, info in field_names(section).items():
+        below = section_class(info.annotation)
+        found.add(name)
+        if below is not None and not issubclass(below, Component):
+            found |= {f"{name}.{inner}" for inner in known_keys(below)}
+    return frozenset(found)

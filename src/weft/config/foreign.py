@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from weft.config.errors import UserError
-from weft.config.huggingface import INDEX, SINGLE, family_of, read_config
-from weft.config.section import Section
+from weft.config.section import Folder, Section
+from weft.errors import UserError
+from weft.families import family_of
+from weft.families.folder import check_weights, read_config
 
 Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 
@@ -18,7 +19,6 @@ Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "fla
 LIMITS = "data parallel only; tensor, pipeline, context and expert parallelism need a built-in family"
 
 MISSING = "type: hf needs transformers, which is not installed; install it: pip install 'weft-train[hf]'"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # of several families' config.json
 
 
@@ -30,8 +30,8 @@ class ForeignModelSection(Section):
     """
 
     type: Literal["hf"] = Field(description="a model of transformers")
-    path: str | None = Field(None, description="a Hugging Face folder: config.json, and safetensors to start from")
-    from_: str | None = Field(
+    path: Folder | None = Field(None, description="a Hugging Face folder: config.json, and safetensors to start from")
+    from_: Folder | None = Field(
         None, alias="from", description="a run or checkpoint of such a model to start from, in place of `path`"
     )
     load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
@@ -77,26 +77,10 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
     if not isinstance(config.get("model_type"), str):
         raise UserError("model_type: missing, and it says what model this is; download the file again", path)
     if weights:
-        _check_weights(Path(path))
+        check_weights(Path(path))
     if importlib.util.find_spec("transformers") is None:
         raise UserError(MISSING)
     return config
-
-
-def _check_weights(path: Path) -> None:
-    """Whether there are safetensors; their headers are read when the run starts."""
-    if (path / INDEX).is_file() or (path / SINGLE).is_file():
-        return
-    others = sorted(found.name for found in path.iterdir())
-    if any(name.endswith(".safetensors") for name in others):
-        raise UserError(f"{INDEX} or {SINGLE} is missing; download it as well", path)
-    if any(name.endswith(_PICKLED) for name in others):
-        raise UserError(
-            "its weights are pickled, and no pickle is loaded; convert them where you trust them, with transformers' "
-            "save_pretrained, or set model.weights: false to start from random ones",
-            path,
-        )
-    raise UserError("there are no weights here; set model.weights: false to start from random ones", path)
 
 
 def notices(section: ForeignModelSection, architecture: str) -> list[str]:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.config.errors import Problem
 from weft.config.tree import COMMAND_LINE, Node, merge, parse, read_file
+from weft.errors import Problem
 
 # A `type` that is not written is this one.
 TYPES = {"objective": "pretrain", "optimizer": "adamw", "schedule": "cosine", "model": "decoder"}
@@ -23,7 +23,7 @@ def read_tree(path: Path, overrides: Sequence[str], problems: list[Problem]) -> 
     """
     files: list[str] = []
     tree = _read(path, str(path), [], files, problems, None)
-    over = read_overrides(overrides, problems)
+    over = read_overrides(overrides, tree or Node({}), problems)
     if tree is not None and over.value:
         tree = merge(tree, over, types=TYPES)
     return tree, [*files, COMMAND_LINE]
@@ -78,8 +78,8 @@ def _with_model(node: Node) -> Node:
     return Node({**node.value, "model": chosen}, node.file, node.line)
 
 
-def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Node:
-    """`key.path=value` arguments as one tree; a later one wins over an earlier."""
+def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]) -> Node:
+    """`key.path=value` arguments over `base` as one tree; a later one wins over an earlier."""
     tree = Node({}, COMMAND_LINE)
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -88,6 +88,10 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Node:
             continue
         if key.split(".")[0] == "extends":
             problems.append(Problem(key, "only a file can extend another; write it there", COMMAND_LINE))
+            continue
+        if (whole := _list_above(base, key.split("."))) is not None:
+            what = f"the items of a list are not set one by one; write all of it, as {whole}='[...]'"
+            problems.append(Problem(key, what, COMMAND_LINE))
             continue
         if not text.strip():
             problems.append(
@@ -102,3 +106,15 @@ def read_overrides(overrides: Sequence[str], problems: list[Problem]) -> Node:
             value = Node({part: value}, COMMAND_LINE)
         tree = merge(tree, _with_model(value))
     return tree
+
+
+def _list_above(base: Node, parts: list[str]) -> str | None:
+    """The list whose item a key means, as `data.train` of `data.train.0.weight` and `data.train[0]`; None if none."""
+    for place, part in enumerate(parts):
+        name, bracket, _ = part.partition("[")
+        if bracket:
+            return ".".join([*parts[:place], name])
+        node = base.get(*parts[:place]) if place else None
+        if node is not None and (isinstance(node.value, list) or (part.isdecimal() and not node.is_mapping)):
+            return ".".join(parts[:place])
+    return None

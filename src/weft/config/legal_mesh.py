@@ -1,18 +1,15 @@
 """Whether a mesh makes sense for a run: every reason against it, and the nearest mesh that has none.
 
-It is asked before anything starts: when the file is checked, on the number of ranks that the environment tells (or on
-the least that the mesh can have); and again when the number of processes is known.
+It is asked before anything starts: when the file is checked, on the number of ranks that the caller or torchrun tells
+(or on the least that the mesh can have); and again when the number of processes is known.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from weft.config.derive import batch_sequences
-from weft.config.errors import ConfigError, Problem, UserError
 from weft.config.mesh import (
     AXES,
     ONE_STAGE,
@@ -27,22 +24,9 @@ from weft.config.mesh_needs import Get, Needs, Reason
 from weft.config.nearest_mesh import as_yaml, nearest_mesh
 from weft.config.tree import COMMAND_LINE
 from weft.config.whole import RunSections
+from weft.errors import ConfigError, Problem, UserError
 
 SIZES = (*AXES, "ep")
-
-
-@contextmanager
-def on_ranks(ranks: int | None) -> Iterator[None]:
-    """Check what is loaded meanwhile on so many ranks, as the environment of torchrun would have it; None: as it is."""
-    before = os.environ.get("WORLD_SIZE")
-    if ranks is not None and ranks > 0:
-        os.environ["WORLD_SIZE"] = str(ranks)
-    try:
-        yield
-    finally:
-        os.environ.pop("WORLD_SIZE", None)
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
 
 
 def check_mesh(config: RunSections, ranks: int) -> MeshShape:
@@ -121,7 +105,9 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         yield Reason("parallel.reshard_after_forward", f"{reshards} ranks; set true, false or a number of ranks")
     several, counts = section.stages_per_rank, section.stage_layers
     if section.pp == 1:
-        pass  # said below
+        for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
+            if value is not None:
+                yield Reason(f"parallel.{key}", f"{value}, and there is no pipeline (parallel.pp is 1); remove the key")
     elif several not in (None, 2) and section.schedule in V_SHAPED:
         what = f"{several}, and {section.schedule} has 2, one from each end of the model; remove the key"
         yield Reason("parallel.stages_per_rank", what)
@@ -133,10 +119,6 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
     elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:
         what = f"{sum(counts)} layers in all, and the model has {needs.layers} (model.num_hidden_layers); mend the list"
         yield Reason("parallel.stage_layers", what)
-    if section.pp == 1:
-        for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
-            if value is not None:
-                yield Reason(f"parallel.{key}", f"{value}, and there is no pipeline (parallel.pp is 1); remove the key")
     if section.tp == 1 and section.async_tp:
         yield Reason("parallel.async_tp", "there are no tensor ranks to overlap (parallel.tp is 1); remove the key")
     if section.pp != 1 and section.schedule in SPLIT_BACKWARD and needs.compiles:

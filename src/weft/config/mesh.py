@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import Field
 
-from weft.config.compress import CompressSection
-from weft.config.errors import UserError
 from weft.config.section import Section
+from weft.errors import UserError
 
 MOST = 1 << 20  # ranks of an axis: more is a slip, and looking for a legal mesh near it would take for ever
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: neighbours talk most
@@ -21,6 +22,16 @@ V_SHAPED = ("zbv_zero_bubble", "dualpipev")  # a rank has one stage from each en
 ONE_STAGE = ("gpipe", "1f1b")
 SEVERAL_STAGES = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", *V_SHAPED)
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *V_SHAPED)
+
+
+class CompressSection(Section):
+    """Copies (`dp_replicate`) tell one another factors of low rank in place of the gradients of matrices."""
+
+    type: Literal["powersgd"] = Field("powersgd", description="power iteration with error feedback")
+    rank: int = Field(4, ge=1, description="of what is told of a matrix; bytes grow with it, and so does fidelity")
+    start_step: int = Field(
+        1000, ge=0, description="so many steps are exact before: their gradients are large, and change quickly"
+    )
 
 
 class ParallelSection(Section):
@@ -144,6 +155,12 @@ def least_ranks(section: ParallelSection) -> int:
     return known
 
 
+def launched_ranks() -> int | None:
+    """Ranks as torchrun says; None if it started none."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) or None if ranks.isdigit() else None
+
+
 def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
     """The mesh that `section` means on `ranks` ranks; whether it is legal is asked in `config/legal_mesh.py`.
 
@@ -174,3 +191,8 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
             f"(--nproc {known})"
         )
     return MeshShape(**sizes, ep=section.ep)
+
+
+def exchangeable(heads: Iterable[int], tp: int, cp: int) -> bool:
+    """Whether context ranks can share out what a tensor rank has of so many heads: of each kind one at least."""
+    return all(max(1, count // tp) % cp == 0 for count in heads)

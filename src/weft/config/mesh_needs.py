@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.derive import share_rows
-from weft.config.experts import ExpertsSection
 from weft.config.foreign import LIMITS
-from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection
-from weft.config.model import ModelSection
+from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection, exchangeable
+from weft.config.model_rules import known_model
 from weft.config.signature import has_attribute
-from weft.config.size import inner_width
 from weft.config.source import NotFound, find_class
 
 Get = Callable[[str], Any]  # a checked value by its dotted key; None: not set, or not known
@@ -57,26 +55,24 @@ class Needs:
 
     def _read(self, get: Get) -> None:
         """The numbers of a built-in decoder."""
-        known = {name: found for name in ModelSection.model_fields if (found := get(f"model.{name}")) is not None}
-        moe = {name: found for name in ExpertsSection.model_fields if (found := get(f"model.moe.{name}")) is not None}
-        self.layers, self.experts = known.get("num_hidden_layers"), moe.get("num_experts")
-        if (heads := known.get("num_attention_heads")) is not None:
-            self.heads = heads, known.get("num_key_value_heads", heads)
+        model = known_model(get)
+        moe, heads, groups = model.moe, model.num_attention_heads, model.num_key_value_heads
+        self.layers, self.experts = model.num_hidden_layers, moe and moe.num_experts
+        if heads is not None:
+            self.heads = heads, groups or heads
             self.cut.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))
-            self.shared = not (known.get("qk_norm") and known.get("qk_norm_over") == "width")
-        layers = range(self.layers or 0)
-        experts = ExpertsSection.model_construct(**moe) if self.experts is not None else None
-        inner = inner_width(ModelSection.model_construct(**known)) if "hidden_size" in known else None
-        if inner is not None and any(experts is None or not experts.has_experts(layer) for layer in layers):
+            self.shared = not (model.qk_norm and model.qk_norm_over == "width")
+        inner = model.inner_width if model.hidden_size is not None else None
+        if inner is not None and any(moe is None or not moe.has_experts(layer) for layer in range(self.layers or 0)):
             self.cut.append((inner, f"the MLP's width, {inner:,} (model.intermediate_size)", ""))
-        each = moe.get("moe_intermediate_size", inner)
-        if experts is not None and each is not None:
+        each = moe and (moe.moe_intermediate_size or inner)
+        if each is not None:
             self.cut.append((each, f"the experts' width, {each:,} (model.moe.moe_intermediate_size)", ""))
-        if (rows := known.get("vocab_size")) is not None:
+        if (rows := model.vocab_size) is not None:
             remedy = "set model.pad_vocab_to_multiple: {tp}, or where vocab_size is set make it {up}"
             self.cut.append((rows, f"the vocabulary's {rows:,} rows (model.vocab_size)", remedy))
         keys = ("position", "attention_implementation")
-        self.own = [(f"model.{key}", known[key]) for key in keys if ":" in known.get(key, "")]
+        self.own = [(f"model.{key}", getattr(model, key)) for key in keys if ":" in (getattr(model, key) or "")]
 
     def fits(self, shape: MeshShape) -> bool:
         """Whether there is no reason against a mesh."""
@@ -163,7 +159,7 @@ class Needs:
 
     def exchanges(self, shape: MeshShape) -> bool:
         """Whether the heads of a tensor rank can be exchanged for tokens."""
-        return self.heads is None or all(max(1, count // shape.tp) % shape.cp == 0 for count in self.heads)
+        return self.heads is None or exchangeable(self.heads, shape.tp, shape.cp)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
         gathers = shape.cp > 1 and (self.section.context in ("all_gather", "ring") or not self.exchanges(shape))

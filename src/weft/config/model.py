@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from weft.config.experts import ExpertsSection, LatentAttentionSection
-from weft.config.section import Component, OwnClass, Section
+from weft.config.section import Component, Folder, Own, Section
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Initialization = Literal["normal", "scaled", "muon_zero"]
@@ -20,6 +20,8 @@ class AttentionPatternSection(Component):
     nobody looks at are skipped (flex attention); on a CPU it is a mask. A class of one's own is called with the places
     of queries and keys.
     """
+
+    kind: ClassVar[str] = "attention_pattern"
 
 
 class RopeScaling(Section):
@@ -67,6 +69,18 @@ class RopeScaling(Section):
         return None
 
 
+class ModelSize(NamedTuple):
+    """Numbers of a model's parameters.
+
+    Attributes:
+        matmul: those that a token is multiplied with: a look-up is none, a tied head is one, and of a mixture of
+            experts only those count that a token goes through.
+    """
+
+    parameters: int
+    matmul: int
+
+
 class ModelSection(Section):
     """A decoder-only transformer built from exchangeable parts.
 
@@ -76,7 +90,7 @@ class ModelSection(Section):
 
     type: Literal["decoder"] = Field("decoder", description="the built-in decoder; or module:Class of your own")
     preset: str | None = Field(None, description="a family with sizes; the other keys override it")
-    from_: str | None = Field(
+    from_: Folder | None = Field(
         None, alias="from", description="a run, checkpoint or Hugging Face folder whose shape and weights to start from"
     )
     load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
@@ -88,6 +102,12 @@ class ModelSection(Section):
         ge=1,
         description="round the tokenizer's vocab_size up to a multiple, as matrix products like; default: no",
     )
+    pad_token_id: int | None = Field(
+        None,
+        ge=0,
+        description="a row of the embedding that look-ups give no gradient, as the `padding_idx` of transformers' "
+        "models; default: none",
+    )
     hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_hidden_layers: int = Field(ge=1, description="blocks of attention and MLP")
     num_attention_heads: int = Field(ge=1, description="query heads of each block")
@@ -98,7 +118,7 @@ class ModelSection(Section):
     )
     max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
 
-    position: Literal["rope", "learned", "alibi", "none"] | OwnClass = Field(
+    position: Literal["rope", "learned", "alibi", "none"] | Annotated[str, Own(kind="position")] = Field(
         "rope",
         description="rotations of queries and keys, a learned table, penalties on distance (Press et al., 2022), none; "
         "or module:Class of your own",
@@ -130,7 +150,7 @@ class ModelSection(Section):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
         None, description="which layers have the sliding window, one by one; default: as sliding_window_pattern says"
     )
-    attention_implementation: Literal["auto", "sdpa", "flex", "flash"] | OwnClass = Field(
+    attention_implementation: Literal["auto", "sdpa", "flex", "flash"] | Annotated[str, Own(kind="attention")] = Field(
         "auto",
         description="auto: PyTorch's fastest for the device and the mask; sdpa: no flex attention; flex: where it "
         "can be (GPUs); flash: the package flash-attn (GPUs, 16 bits); or module:Class of your own. Beside a cache of "
@@ -139,7 +159,7 @@ class ModelSection(Section):
     attention_pattern: AttentionPatternSection | None = Field(
         None, description="sparse attention, as {type: sliding, window: 256}; default: all before it"
     )
-    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] | OwnClass = Field(
+    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] | Annotated[str, Own(kind="norm")] = Field(
         "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight; or module:Class of your own"
     )
     norm_bias: bool = Field(True, description="layernorm has a bias")
@@ -161,7 +181,9 @@ class ModelSection(Section):
         "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
     )
     moe: ExpertsSection | None = Field(None, description="a mixture of experts in place of the MLP; default: none")
-    hidden_act: Activation | OwnClass = Field("silu", description="the MLP's nonlinearity; or module:Class of your own")
+    hidden_act: Activation | Annotated[str, Own(kind="activation")] = Field(
+        "silu", description="the MLP's nonlinearity; or module:Class of your own"
+    )
     attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
     attention_output_bias: bool | None = Field(None, description="the output projection's; default: attention_bias")
     mlp_bias: bool = Field(False, description="biases in the MLP")
@@ -181,7 +203,7 @@ class ModelSection(Section):
     hidden_dropout: float = Field(0.0, ge=0, lt=1, description="on what each block adds to the residual stream")
     embedding_dropout: float = Field(0.0, ge=0, lt=1, description="on the embedded tokens")
 
-    initialization: Initialization | OwnClass = Field(
+    initialization: Initialization | Annotated[str, Own(kind="initialization")] = Field(
         "scaled",
         description="normal: N(0, initializer_range); scaled: that, output projections divided by sqrt(2 x layers), as "
         "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero; or "
@@ -232,6 +254,71 @@ class ModelSection(Section):
         return self.mla.qk_rope_head_dim if self.mla else int(self.qk_head_dim * self.partial_rotary_factor)
 
     @property
+    def inner_width(self) -> int:
+        """The MLP's width: as set; else 4 times the residual stream's, 8/3 for a gated one, up to a multiple of 8."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return 4 * self.hidden_size if self.mlp == "plain" else -(-8 * self.hidden_size // 24) * 8
+
+    def _attention(self) -> tuple[int, int]:
+        """Parameters of a layer's attention: in matrices, and in vectors."""
+        heads, groups, head = self.num_attention_heads, self.kv_heads, self.qk_head_dim
+        vectors = (heads if self.attention_sinks else 0) + (self.hidden_size if self.output_bias else 0)
+        if self.mla is not None:
+            matrices, more = self.mla.parameters(self.hidden_size, heads, self.attention_bias)
+            return matrices, vectors + more
+        if self.attention_bias:
+            vectors += head * (heads + 2 * groups)
+        if self.qk_norm:
+            vectors += 2 * head if self.qk_norm_over == "head" else head * (heads + groups)
+        return self.hidden_size * head * (2 * heads + 2 * groups), vectors
+
+    def layer_size(self, layer: int) -> ModelSize:
+        """The size of one layer, counted from 0, by formula: no model is built."""
+        hidden, inner = self.hidden_size, self.inner_width
+        norms = (4 if self.norm_placement == "both" else 2) * self._norm
+        attention, vectors = self._attention()
+        if self.moe is not None and self.has_experts(layer):
+            held, used, more = self.moe.parameters(hidden, inner, self.mlp_bias)
+        else:
+            into = 2 if self.mlp == "gated" else 1
+            held = used = hidden * inner * (into + 1)
+            more = inner * into + hidden if self.mlp_bias else 0
+        return ModelSize(attention + vectors + norms + held + more, attention + used)
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden_size * (2 if self.norm == "layernorm" and self.norm_bias else 1)
+
+    def size(self, vocab_size: int | None = None) -> ModelSize:
+        """The whole model's. `vocab_size` is used if the section has none. Raises ValueError if neither has one."""
+        vocabulary = self.vocab_size or vocab_size
+        if vocabulary is None:
+            raise ValueError("vocab_size is not known")
+        layers = [self.layer_size(layer) for layer in range(self.num_hidden_layers)]
+        embedding = vocabulary * self.hidden_size
+        others = embedding * (1 if self.tie_word_embeddings else 2) + self._norm
+        if self.position == "learned":
+            others += self.max_position_embeddings * self.hidden_size
+        return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
+
+    def resolved(self) -> dict[str, Any]:
+        """All keys, those too that follow from others: what a family writes a config.json from."""
+        layers = range(self.num_hidden_layers)
+        keys = self.model_dump() | {
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.qk_head_dim,
+            "intermediate_size": self.inner_width,
+            "attention_multiplier": self.attention_multiplier or self.qk_head_dim**-0.5,
+            "attention_output_bias": self.output_bias,
+            "layer_types": ["sliding_attention" if self.slides(layer) else "full_attention" for layer in layers],
+            "no_rope_layers": [int(self.rotates(layer)) for layer in layers],
+        }
+        if self.moe is not None:
+            keys["moe"]["moe_intermediate_size"] = self.moe.moe_intermediate_size or self.inner_width
+        return keys
+
+    @property
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.num_key_value_heads or self.num_attention_heads
@@ -248,5 +335,7 @@ class CustomModelSection(Component):
     `from` and `load_optimizer` mean what they mean for the built-in decoder.
     """
 
-    from_: str | None = Field(None, alias="from")
+    kind: ClassVar[str] = "model"
+
+    from_: Folder | None = Field(None, alias="from")
     load_optimizer: bool = False

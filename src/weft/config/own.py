@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from weft.config.components import find_part
 from weft.config.draft import Draft
-from weft.config.errors import UserError
+from weft.config.model import ModelSection
+from weft.config.section import Own
+from weft.errors import UserError
 
 # Keys that take `module:Class`, and which kind of part that is.
 OWN_PARTS = {
-    "attention_implementation": "attention",
-    "norm": "norm",
-    "hidden_act": "activation",
-    "position": "position",
-    "initialization": "initialization",
+    name: own.kind
+    for name, info in ModelSection.model_fields.items()
+    for branch in get_args(info.annotation)
+    for own in get_args(branch)
+    if isinstance(own, Own)
 }
 
 

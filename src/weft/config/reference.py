@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from weft.config.components import Part, built_ins, find_part
-from weft.config.draft import ROOM_OF
-from weft.config.fields import field_names, listed_sections, section_class
+from weft.config.fields import field_names, listed_sections, section_class, sections_in
 from weft.config.foreign import ForeignModelSection
+from weft.config.messages import describe, spell
 from weft.config.model import ModelSection
-from weft.config.presets import presets
 from weft.config.run import RunConfig
-from weft.config.section import Component, OwnClass, Spelled
+from weft.config.section import Component, Own, Spelled
 from weft.config.signature import MISSING, Argument
-from weft.config.size import in_words, model_size
-from weft.config.values import describe, spell
-
-_OWN_CLASS = TypeAdapter(OwnClass).json_schema()["pattern"]
+from weft.families import presets
+from weft.formatting import amount
 
 _ITEMS = ("StoreSource", "StageSection")  # of lists, which are replaced whole: no base file has a part of one
 
@@ -37,69 +34,73 @@ def json_schema() -> dict[str, Any]:
     """What a run's file may hold, with the built-in parts' arguments. No key is required: a base file may have it."""
     schema = RunConfig.model_json_schema(by_alias=True)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A Weft run"}
+    schema["description"] = "In values ${NAME} is a variable of the environment, and a leading ~/ the home folder."
     schema["properties"]["extends"] = {
         "description": "file (or files) to inherit from, relative to this one",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     model = schema["properties"]["model"]
-    model["anyOf"] = [{"enum": list(presets()), "description": "a preset"}, *model["anyOf"]]
+    model["anyOf"] = [{"enum": list(presets()), "description": "a preset"}, *model.pop("oneOf")]
     definitions = schema["$defs"]
     definitions["ModelSection"]["properties"]["preset"]["anyOf"] = [{"enum": list(presets())}, {"type": "null"}]
-    for room, name in (
-        ("objective", "ObjectiveSection"),
-        ("optimizer", "OptimizerSection"),
-        ("schedule", "ScheduleSection"),
-    ):
-        _add_parts(definitions[name], room, required=False)
-    _add_parts(definitions["Component"], "tracker", required=True)
-    _add_parts(definitions["AttentionPatternSection"], "attention_pattern", required=True)
-    for name in ("DatasetSection", "DatasetSource", "CustomModelSection"):
-        definitions[name]["properties"]["type"]["pattern"] = _OWN_CLASS
-        definitions[name]["required"] = ["type"]
-    trackers = definitions["LogSection"]["properties"]["trackers"]["items"]
-    trackers["anyOf"] = [
-        _type_schema("tracker") if branch.get("type") == "string" else branch for branch in trackers["anyOf"]
-    ]
-    for branch in definitions["DataSection"]["properties"]["train"]["anyOf"]:
-        if branch.get("type") == "array":
-            branch["items"]["anyOf"].insert(0, {"type": "string"})
+    components = {section.__name__: section for section in _components(RunConfig)}
+    for name, section in components.items():
+        _add_parts(definitions[name], section.kind)
+    _take_texts(schema, components)
     schema.pop("required", None)
     for name, definition in definitions.items():
-        if name not in (
-            "Component",
-            "AttentionPatternSection",
-            "DatasetSection",
-            "DatasetSource",
-            "CustomModelSection",
-            "ForeignModelSection",
-            *_ITEMS,
-        ):
+        if name not in (*components, "ForeignModelSection", *_ITEMS):
             definition.pop("required", None)
     return schema
 
 
-def _type_schema(room: str) -> dict[str, Any]:
-    return {"anyOf": [{"enum": list(built_ins(room))}, {"type": "string", "pattern": _OWN_CLASS}]}
+def _components(section: type[BaseModel]) -> Iterator[type[Component]]:
+    """All kinds of component that a section's fields, and the sections below, may be."""
+    for info in field_names(section).values():
+        for below in sections_in(info.annotation):
+            if issubclass(below, Component):
+                yield below
+            else:
+                yield from _components(below)
 
 
-def _add_parts(definition: dict[str, Any], room: str, *, required: bool) -> None:
+def _take_texts(node: Any, components: dict[str, type[Component]]) -> None:
+    """A text stands for an item of a list of sections: its required key alone."""
+    if isinstance(node, dict) and isinstance(node.get("items"), dict):
+        branches = node["items"].get("anyOf") or node["items"].get("oneOf") or [node["items"]]
+        names = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
+        found = next((components[name] for name in names if name in components), None)
+        if found is not None:
+            first = _type_schema(found.kind) if names[0] in components else {"type": "string"}
+            node["items"] = {"anyOf": [first, *(branch for branch in branches if "$ref" in branch)]}
+    for below in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _take_texts(below, components)
+
+
+def _type_schema(kind: str) -> dict[str, Any]:
+    own, names = {"type": "string", "pattern": Own.pattern}, list(built_ins(kind))
+    return {"anyOf": [{"enum": names}, own]} if names else own
+
+
+def _add_parts(definition: dict[str, Any], kind: str) -> None:
     own = definition["properties"]
-    default = own["type"].get("default")
-    own["type"] = {**_type_schema(room), "description": f"a built-in {room}, or module:Class of your own"}
+    default, required = own["type"].get("default"), "type" in definition.get("required", [])
+    own["type"] = {**_type_schema(kind), "description": f"a built-in {kind}, or module:Class of your own"}
     if default is not None:
         own["type"]["default"] = default
     rules = []
-    for name in built_ins(room):
+    for name in built_ins(kind):
         chosen: dict[str, Any] = {"properties": {"type": {"const": name}}}
         if required or name != default:
             chosen["required"] = ["type"]
-        part = find_part(name, room)
+        part = find_part(name, kind)
         arguments = {key: _argument_schema(argument) for key, argument in part.arguments.items()}
         then: dict[str, Any] = {"properties": {**dict.fromkeys(own, True), **arguments}}
         if not part.accepts_any:
             then["additionalProperties"] = False
         rules.append({"if": chosen, "then": then})
-    definition["allOf"] = rules
+    if rules:
+        definition["allOf"] = rules
 
 
 def _argument_schema(argument: Argument) -> dict[str, Any]:
@@ -131,6 +132,8 @@ training: {tokens: 1e9}
   another class's.
 - **Paths** (stores, tokenizers, runs) are relative to the working directory, not to the file: the same file works
   from wherever the data is. Only `extends` is relative to the file that says it.
+- **Environment**: `${NAME}` in a value is that variable, a leading `~/` the home folder; both are expanded once.
+  `$${NAME}` is the text `${NAME}`. A variable that is not set is a mistake.
 - **Override**: `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; values are YAML.
 - **Model**: `model: llama-60m`, or `model: {preset: llama-60m, num_hidden_layers: 8}`, or every size by itself, or
   `model: {from: runs/demo}` to begin from another run's weights, or any model of transformers, `model: {type: hf, path:
@@ -150,6 +153,9 @@ def markdown() -> str:
         section = section_class(info.annotation)
         if section is None:
             top.append(_row(name, info))
+            for part in sections_in(info.annotation):
+                if issubclass(part, Component):
+                    parts.append(f"## {name}\n\n{_prose(part.__doc__)}\n" + _parts(name, part.kind))
         elif name == "model":
             foreign = _section("model: `type: hf`", ForeignModelSection).replace("##", "###", 1)
             parts.append(_section("model", ModelSection) + "\n" + _presets() + "\n" + foreign)
@@ -171,15 +177,18 @@ def _section(name: str, section: type[BaseModel]) -> str:
             inner = [_row(below_key, below_info) for below_key, below_info in field_names(part).items()]
             each = ", each item of a list" if part is not below else ""
             text += f"\n### {name}.{key}{each}\n\n{_prose(part.__doc__)}\n\n{_table(inner)}"
-        if below is not None and issubclass(below, Component) and f"{name}.{key}" in ROOM_OF:
-            kind = ROOM_OF[f"{name}.{key}"]
-            text += f"\n### {name}.{key}\n\n{_prose(below.__doc__)}\n"
-            for type_ in built_ins(kind):
-                text += "\n" + _part(f"{name}.{key}", type_, find_part(type_, kind)).replace("###", "####", 1)
-    room = ROOM_OF.get(name) if issubclass(section, Component) else ("tracker" if name == "log" else None)
-    for type_ in built_ins(room) if room else ():
-        text += "\n" + _part(name if room != "tracker" else "log.trackers", type_, find_part(type_, room or ""))
-    return text
+        for part in sections_in(info.annotation)[:1]:
+            if issubclass(part, Component):
+                text += f"\n### {name}.{key}\n\n{_prose(part.__doc__)}\n" + _parts(f"{name}.{key}", part.kind)
+    return text + (_parts(name, section.kind) if issubclass(section, Component) else "")
+
+
+def _parts(key: str, kind: str) -> str:
+    """The built-in components of a kind."""
+    level = "####" if "." in key else "###"
+    return "".join(
+        "\n" + _part(key, type_, find_part(type_, kind)).replace("###", level, 1) for type_ in built_ins(kind)
+    )
 
 
 def _part(section: str, type_: str, part: Part) -> str:
@@ -196,12 +205,12 @@ def _presets() -> str:
     rows = []
     for name, keys in presets().items():
         section = ModelSection(**keys)
-        size = model_size(section, 32_000)
+        size = section.size(32_000)
         shape = f"{section.num_hidden_layers} layers, width {section.hidden_size}, {section.num_attention_heads} heads"
         if section.num_key_value_heads:
             shape += f", {section.num_key_value_heads} key-value heads"
         vocabulary = f"{section.vocab_size:,}" if section.vocab_size else "32,000"
-        rows.append(f"| `{name}` | {shape} | {in_words(size.parameters)} with {vocabulary} tokens |")
+        rows.append(f"| `{name}` | {shape} | {amount(size.parameters)} with {vocabulary} tokens |")
     return "### Presets\n\n| preset | shape | parameters |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
@@ -219,14 +228,14 @@ def _table(rows: list[str]) -> str:
 
 def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     """A type with its bounds, in words."""
-    if kind == OwnClass or any(isinstance(part, Spelled) for part in get_args(kind)):
-        return describe(kind)
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *more = get_args(kind)
         return _kind(inner, [*bounds, *more])
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_kind(branch, bounds) for branch in get_args(kind)))
+    if spelled := [bound for bound in bounds if isinstance(bound, Spelled)]:
+        return spelled[0].words
     if bounds and kind is not type(None):
         words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "multiple_of": "multiple of"}
         said = [f"{words[key]} {getattr(bound, key)}" for bound in bounds for key in words if hasattr(bound, key)]

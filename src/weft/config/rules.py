@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 
-from weft.config.data_rules import check_data_section, check_headers, run_steps, sequences_of
+from weft.config.data_rules import check_data_section, check_warm_up, run_steps, sequences_of
 from weft.config.draft import Draft
-from weft.config.experts import wrong_experts
 from weft.config.foreign import longest as longest_foreign
+from weft.config.header_rules import check_headers
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
-from weft.config.model import RopeScaling
+from weft.config.model_rules import known_model, mistakes
 from weft.config.own import check_parts
-from weft.config.precision import check_precision
+
+MOST_STEPS = 10**12  # beyond it samples cannot be numbered in 64 bits
+MOST_NAME = 200  # bytes: file systems allow 255, and names made of it are longer
 
 
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
     """Fill in what follows from other keys, and note what does not fit together."""
-    _heads(draft)
-    _layers(draft)
-    _rotations(draft)
-    _experts(draft)
-    _latent(draft)
+    for key, what, also in mistakes(known_model(draft.get)):
+        draft.problem(f"model.{key}", what, *(f"model.{name}" for name in also))
     check_parts(draft)
     _length_of_run(draft)
     _positions(draft)
@@ -29,109 +28,18 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     _name(draft)
     check_data_section(draft)
     samples = check_headers(draft) if check_data else None
+    _too_long(draft, samples)
+    _twice(draft)
+    _early_stopping(draft)
     _mesh(draft)
     _warm_up(draft, samples)
     _only_rows(draft)
     _recomputed(draft)
-    check_precision(draft, samples)
+    _precision(draft, samples)
     if draft.get("samples.prompts") and "tokenizer" in draft.values and draft.get("tokenizer") is None:
         draft.problem(
             "samples.prompts", "there is no tokenizer to read them with; set tokenizer, or remove the prompts"
         )
-
-
-def _heads(draft: Draft) -> None:
-    heads, width = draft.get("model.num_attention_heads"), draft.get("model.hidden_size")
-    groups, head = draft.get("model.num_key_value_heads"), draft.get("model.head_dim")
-    if heads is None or width is None or draft.get("model.mla.kv_lora_rank") is not None:
-        return
-    if head is None and width % heads:
-        draft.problem(
-            "model.num_attention_heads",
-            f"{heads} heads do not divide the width: hidden_size {width} is no multiple of it; "
-            f"choose {_divisor_near(width, heads)} heads, or set head_dim",
-            "model.hidden_size",
-        )
-    elif draft.get("model.position") == "rope" and (head or width // heads) % 2:
-        draft.problem(
-            "model.head_dim",
-            f"rotary positions turn pairs, and a head has {head or width // heads} dimensions; make it even",
-            "model.num_attention_heads",
-            "model.hidden_size",
-        )
-    if groups is not None and heads % groups:
-        draft.problem(
-            "model.num_key_value_heads",
-            f"{groups} key-value heads do not divide {heads} attention heads; choose {_divisor_near(heads, groups)}",
-            "model.num_attention_heads",
-        )
-
-
-def _layers(draft: Draft) -> None:
-    layers, window = draft.get("model.num_hidden_layers"), draft.get("model.sliding_window")
-    for name in ("model.layer_types", "model.no_rope_layers"):
-        given = draft.get(name)
-        if given is not None and layers is not None and len(given) != layers:
-            draft.problem(name, f"{len(given)} entries for {layers} layers; give one each", "model.num_hidden_layers")
-    if window is None:
-        slides = "sliding_attention" in (draft.get("model.layer_types") or [])
-        for name, said in (("model.layer_types", slides), ("model.sliding_window_pattern", True)):
-            if said and draft.get(name) is not None:
-                draft.problem(name, "how many tokens does the sliding window have? set model.sliding_window")
-
-
-def _rotations(draft: Draft) -> None:
-    found = {key: draft.get(f"model.rope_scaling.{key}") for key in RopeScaling.model_fields}
-    width, heads, head = (draft.get(f"model.{key}") for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    share, latent = draft.get("model.partial_rotary_factor"), draft.get("model.mla.qk_rope_head_dim")
-    if found["rope_type"] is None or not (latent or head or (width and heads)):
-        return
-    rotary_dim = latent or int((head or width // heads) * (1.0 if share is None else share))
-    scaling = RopeScaling.model_construct(**{key: value for key, value in found.items() if value is not None})
-    unfit = scaling.unfit(rotary_dim)
-    if unfit is not None:
-        draft.problem("model.rope_scaling", f"{unfit}; set it")
-
-
-def _experts(draft: Draft) -> None:
-    def get(name: str):
-        return draft.get(f"model.moe.{name}")
-
-    experts, each, groups, kept = (get(n) for n in ("num_experts", "num_experts_per_tok", "n_group", "topk_group"))
-    if experts is None or each is None:
-        return
-    if draft.get("model.mlp") == "plain":
-        draft.problem("model.mlp", "experts are gated; remove the key, or model.moe", "model.moe")
-    layers, dense = draft.get("model.num_hidden_layers"), get("first_k_dense_replace")
-    far = [layer for layer in get("mlp_only_layers") or [] if layers is not None and not 0 <= layer < layers]
-    if far and layers is not None:
-        what = f"there is no layer {far[0]}; they are counted from 0 to {layers - 1}"
-        draft.problem("model.moe.mlp_only_layers", what, "model.num_hidden_layers")
-    elif layers is not None and dense is not None and dense >= layers:
-        what = f"{dense} of {layers} layers have an MLP, so none has experts; lower it, or remove model.moe"
-        draft.problem("model.moe.first_k_dense_replace", what, "model.num_hidden_layers")
-    if wrong := wrong_experts(experts, each, groups, kept):
-        key, what = wrong
-        draft.problem(f"model.moe.{key}", what, "model.moe.num_experts_per_tok")
-
-
-def _latent(draft: Draft) -> None:
-    """What latent attention has no use for."""
-    if draft.get("model.mla.kv_lora_rank") is None:
-        return
-    for name in ("head_dim", "num_key_value_heads", "qk_norm", "clip_qkv"):
-        given = draft.get(f"model.{name}")
-        if given and not (name == "num_key_value_heads" and given == draft.get("model.num_attention_heads")):
-            draft.problem(f"model.{name}", "latent attention (model.mla) has none; remove the key", "model.mla")
-
-
-def _divisor_near(number: int, wanted: int) -> int:
-    """The divisor next to `wanted`; 1 if none is near."""
-    for distance in range(1, 4096):
-        for divisor in (wanted - distance, wanted + distance):
-            if 0 < divisor <= number and number % divisor == 0:
-                return divisor
-    return 1
 
 
 def _length_of_run(draft: Draft) -> None:
@@ -145,6 +53,31 @@ def _length_of_run(draft: Draft) -> None:
             break
     elif not given and not broken and not any(p.key == "training" for p in draft.problems):
         draft.problem("training", "how long is the run? set one of steps, tokens or epochs")
+
+
+def _too_long(draft: Draft, samples: int | None) -> None:
+    steps = run_steps(draft, samples)
+    if steps is not None and steps > MOST_STEPS:
+        key = next(name for name in ("steps", "tokens", "epochs") if draft.get(f"training.{name}") is not None)
+        draft.problem(f"training.{key}", f"a run has at most {MOST_STEPS:.0e} steps, and this would be more; lower it")
+
+
+def _twice(draft: Draft) -> None:
+    for key in ("log.trackers", "log.metrics", "callbacks"):
+        chosen = draft.get(key) or []
+        for number, one in enumerate(chosen):
+            if one in chosen[:number]:
+                name = one if isinstance(one, str) else one.type
+                draft.problem(f"{key}[{number}]", f"{name} is in the list already; remove one of the two")
+
+
+def _early_stopping(draft: Draft) -> None:
+    if draft.values.get("data.validation", "not known") is not None:
+        return
+    for number, callback in enumerate(draft.get("callbacks") or []):
+        if callback.type.replace("-", "_") == "early_stopping":
+            what = "early_stopping needs validations; set data.validation, or remove the callback"
+            draft.problem(f"callbacks[{number}]", what, "data.validation")
 
 
 def _positions(draft: Draft) -> None:
@@ -208,18 +141,18 @@ def _name(draft: Draft) -> None:
         draft.fill("run.name", stem, "the file's name")
     elif not name.strip() or name in (".", "..") or any(c in name for c in "/\\\0\n"):
         draft.problem("run.name", f"{name!r} cannot be a folder's name; where runs are kept is run.directory")
+    elif (length := len(os.fsencode(name))) > MOST_NAME:
+        draft.problem("run.name", f"{length} bytes are too long for a folder's name; use at most {MOST_NAME}")
 
 
 def _mesh(draft: Draft) -> None:
-    """The mesh, on as many ranks as torchrun says, or as it needs at least."""
+    """The mesh, on as many ranks as are known, or as it needs at least."""
     told = any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems)
     keys = {f"parallel.{name}" for name in ParallelSection.model_fields} - {"parallel.compress"}
     if told or not keys <= draft.values.keys():
         return
     known = all(key in draft.values for key in ("training.batch_tokens", "training.micro_batch_size"))
-    ranks = os.environ.get("WORLD_SIZE", "")
-    number = int(ranks) if ranks.isdigit() and int(ranks) > 0 else None
-    for reason in reasons_against(draft.get, sequences_of(draft) if known else None, number):
+    for reason in reasons_against(draft.get, sequences_of(draft) if known else None, draft.ranks):
         draft.problem(reason.key, reason.what, *(f"parallel.{axis}" for axis in SIZES))
 
 
@@ -256,13 +189,27 @@ def _warm_up(draft: Draft, samples: int | None) -> None:
     steps, fraction = draft.get("schedule.warmup_steps"), draft.get("schedule.warmup_fraction")
     if steps is not None and fraction is not None:
         draft.problem("schedule.warmup_steps", "warmup_fraction is set as well; keep one of them")
+    else:
+        check_warm_up(draft, "schedule.warmup_steps", run_steps(draft, samples), 20)
+
+
+def _precision(draft: Draft, samples: int | None) -> None:
+    """Keys that the chosen dtypes, or the length of the run, leave without a meaning."""
+    start, steps = draft.get("parallel.compress.start_step"), run_steps(draft, samples)
+    if start is not None and steps is not None and start >= steps:
+        what = f"{start:,} steps are exact, and the run has {steps:,}; lower it, or remove the section"
+        draft.problem("parallel.compress.start_step", what, "training.steps")
+    dtype, reduced = draft.get("training.dtype"), draft.get("training.reduce_dtype")
+    if dtype is None or reduced is None:
         return
-    if not isinstance(steps, int):
-        return
-    total = run_steps(draft, samples)
-    if total is not None and steps > total:
-        draft.problem(
-            "schedule.warmup_steps",
-            f"{steps} steps of warm-up, but the run has {total}; set it to {max(1, total // 20)}, or lengthen the run",
-            "training.steps",
-        )
+    if "float16" not in (dtype, reduced):
+        for key in ("training.initial_loss_scale", "training.loss_scale_window"):
+            if draft.get(key) is not None:
+                what = f"the loss is scaled for float16 alone, and training.dtype is {dtype}; remove the key"
+                draft.problem(key, what, "training.dtype")
+    if reduced == "float16" and start is not None:
+        what = "what copies tell is not scaled, and float16 is too narrow for it; choose bfloat16 or auto"
+        draft.problem("training.reduce_dtype", what, "parallel.compress")
+    if draft.get("training.fp8") and dtype not in ("auto", "bfloat16"):
+        what = f"what 8 bits are not enough for is computed in bfloat16; set it, or auto, in place of {dtype}"
+        draft.problem("training.dtype", what, "training.fp8")

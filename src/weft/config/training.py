@@ -22,7 +22,9 @@ class TrainingSection(Section):
 
     steps: int | None = Field(None, ge=1, description="optimizer updates")
     tokens: int | None = Field(None, ge=1, description="tokens to train on, rounded up to whole steps")
-    epochs: float | None = Field(None, gt=0, description="passes over the training store, rounded up to whole steps")
+    epochs: float | None = Field(
+        None, gt=0, le=1e9, description="passes over the training store, rounded up to whole steps"
+    )
     batch_tokens: int | None = Field(None, ge=1, description="tokens per step over all ranks; default: 32 sequences")
     micro_batch_size: int | None = Field(
         None, ge=1, description="sequences per forward and rank; default: up to 8,192 tokens"

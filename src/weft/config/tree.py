@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import ConfigError, Problem
+from weft.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
 _MOST_NODES = 100_000  # a file whose aliases expand to more is no config
 _DEEPEST = 64  # levels of nesting; no key is deeper than a few
+# ${NAME} of the environment. While YAML is parsed, its braces are two characters that mean nothing there.
+_VARIABLE = re.compile(r"(\$+)\{([A-Za-z_]\w*)\}")
+_HIDDEN = re.compile("(\\$+)\ue000([A-Za-z_]\\w*)\ue001")
 _CORE = ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "value")  # YAML's own kinds
 
 
@@ -93,7 +98,7 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
         return None
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            what = f"there is no such file{_similar(path)}"
+            what = f"there is no such file{_similar(path, asked.file if asked else None)}"
         elif path.is_dir():
             what = f"this is a directory; name a YAML file{_similar(path / 'run.yaml')}"
         else:
@@ -131,7 +136,7 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
     reader = YAML(typ="safe", pure=True)
     reader.max_depth = _DEEPEST
     try:
-        root = reader.compose(text)
+        root = reader.compose(_VARIABLE.sub("\\1\ue000\\2\ue001", text))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         if type(error).__name__ == "MaxDepthExceededError":
@@ -157,7 +162,12 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
         return None
     if root is None:
         return Node(None, label, 1 if numbered else None)
-    return _Builder(label, problems, numbered).build(root, root, "")
+    return _Builder(label, problems, numbered, reader.resolver).build(root, root, "")
+
+
+def without_variables(text: str) -> str:
+    """A text that is itself when it is read, though it has `${NAME}` in it."""
+    return _VARIABLE.sub(r"$\1{\2}", text)
 
 
 _TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, or write it flatter"
@@ -166,8 +176,8 @@ _TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, 
 class _Builder:
     """Turns ruamel's nodes into ours."""
 
-    def __init__(self, label: str, problems: list[Problem], numbered: bool):
-        self.label, self.problems, self.numbered = label, problems, numbered
+    def __init__(self, label: str, problems: list[Problem], numbered: bool, resolver: Any):
+        self.label, self.problems, self.numbered, self.resolver = label, problems, numbered, resolver
         self.above: list[int] = []
         self.count = 0
 
@@ -192,9 +202,28 @@ class _Builder:
             if node.id == "sequence":
                 items = [self.build(item, item, f"{key}[{i}]") for i, item in enumerate(node.value)]
                 return Node(items, self.label, line)
-            return Node(_scalar(node.value, kind), self.label, line, node.value)
+            text = self.expand(node.value, key, line)
+            if text != node.value and node.style is None:  # a plain scalar: what it is, is said by what it has become
+                kind = str(self.resolver.resolve(type(node), text, (True, False))).rpartition(":")[2]
+            return Node(_scalar(text, kind), self.label, line, text)
         finally:
             self.above.pop()
+
+    def expand(self, text: str, key: str, line: int | None) -> str:
+        """A text with `${NAME}` and a leading `~/` as the environment has them; what they stand for is not expanded."""
+
+        def value(match: re.Match[str]) -> str:
+            dollars, name = match.groups()
+            if len(dollars) > 1:
+                return f"{dollars[1:]}{{{name}}}"
+            if name not in os.environ:
+                remedy = f"set it, or write $${{{name}}} for this text"
+                what = f"${{{name}}}: the environment has no variable {name}; {remedy}"
+                self.problems.append(Problem(key, what, self.label, line))
+            return os.environ.get(name, f"${{{name}}}")
+
+        home = os.path.expanduser("~") if text.startswith("~/") else ""
+        return home + _HIDDEN.sub(value, text[1:] if home else text)
 
     def mapping(self, node: Any, above: str) -> dict[str, Node]:
         found: dict[str, Node] = {}
@@ -206,7 +235,7 @@ class _Builder:
                     Problem(above, "a key must be a word; quote it or write it plainly", self.label, line)
                 )
                 continue
-            name = str(key_node.value)
+            name = _HIDDEN.sub(r"\1{\2}", str(key_node.value))
             key = f"{above}.{name}" if above else name
             child = self.build(value_node, key_node, key)
             if name == "<<" and not key_node.style:
@@ -254,17 +283,17 @@ def _real(text: str) -> float:
     return float(plain)
 
 
-def _similar(path: Path) -> str:
-    """Files beside a missing one, in words."""
+def _similar(path: Path, asking: str | None = None) -> str:
+    """Files beside a missing one, in words, without the one that names it."""
     folder = path.parent
     if not folder.is_dir():
         return f" (there is no directory {folder} either)"
     names = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml") and not p.name.startswith("."))
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6) or [
-        n for n in names if Path(n).stem == path.stem
-    ]
+    names = [name for name in names if asking is None or not os.path.samefile(folder / name, asking)]
+    stems = {Path(name).stem: name for name in names}
+    near = difflib.get_close_matches(path.stem, stems, n=1, cutoff=0.6)
     if near:
-        return f"; did you mean {str(folder / near[0])!r}?"
+        return f"; did you mean {str(folder / stems[near[0]])!r}?"
     return f"; there are {', '.join(names[:8])}" if names else "; check the path"
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr
+from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from weft.config.data import DataSection
 from weft.config.foreign import ForeignModelSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.parts import ObjectiveSection, OptimizerSection, ScheduleSection
-from weft.config.section import Component, Section
+from weft.config.parts import (
+    CallbackSection,
+    MetricSection,
+    ObjectiveSection,
+    OptimizerSection,
+    ScheduleSection,
+    TrackerSection,
+)
+from weft.config.section import Folder, Section
 from weft.config.training import SamplesSection, TrainingSection, ValidationSection
 
 
@@ -20,7 +27,7 @@ class RunSection(Section):
     """Names the run directory, `<directory>/<name>`, and seeds everything random."""
 
     name: str | None = Field(None, description="default: the file's name without .yaml")
-    directory: str = Field("runs", description="where run directories are kept")
+    directory: Folder = Field("runs", description="where run directories are kept")
     seed: int = Field(0, ge=0, description="of weights, order of samples, dropout")
 
 
@@ -36,30 +43,46 @@ class LogSection(Section):
     """What is written down while training. `metrics.jsonl` always is."""
 
     every: int = Field(1, ge=1, description="steps between two lines of metrics")
-    trackers: list[str | Component] = Field(
+    trackers: list[str | TrackerSection] = Field(
         default=["tensorboard"],
         description="tensorboard, wandb, mlflow, or module:Class; or {type: ..., its arguments}",
     )
+    metrics: list[MetricSection] = Field(
+        default=[], description="further numbers of a step: module:Class, or {type: ..., its arguments}"
+    )
+
+
+def _kind_of_model(model: Any) -> str:
+    chosen = model.get("type", "decoder") if isinstance(model, dict) else getattr(model, "type", "decoder")
+    return chosen if chosen in ("decoder", "hf") else "own" if isinstance(chosen, str) else "decoder"
 
 
 class RunSections(Section):
     """All sections of a run, and where their values came from."""
 
-    run: RunSection = RunSection()
-    model: ModelSection | ForeignModelSection | CustomModelSection
-    tokenizer: str | None = Field(
+    run: RunSection = Field(default_factory=lambda: RunSection())
+    model: Annotated[
+        Annotated[ModelSection, Tag("decoder")]
+        | Annotated[ForeignModelSection, Tag("hf")]
+        | Annotated[CustomModelSection, Tag("own")],
+        Discriminator(_kind_of_model),
+    ]
+    tokenizer: Folder | None = Field(
         None, description="folder with a tokenizer.json, copied into the run; without it the model can write no text"
     )
     data: DataSection
-    objective: ObjectiveSection = ObjectiveSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
+    objective: ObjectiveSection = Field(default_factory=lambda: ObjectiveSection())
+    optimizer: OptimizerSection = Field(default_factory=lambda: OptimizerSection())
+    schedule: ScheduleSection = Field(default_factory=lambda: ScheduleSection())
     training: TrainingSection
-    validation: ValidationSection = ValidationSection()
-    samples: SamplesSection = SamplesSection()
-    parallel: ParallelSection = ParallelSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    log: LogSection = LogSection()
+    validation: ValidationSection = Field(default_factory=lambda: ValidationSection())
+    samples: SamplesSection = Field(default_factory=lambda: SamplesSection())
+    parallel: ParallelSection = Field(default_factory=lambda: ParallelSection())
+    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
+    callbacks: list[CallbackSection] = Field(
+        default=[], description="early_stopping, ema, lr_monitor, or module:Class; called in this order on every rank"
+    )
+    log: LogSection = Field(default_factory=lambda: LogSection())
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

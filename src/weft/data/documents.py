@@ -13,7 +13,7 @@ class Document(NamedTuple):
     `line` is counted from 1 within the unit that was read (a row, in tables); None: the whole file is one document.
     """
 
-    value: str | dict[str, Any]
+    value: Any
     line: int | None
 
 
@@ -21,13 +21,14 @@ class Reject(NamedTuple):
     """What is no document, and why; `line` as in `Document`, None: the file itself.
 
     `reason` is one of few, so that rejects can be counted by it; `hint` tells more of this one. `on_purpose`: the user
-    asked to leave such documents out; it never ends a pack.
+    asked to leave such documents out; it never ends a pack. `last`: the last line of what takes several.
     """
 
     line: int | None
     reason: str
     hint: str = ""
     on_purpose: bool = False
+    last: int | None = None
 
 
 @dataclass

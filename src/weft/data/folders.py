@@ -4,14 +4,13 @@ is of their own kind, or nothing is replaced: a folder of the user's is never ta
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weft.config.errors import UserError
-from weft.config.headers import BESIDE_TOKENIZER
+from weft import files
+from weft.errors import UserError
+from weft.headers import BESIDE_TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def check_name(out: Path) -> None:
     """`out` has a name of its own: it is not the working directory, the one above, or the disk."""
     if out.name in ("", ".."):
         raise UserError(f"--out {out}: a name is needed for what is made; such as --out {out / 'new'}")
-    if len(os.fsencode(partial_folder(out).name)) > 255:  # which is what file systems allow
+    if len(os.fsencode(files.partial_path(out).name)) > 255:  # which is what file systems allow
         raise UserError(f"--out {out.name[:40]}...: too long a name; at most 240 characters")
 
 
@@ -137,65 +136,15 @@ def what_else(out: Path, kind: Kind) -> str:
     return ""
 
 
-def partial_folder(out: Path) -> Path:
-    """Where `out` is made: hidden, and on the same disk."""
-    return out.with_name(f".{out.name}.partial")
-
-
-@contextmanager
-def hidden_folder(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, to be published as it; afterwards it is gone, whatever happened.
-
-    Raises:
-        UserError: the disk is full, or the place cannot be written to.
-    """
-    partial = partial_folder(out)
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}; nothing was left there", out) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """All files of a folder, and their names, to the disk."""
-    for path in [*folder.iterdir(), folder]:
-        sync_entry(path)
-
-
-def sync_entry(path: Path) -> None:
-    """A file's bytes, or the names in a folder, to the disk: they outlive a power cut. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def publish(made: Path, out: Path) -> None:
     """Give a finished folder its name, in place of one of its kind. Afterwards it is on the disk, whatever happens.
 
     Raises:
         UserError: something else is there by now.
     """
-    sync(made)
+    files.sync_tree(made)
     names = os.listdir(made)
     kind = next(kind for kind in (STORE, TOKENIZER) if kind.marked(names))
-    old = out.with_name(f".{out.name}.old")
-    if os.path.lexists(out):
-        if why := what_else(out, kind):
-            raise UserError(f"came into being meanwhile and {why}; move it away, or name another --out", out)
-        _remove(old)
-        out.rename(old)
-    made.rename(out)
-    sync_entry(out.absolute().parent)
-    _remove(old)  # also what a kill between two renames left
-
-
-def _remove(old: Path) -> None:
-    if old.is_symlink():
-        old.unlink()
-    shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(out) and (why := what_else(out, kind)):
+        raise UserError(f"came into being meanwhile and {why}; move it away, or name another --out", out)
+    files.publish(made, out, replace=True)

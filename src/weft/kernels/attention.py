@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,25 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+class Scores(NamedTuple):
+    """How scores are made of queries and keys, beside what a mask hides.
+
+    Attributes:
+        scale: of q k'; default `1 / sqrt(head_dim)`.
+        softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
+        slopes: `[heads]`, what a key so many places before the query loses of its score for each (`alibi_slopes`).
+        sinks: `[heads]`, a score of a key that has no value (Xiao et al., 2023): it takes part in the softmax.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = Scores()
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,10 +47,7 @@ def attention(
     segments: torch.Tensor | None = None,
     mask: torch.Tensor | BlockMask | FlashMask | None = None,
     dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
-    scale: float | None = None,
-    softcap: float | None = None,
-    slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    scores: Scores = PLAIN,
 ) -> torch.Tensor:
     """softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
 
@@ -47,42 +63,37 @@ def attention(
             all: `causal` and `segments` are not looked at.
         dropout: probability with which a weight is dropped, or what does it to weights `[batch, heads, seq, keys]`. The
             caller passes 0 outside of training.
-        scale: default `1 / sqrt(head_dim)`.
-        softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
-        slopes: `[heads]`, what a key so many places before the query loses of its score for each (`alibi_slopes`).
-        sinks: `[heads]`, a score of a key that has no value (Xiao et al., 2023): it takes part in the softmax.
 
     Returns:
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     if mask is None and segments is not None:
-        plain = softcap is None and sinks is None
-        settings = {"dropout": float(callable(dropout)) or dropout, "plain": plain, "slopes": slopes}
+        plain = scores.softcap is None and scores.sinks is None
+        settings = {"dropout": float(callable(dropout)) or dropout, "plain": plain, "slopes": scores.slopes}
         mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], **settings)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-        slopes = None
-    plain = softcap is None and slopes is None and sinks is None and not callable(dropout)
+        scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
-        return _flex(q, k, v, mask, scale, grouped, softcap, slopes, sinks)
-    if not plain and not isinstance(mask, FlashMask):
-        return _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks)
+        return _flex(q, k, v, mask, scores)
+    if callable(dropout) or (not isinstance(mask, FlashMask) and scores[1:] != (None, None, None)):
+        return _spelled_out(q, k, v, mask, causal, dropout, scores)
     if v.shape[3] < q.shape[3]:  # the fused kernels want one size
         wide = F.pad(v, (0, q.shape[3] - v.shape[3]))
-        settings = {"dropout": dropout, "scale": scale, "softcap": softcap, "slopes": slopes}
-        return attention(q, k, wide, causal=causal, mask=mask, **settings)[..., : v.shape[3]]
+        return attention(q, k, wide, causal=causal, mask=mask, dropout=dropout, scores=scores)[..., : v.shape[3]]
     if isinstance(mask, FlashMask):
-        return flash_attention(q, k, v, mask, dropout=dropout, scale=scale, softcap=softcap, slopes=slopes)
+        settings = {"scale": scores.scale, "softcap": scores.softcap, "slopes": scores.slopes}
+        return flash_attention(q, k, v, mask, dropout=dropout, **settings)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
         if grouped:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        return document_attention(q, k, v, mask, scale)[0]
+        return document_attention(q, k, v, mask, scores.scale)[0]
     if mask is None and causal and 1 < queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
     is_causal = causal and mask is None and queries == keys
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scores.scale, enable_gqa=grouped
     )
 
 
@@ -97,43 +108,35 @@ def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Ten
     return slopes if powers == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
 
 
-def _spelled_out(q, k, v, mask, causal, dropout, scale, softcap, slopes, sinks):
+def _spelled_out(q, k, v, mask, causal, dropout, how: Scores):
     """All scores at once: no fused kernel of PyTorch's changes them but flex attention."""
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
     queries, keys = scores.shape[2:]
-    if softcap is not None:
-        scores = cap(scores, softcap)
-    if slopes is not None:
+    if how.softcap is not None:
+        scores = cap(scores, how.softcap)
+    if how.slopes is not None:
         places = torch.arange(keys, device=q.device)
         distances = places[keys - queries :].unsqueeze(1) - places  # [queries, keys]
-        scores = scores - slopes.to(scores.dtype).view(-1, 1, 1) * distances
+        scores = scores - how.slopes.to(scores.dtype).view(-1, 1, 1) * distances
     if mask is None and causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if sinks is not None:
-        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
+    if how.sinks is not None:
+        sink = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(v.dtype)
     return (dropout(weights) if callable(dropout) else F.dropout(weights, dropout)) @ v
 
 
-def _flex(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: BlockMask,
-    scale: float | None,
-    grouped: bool,
-    softcap: float | None,
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:
     """FlexAttention (Dong et al., 2024). It is a kernel only when compiled; uncompiled it fills the whole matrix."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    scale, softcap, slopes, sinks = how
 
     def changed(score, batch, head, query, key):
         if softcap is not None:
@@ -142,12 +145,13 @@ def _flex(
 
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
     score_mod = None if softcap is None and slopes is None else changed
-    settings = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    settings = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks is None:
         return call(q, k, v, score_mod, **settings)
     out, aux = call(q, k, v, score_mod, **settings, return_aux=AuxRequest(lse=True))
     # A key more with score s and no value: the others' weights are sum / (sum + e^s) of what they were.
-    kept = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
+    lse = cast(torch.Tensor, aux.lse)
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
     return out * kept.unsqueeze(-1).to(out.dtype)
 
 

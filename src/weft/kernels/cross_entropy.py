@@ -32,12 +32,9 @@ def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def token_logprobs_reference(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float | None = None
-) -> torch.Tensor:
-    """What `token_logprobs` computes, in plain words: all logits at once."""
-    logits = F.linear(hidden, weight)
-    logits = cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+def logprobs_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits)[label], in at least float32: `[..., vocab]` -> `[...]`."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
@@ -88,7 +85,7 @@ class _Logprobs(torch.autograd.Function):
             for rows in _chunks(logits, compiled):
                 parts = normalize(logits[rows], labels[block][rows], softcap)
                 logprobs[block][rows], normalizers[block][rows] = parts
-        if vocabulary is not None:
+        if vocabulary is not None and own is not None:
             chosen, normalizers = vocabulary.join((logprobs + normalizers) * own, normalizers)
             torch.sub(chosen, normalizers, out=logprobs)
         ctx.save_for_backward(hidden, weight, labels, normalizers, own)

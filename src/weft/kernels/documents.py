@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from weft.torch_private import flash_cpu, flash_cpu_backward
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -93,8 +95,6 @@ def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # documents of 128 they took 120 and 77, of 256 80 and 96, of 2,048 235 and 322 (8 heads of 64, one thread, with AMX).
 SHORT = 180
 
-_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale) -> (Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor segments, float? scale)"
@@ -118,11 +118,11 @@ def document_attention(q, k, v, segments, scale):
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
     starts, lengths = _documents(segments)
     for part in _long(starts, lengths, segments.shape[1]):
-        out[part], sums[part] = _forward_kernel(q[part], k[part], v[part], **settings)
+        out[part], sums[part] = flash_cpu(q[part], k[part], v[part], **settings)
     rows = [_rows(x) for x in (q, k, v)]
     for places, targets, _ in _short(starts, lengths):
         parts = (x[places].to(sums.dtype).transpose(1, 2) for x in rows)  # [documents, heads, longest, head_dim]
-        part_out, part_sums = _forward_kernel(*parts, **settings)
+        part_out, part_sums = flash_cpu(*parts, **settings)
         out_rows[targets] = part_out.transpose(1, 2).to(q.dtype)
         sums_rows[targets] = part_sums.transpose(1, 2)
     return out, sums
@@ -136,13 +136,15 @@ def document_attention_backward(grad, q, k, v, out, sums, segments, scale):
     starts, lengths = _documents(segments)
     wholes = [x.contiguous() if x is grad else x for x in (grad, q, k, v, out, sums)]  # the last stride must be 1
     for part in _long(starts, lengths, segments.shape[1]):
-        for (whole, _), one in zip(new, _backward_kernel(*(x[part] for x in wholes), **settings), strict=True):
+        for (whole, _), one in zip(new, flash_cpu_backward(*(x[part] for x in wholes), **settings), strict=True):
             whole[part] = one
     rows = [_rows(x) for x in (grad, q, k, v, out, sums)]
     for places, targets, padding in _short(starts, lengths):
         parts = [x[places].to(sums.dtype) for x in rows]
         parts[0][padding] = 0  # so padding gives nothing to the tokens before it
-        for (_, whole), one in zip(new, _backward_kernel(*(x.transpose(1, 2) for x in parts), **settings), strict=True):
+        for (_, whole), one in zip(
+            new, flash_cpu_backward(*(x.transpose(1, 2) for x in parts), **settings), strict=True
+        ):
             whole[targets] = one.transpose(1, 2).to(q.dtype)
     return tuple(whole for whole, _ in new)
 
@@ -178,9 +180,9 @@ def _short(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[torch.Tens
         chosen = np.flatnonzero(classes == one)
         own = lengths[chosen, None]
         counted = np.arange(own.max())
-        padding = counted >= own
-        places = starts[chosen, None] + np.minimum(counted, own - 1)
-        yield tuple(map(torch.from_numpy, (places, np.where(padding, tokens, places), padding)))
+        places = torch.from_numpy(starts[chosen, None] + np.minimum(counted, own - 1))
+        padding = torch.from_numpy(counted >= own)
+        yield places, places.masked_fill(padding, tokens), padding
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -65,7 +65,7 @@ def flash_attention(
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`weft.kernels.attention.attention`, for a `FlashMask`."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     settings = {
         "dropout_p": dropout,

@@ -26,8 +26,7 @@ def attention_mask(
     dtype: torch.dtype,
     head_dim: int,
     dropout: float = 0.0,
-    window: int | None = None,
-    pattern: Pattern | None = None,
+    sparse: int | Pattern | None = None,
     plain: bool = True,
     slopes: torch.Tensor | None = None,
     implementation: str = "auto",
@@ -45,37 +44,32 @@ def attention_mask(
             each row is one.
         dtype, head_dim: of the queries.
         dropout: as `attention`'s.
-        window: the most keys that a query sees, its own with them.
-        pattern: which of the keys it looks at, by their places in the document. Not beside a `window`.
+        sparse: the most keys that a query sees, its own with them; or which it looks at, by places in the document.
         plain: `attention` is called without `softcap` and `sinks`.
-        slopes: as `attention`'s.
+        slopes: as `Scores`'.
         implementation: auto; sdpa (no flex attention); flex (where it is usable); flash; any other: boolean masks.
 
     Raises:
         UserError: flash, in training, where its kernels cannot be called.
     """
     kind, seq = tokens.device.type, tokens.shape[1]
-    window = None if window is None or window >= seq else window
+    pattern = sparse if callable(sparse) else None
+    window = sparse if isinstance(sparse, int) and sparse < seq else None
     if implementation == "flash" and flash_usable(tokens.device, dtype):
         return FlashMask.of(segments, window)
     flex = implementation in ("auto", "flex", "flash") and flex_usable(tokens.device, dtype, head_dim, dropout)
-    biased = slopes is not None and plain and kind == "cpu"
-    if (
-        segments is None
-        and window is None
-        and pattern is None
-        and not biased
-        and not (flex and implementation == "flex")
-    ):
+    penalties = slopes if plain and kind == "cpu" else None
+    causal_alone = segments is None and window is None and pattern is None and penalties is None
+    if causal_alone and not (flex and implementation == "flex"):
         return None
     if pattern is not None and flex:
         return pattern_blocks(pattern, seq, tokens.device) if segments is None else document_blocks(pattern, segments)
     alike = segments is None
     segments = torch.zeros_like(tokens) if segments is None else segments
-    if biased:
+    if penalties is not None:
         seen = segment_mask(segments[:1] if alike else segments, window)
         seen = seen if pattern is None else pattern_mask(pattern, segments)
-        return with_penalties(seen, slopes, dtype)
+        return with_penalties(seen, penalties, dtype)
     if pattern is not None:
         return pattern_mask(pattern, segments)
     if flex:

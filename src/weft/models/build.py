@@ -6,7 +6,6 @@ from torch import nn
 
 from weft.config.foreign import ForeignModelSection
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.size import model_size
 from weft.models.decoder import Decoder
 
 
@@ -35,7 +34,7 @@ def matmul_parameters(model: nn.Module) -> int:
     pass, attention's scores aside.
     """
     if isinstance(model, Decoder):
-        return model_size(model.config).matmul
+        return model.config.size().matmul
     multiplied = {
         id(p): p.numel()
         for m in model.modules()

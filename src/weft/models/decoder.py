@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """What a decoder asks of a store of earlier keys and values (`weft.generate.cache` has one)."""
+    """What a decoder asks of a store of earlier keys and values (`weft.generation.cache` has one)."""
 
     length: int  # tokens held before this forward
 
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
             raise ValueError("vocab_size is not set: give it, or take the tokenizer's")
         self.config = config
         width = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
         learned = config.position == "learned"
         self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
         self.position = own_part(config.position, "position", config) if ":" in config.position else None
@@ -136,7 +136,8 @@ class Decoder(nn.Module):
         self.heads = slice(None)  # a seam: those of attention's heads that are computed here
         # Seams: a stage of a pipeline need not begin with the embedding or end with the head; other stages' layers are
         # None in it, and what it is given does not tell the dtype of its computing.
-        self.begins, self.ends, self.dtype = True, True, None
+        self.begins, self.ends = True, True
+        self.dtype: torch.dtype | None = None
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
 
     def forward(
@@ -193,8 +194,8 @@ class Decoder(nn.Module):
             x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
-        if hasattr(self.position, "embed"):
-            x = self.position.embed(x, positions).to(x.dtype)
+        if (embed := getattr(self.position, "embed", None)) is not None:
+            x = embed(x, positions).to(x.dtype)
         return self.embedding_dropout(x)
 
     def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
@@ -234,10 +235,9 @@ class Decoder(nn.Module):
             dtype=dtype,
             head_dim=config.qk_head_dim,
             dropout=config.attention_dropout if self.training else 0.0,
-            pattern=self.pattern,
             plain=config.attn_logit_softcapping is None and not config.attention_sinks,
             slopes=slopes,
             implementation=config.attention_implementation,
         )
-        full = make()
-        return full, full if window is None else make(window=window)
+        full = make(sparse=self.pattern)
+        return full, full if window is None else make(sparse=window)

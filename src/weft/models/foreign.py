@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.config.errors import UserError
 from weft.config.foreign import MISSING, ForeignModelSection
-from weft.kernels.cross_entropy import token_logprobs
+from weft.errors import UserError
+from weft.kernels.cross_entropy import logprobs_of_logits, token_logprobs
 from weft.kernels.documents import segment_mask
+from weft.torch_private import children_of
 
 _MIXES = "it cannot keep documents apart; set data.document_attention to false and data.packing to concatenate"
 
@@ -37,8 +38,12 @@ class ForeignModel(nn.Module):
         learned_positions: whether it looks positions up in a table, and so has no more of them.
     """
 
+    config: Any
+    takes: set[str]
     takes_cache: bool
+    masks: bool
     learned_positions: bool
+    head: tuple[float, float | None] | None
 
     def forward(
         self,
@@ -54,7 +59,7 @@ class ForeignModel(nn.Module):
             tokens: int64 `[batch, seq]`.
             positions: `[batch, seq]`, each token's place in its document; not used by models that know none.
             segments: `[batch, seq]`, each token's document: attention stays inside it, if `examine` has found so.
-            cache: a `weft.generate.cache.KVCache`; transformers' own cache is kept in it.
+            cache: a `weft.generation.cache.KVCache`; transformers' own cache is kept in it.
             labels: `[batch, seq]`.
 
         Returns:
@@ -75,7 +80,7 @@ class ForeignModel(nn.Module):
             cache.advance(tokens.shape[1])
         if labels is None:
             return logits
-        return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return logprobs_of_logits(logits, labels)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Choose what depends on the dtype of computing: the grouped products of experts know no float64."""
@@ -181,7 +186,8 @@ def _theirs(section: ForeignModelSection) -> tuple[type, Any]:
             f"model: transformers has no causal language model of model_type {named!r}; name one that writes text",
             section.path,
         )
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind, config
 
 
 def _first_line(error: BaseException) -> str:
@@ -195,10 +201,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Parameters take no memory, buffers are computed: no checkpoint holds those, and only constructors know them."""
     plain = nn.Module.register_parameter
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        plain(module, name, parameter)
-        if parameter is not None and parameter.device.type != "meta":  # a tied one stays the same object
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        plain(self, name, param)
+        if param is not None and param.device.type != "meta":  # a tied one stays the same object
+            setattr(self, name, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad))
 
     nn.Module.register_parameter = register
     try:
@@ -212,9 +218,8 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     buffers = dict(model.named_buffers())
     same: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                same.setdefault(id(parameter), []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            same.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=device)
     for (first, its_name), *others in same.values():
         for module, name in others:
@@ -247,13 +252,13 @@ def _head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
     """
     head, prefix = model.get_output_embeddings(), model.base_model_prefix
     own = next((name for name, child in model.named_children() if child is head), None)
-    if not isinstance(head, nn.Linear) or head.bias is not None or own is None or prefix not in model._modules:
+    if not isinstance(head, nn.Linear) or head.bias is not None or own is None or prefix not in children_of(model):
         return None
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, head.in_features, generator=draw)
     small = nn.Linear(head.in_features, 8, bias=False, device="cpu")
     shell = object.__new__(type(model))
-    shell.__dict__ = {**model.__dict__, "_modules": {**model._modules, prefix: _Hidden(hidden), own: small}}
+    shell.__dict__ = {**model.__dict__, "_modules": {**children_of(model), prefix: _Hidden(hidden), own: small}}
     with torch.no_grad():
         small.weight.copy_(torch.randn(small.weight.shape, generator=draw))
         try:

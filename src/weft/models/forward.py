@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.errors import UserError
+from weft.errors import UserError
+from weft.kernels.cross_entropy import logprobs_of_logits
 
 
 def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
@@ -37,9 +38,6 @@ def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
         if "labels" in parameters:
             return model(inputs["tokens"], **named)
         logits = model(inputs["tokens"], **named)
-        if inputs.get("labels") is None:
-            return logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits.log_softmax(-1).gather(-1, inputs["labels"].unsqueeze(-1)).squeeze(-1)
+        return logits if inputs.get("labels") is None else logprobs_of_logits(logits, inputs["labels"])
 
     return call

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.errors import UserError
 from weft.config.experts import BALANCE
-from weft.config.huggingface import families, keys_of
+from weft.config.huggingface import keys_of
 from weft.config.model import ModelSection
-from weft.config.size import inner_width
+from weft.errors import UserError
+from weft.families import families
+from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
-from weft.models.mapping import Weight, attention_multiplier
 
 # Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
 _NOT_SHAPE = {
@@ -60,7 +60,11 @@ def config_of(section: ModelSection) -> dict[str, Any]:
         raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
     family = families()[section.family]
     _raise_if_own(section)
-    written = {"architectures": [family.ARCHITECTURES[0]], "model_type": family.MODEL_TYPE, **family.to_hf(section)}
+    written = {
+        "architectures": [family.ARCHITECTURES[0]],
+        "model_type": family.MODEL_TYPE,
+        **family.to_hf(section.resolved()),
+    }
     there, back = _whole(section), _whole(ModelSection(**section_of(written)))
     for key, (value, other) in _differences(there, back):
         raise UserError(
@@ -86,7 +90,7 @@ def _raise_if_own(section: ModelSection) -> None:
     for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
         chosen = getattr(section, key)
         if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
-            what = repr(chosen) if isinstance(chosen, str) else f"{{type: {chosen.type}, ...}}"
+            what = repr(chosen) if isinstance(chosen, str) else f"{{type: {getattr(chosen, 'type', None)}, ...}}"
             theirs = families()[section.family].ARCHITECTURES[0]
             raise UserError(
                 f"model.{key} is {what}, which Hugging Face's {theirs} has no code for; "
@@ -96,17 +100,10 @@ def _raise_if_own(section: ModelSection) -> None:
 
 def _whole(section: ModelSection) -> dict[str, Any]:
     """What must survive the way to a config.json and back, with defaults that follow from others filled in."""
-    keys = {key: value for key, value in section.model_dump().items() if key not in _NOT_SHAPE}
-    keys["num_key_value_heads"] = section.kv_heads
-    keys["head_dim"] = section.qk_head_dim
-    keys["intermediate_size"] = inner_width(section)
-    keys["attention_multiplier"] = round(attention_multiplier(section), 9)
-    keys["attention_output_bias"] = section.output_bias
-    layers = range(section.num_hidden_layers)
-    keys["layer_types"] = [section.slides(layer) for layer in layers]
-    keys["no_rope_layers"] = [section.rotates(layer) for layer in layers]
+    keys = {key: value for key, value in section.resolved().items() if key not in _NOT_SHAPE}
+    keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
-    if not any(keys["layer_types"]):
+    if "sliding_attention" not in keys["layer_types"]:
         keys["sliding_window"] = keys["rope_local_base_freq"] = None
     elif section.rope_local_base_freq == section.rope_theta and section.rope_scaling is None:
         keys["rope_local_base_freq"] = None
@@ -119,15 +116,12 @@ def _whole(section: ModelSection) -> dict[str, Any]:
     if section.norm != "layernorm":
         del keys["norm_bias"]
     if section.moe is not None:
-        moe = section.moe.model_copy(
-            update={"moe_intermediate_size": section.moe.moe_intermediate_size or inner_width(section)}
-        )
-        keys["moe"] = moe.model_dump(exclude=set(BALANCE))
-        if not any(not section.has_experts(layer) for layer in layers):
+        keys["moe"] = {key: value for key, value in keys["moe"].items() if key not in BALANCE}
+        keys["moe"]["layers"] = [section.has_experts(layer) for layer in range(section.num_hidden_layers)]
+        if all(keys["moe"]["layers"]):
             del keys["intermediate_size"]  # no layer has an MLP
         for key in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers"):
             del keys["moe"][key]
-        keys["moe"]["layers"] = [section.has_experts(layer) for layer in layers]
     return keys
 
 
@@ -169,9 +163,9 @@ def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
 
 def tensors(model: Decoder) -> dict[str, torch.Tensor]:
     """A decoder's parameters, and the buffers that are saved beside them."""
-    return dict(model.named_parameters()) | {
-        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
-    }
+    saved = model.state_dict(keep_vars=True).items()
+    buffers = {name: value for name, value in saved if not isinstance(value, nn.Parameter)}
+    return {**dict(model.named_parameters()), **buffers}
 
 
 def saved_as(name: str, asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
@@ -190,7 +184,7 @@ def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transf
     if weight.part is not None:
         part, kinds = weight.part
         heads, rows = section.num_attention_heads, section.num_attention_heads * section.qk_head_dim
-        inner = inner_width(section)
+        inner = section.inner_width
         sizes = tuple({"q": rows, "kv": section.kv_heads * section.qk_head_dim, "inner": inner}[k] for k in kinds)
         groups = heads if weight.by_head else inner if weight.alternating else 1
         transform = replace(transform, sizes=tuple(size // groups for size in sizes), part=part, groups=groups)

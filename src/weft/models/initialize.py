@@ -18,13 +18,14 @@ that their classes give them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.config.components import load_class
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
+from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.own import keyed, own_value
 from weft.models.roles import parameter_roles
@@ -48,7 +49,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
     if role in ("norm", "bias"):
         holder = model.get_submodule(name.rpartition(".")[0])
-        first = holder.initial_weight if role == "norm" and name.endswith("weight") else 0.0
+        first: Any = holder.initial_weight if role == "norm" and name.endswith("weight") else 0.0
         return torch.full(shape, first, dtype=dtype, device="cpu")
     generator = torch.Generator(device="cpu")
     generator.manual_seed(keyed(seed, name))

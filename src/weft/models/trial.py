@@ -1,6 +1,7 @@
-"""A trial of a decoder's parts that are the user's own, before a run: each is made and called once, alone.
+"""A trial of a decoder's parts that are the user's own: one forward and backward of a small decoder that has them.
 
-Later a wrong shape shows itself deep inside a block, or a sharded one, or (an attention that looks ahead) not at all.
+Each part is watched in it: what it gives is compared with what it is given, and an exception is told with its name.
+What raises nothing is seen by its outcome: later tokens and other documents must change nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,19 @@ import torch
 from torch import nn
 
 from weft.config.components import load_class
-from weft.config.errors import UserError
 from weft.config.model import ModelSection
 from weft.config.source import NotFound, find_class
-from weft.kernels.documents import segment_mask
-from weft.models.layers.mlp import intermediate_size, make_activation
+from weft.errors import UserError
+from weft.models.decoder import Decoder
+from weft.models.initialize import initialize
+from weft.models.layers.attention import Attend
+from weft.models.layers.experts import Experts
+from weft.models.layers.mlp import MLP, intermediate_size, make_activation
 from weft.models.layers.norm import make_norm
 from weft.models.layers.own import own_part
 
-ROWS, LONGEST = 2, 128
+ROWS, SEQ = 2, 16
+MOST_INNER = 128  # an MLP's width, and an expert's: no part but an activation sees it
 
 
 @dataclass(frozen=True)
@@ -43,46 +49,7 @@ class Own:
         except NotFound:
             source = None
         known = source is not None and not _installed(str(source.module.path))
-        return f"{self.key}: {self.type}" + (f" ({source.place})" if known else "")
-
-
-def try_parts(
-    config: ModelSection,
-    *,
-    seed: int = 0,
-    seq: int = 16,
-    documents: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> None:
-    """Make every part of the user's own as the decoder does, and compare what it gives with what is wanted.
-
-    Args:
-        config: with at least one part that is `module:Class`, or nothing is done.
-        seed: of the parts' values and the inputs. PyTorch's generators are left as they were.
-        seq: tokens of a row in training; at most 128 of them are tried.
-        documents: attention is to be kept inside documents.
-        dtype, device: of the run's computing: a part may call kernels that know no other.
-
-    Raises:
-        UserError: a part gives what the decoder cannot use, sees later tokens or other documents, or cannot be built
-            without memory or sharded.
-        Exception: what a part itself raised in its own file.
-    """
-    parts = list(own_parts(config))
-    if not parts:
-        return
-    device = torch.device(device)
-    drawn = [torch.cuda.current_device()] if device.type == "cuda" else []
-    seq = max(2, min(seq, LONGEST, config.max_position_embeddings))
-    if seq in (config.num_attention_heads, config.kv_heads):  # else one layout of queries looks like another
-        seq = max(2, seq - 1) if seq > 2 else 3
-    masked = documents or config.sliding_window is not None or config.attention_pattern is not None
-    with torch.random.fork_rng(devices=drawn):
-        for part in parts:
-            torch.manual_seed(seed)
-            made = _made(part, dtype, device)
-            TRIALS[part.key](part, made, Inputs(config, seq, masked, dtype, device))
+        return f"{self.key}: {self.type}" + (f" ({source.place})" if known and source else "")
 
 
 def own_parts(config: ModelSection) -> Iterator[Own]:
@@ -102,179 +69,214 @@ def own_parts(config: ModelSection) -> Iterator[Own]:
         yield Own("model.attention_pattern", pattern.type, make)
 
 
-class Inputs:
-    """Random inputs of a part, of the sizes that the decoder has."""
+def try_parts(
+    config: ModelSection,
+    *,
+    seed: int = 0,
+    seq: int = SEQ,
+    documents: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Make every part of the user's own as the decoder does, and train a decoder of one layer with them for a moment.
 
-    def __init__(self, config: ModelSection, seq: int, masked: bool, dtype: torch.dtype, device: torch.device):
-        self.config, self.seq, self.masked, self.dtype, self.device = config, seq, masked, dtype, device
+    Args:
+        config: with at least one part that is `module:Class`, or nothing is done.
+        seed: of the weights. PyTorch's generators are left as they were.
+        seq: tokens of a row in training; at most 16 of them are tried.
+        documents: attention is to be kept inside documents.
+        dtype, device: of the run's computing: a part may call kernels that know no other.
 
-    def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randn(ROWS, *shape, device="cpu").to(self.device, self.dtype)
-
-    def positions(self, rows: int) -> torch.Tensor:
-        """int64 `[rows, seq]`"""
-        return torch.arange(self.seq, device=self.device).expand(rows, -1)
-
-
-def _made(part: Own, dtype: torch.dtype, device: torch.device) -> Any:
-    with torch.device("cpu"):
-        made = _guarded(part, part.make)
-    if isinstance(made, nn.Module):
-        for name, parameter in made.named_parameters():
-            if parameter.dim() == 0:
-                raise UserError(
-                    f"{part}: its parameter {name} has no dimension, and so cannot be sharded; make it of shape [1]"
-                )
-    _try_meta(part)
-    if isinstance(made, nn.Module):
-        made.to(device, torch.promote_types(dtype, torch.float32)).eval()
-        for parameter in made.parameters():  # buffers stay wide, as in a run
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-    return made
-
-
-def _try_meta(part: Own) -> None:
-    """A decoder is first built without memory: what is neither parameter nor buffer then never gets a value."""
-    try:
-        with torch.device("meta"):
-            made = part.make()
-    except Exception as error:
-        raise UserError(
-            f"{part} cannot be made on the meta device, where a decoder is first built without values: {_said(error)}; "
-            "hold what __init__ computes from tensors in a buffer (register_buffer), or compute it without tensors"
-        ) from error
-    whole = isinstance(made, nn.Module)
-    known = {id(parameter) for parameter in made.parameters()} if whole else set()
-    for module in made.modules() if whole else [made]:
-        for name, value in getattr(module, "__dict__", {}).items():
-            if name not in ("_parameters", "_buffers", "_modules") and _holds_meta(value, known):
-                remedy = (
-                    f'hold it in a buffer, self.register_buffer("{name}", ..., persistent=False), or as a parameter or '
-                    "a module of its own (nn.ParameterList, nn.ModuleList)"
-                    if whole
-                    else "make the class an nn.Module with a buffer (register_buffer), or compute it when called"
-                )
-                raise UserError(
-                    f"{part}: its attribute {name} is a plain tensor, or holds some, which never get values: a decoder "
-                    f"is first built on the meta device; {remedy}"
-                )
+    Raises:
+        UserError: a part gives what the decoder cannot use, sees later tokens or other documents, or cannot be built
+            without memory.
+        Exception: what a part itself raised in its own file.
+    """
+    parts = list(own_parts(config))
+    if not parts:
+        return
+    device = torch.device(device)
+    small = _small(config)
+    seq = max(2, min(seq, SEQ, config.max_position_embeddings))
+    if seq in (config.num_attention_heads, config.kv_heads):  # else one layout of queries looks like another
+        seq = max(2, seq - 1) if seq > 2 else 3
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
+        watch = Watch(parts)
+        model = watch.build(small, seed, dtype, device)
+        tokens = torch.arange(ROWS * seq, device=device).mul(7).remainder(64).view(ROWS, seq)
+        watch.run(lambda: model(tokens).sum().backward())
+        model.eval()
+        watch.outcome(model, tokens, None)
+        if documents or config.sliding_window is not None or config.attention_pattern is not None:
+            watch.outcome(model, tokens, (torch.arange(seq, device=device) >= seq // 2).long().expand(ROWS, seq))
 
 
-def _holds_meta(value: Any, known: set[int]) -> bool:
-    """Whether these are tensors without values that moving the module does not reach; `known`: its parameters' ids."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(one, nn.Module) and any(p.is_meta and id(p) not in known for p in one.parameters()):
-            return True
-        if isinstance(one, torch.Tensor) and one.is_meta:
-            return True
-    return False
+def _small(config: ModelSection) -> ModelSection:
+    """One layer of few parameters: what parts see, the hidden size and the heads, stays as it is."""
+    inner, moe = intermediate_size(config), config.moe
+    if moe is not None:
+        few = min(moe.num_experts, 2)
+        moe = moe.model_copy(
+            update={
+                "num_experts": few,
+                "num_experts_per_tok": min(moe.num_experts_per_tok, few),
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": min(moe.moe_intermediate_size or inner, MOST_INNER),
+                "n_shared_experts": min(moe.n_shared_experts, 1),
+            }
+        )
+    sizes = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": min(inner, MOST_INNER), "moe": moe}
+    return config.model_copy(update=sizes | {"initializer_range": 0.5})
 
 
-def _try_elementwise(part: Own, made: Any, x: torch.Tensor) -> None:
-    _compare(part, _guarded(part, lambda: made(x)), x.shape)
+@dataclass
+class Watch:
+    """What runs now, and what each call of a part has given."""
 
+    parts: list[Own]
+    running: list[Own] = field(default_factory=list)
+    given: list[tuple[Own, list[torch.Tensor]]] = field(default_factory=list)
 
-def _try_norm(part: Own, made: Any, draw: Inputs) -> None:
-    _try_elementwise(part, made, draw(draw.seq, draw.config.hidden_size))
-
-
-def _try_activation(part: Own, made: Any, draw: Inputs) -> None:
-    _try_elementwise(part, made, draw(draw.seq, intermediate_size(draw.config)))
-
-
-def _try_position(part: Own, made: nn.Module, draw: Inputs) -> None:
-    config, seq = draw.config, draw.seq
-    x = draw(seq, config.hidden_size)
-    heads, kv_heads, width = config.num_attention_heads, config.kv_heads, config.qk_head_dim
-    if config.mla is not None:
-        kv_heads, width = 1, config.mla.qk_rope_head_dim
-    q, k = draw(heads, seq, width), draw(kv_heads, seq, width)
-    turns = type(made).forward is not nn.Module.forward
-    for rows in (1, ROWS):
-        positions = draw.positions(rows)
-        if hasattr(made, "embed"):
-            _compare(part, _guarded(part, lambda at=positions: made.embed(x, at)), x.shape, "embed gave")
-        if turns:
-            given = _guarded(part, lambda at=positions: made(q, k, at))
-            if not isinstance(given, tuple | list) or len(given) != 2:
-                raise UserError(f"{part} forward gave {_shown(given)}, wanted two tensors, the queries and the keys")
-            _compare(part, given[0], q.shape, "forward gave, as queries,")
-            _compare(part, given[1], k.shape, "forward gave, as keys,")
-
-
-def _try_attention(part: Own, made: Any, draw: Inputs) -> None:
-    config, seq = draw.config, draw.seq
-    heads, kv_heads = config.num_attention_heads, config.kv_heads if config.mla is None else config.num_attention_heads
-    q, k = draw(heads, seq, config.qk_head_dim), draw(kv_heads, seq, config.qk_head_dim)
-    v = draw(kv_heads, seq, config.v_head_dim)
-    one = torch.zeros(1, seq, dtype=torch.int64, device=draw.device)
-    two = one.clone()
-    two[:, seq // 2 :] = 1
-    wanted = torch.Size((ROWS, heads, seq, config.v_head_dim))
-
-    def attend(k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        torch.manual_seed(0)  # of its dropout, if it drops also in evaluation
-        return _guarded(part, lambda: made(q, k.clone(), v.clone(), mask))
-
-    for segments in (one, two) if draw.masked else (one,):
-        seen = segment_mask(segments)
-        mask = None if segments is one else seen
-        first = attend(k, v, mask)
-        _compare(part, first, wanted)
-        for place in (seq - 1, 0):
-            other_k, other_v = k.clone(), v.clone()
-            other_k[:, :, place] = -k[:, :, place]
-            other_v[:, :, place] += 100
-            second = attend(other_k, other_v, mask)
-            changed = (second - first).detach().double().abs()
-            blind = ~seen[0, 0, :, place]  # queries that must not know this key
-            within = max(1e-3, 16 * torch.finfo(first.dtype).eps) * second.detach().double().abs().max()
-            if (changed[:, :, blind] > within).any():
-                known = "a mask" if mask is not None else "no mask (None), which means causal"
-                what = "later tokens" if place == seq - 1 else "keys that the mask hides"
-                raise UserError(
-                    f"{part} looks at {what}: with {known}, its output for a token changes with their keys and values; "
-                    "keep to the mask, and to what is before each query where it is None"
-                )
-
-
-def _try_pattern(part: Own, made: Any, draw: Inputs) -> None:
-    places = draw.positions(ROWS)
-    given = _guarded(part, lambda: made(places.unsqueeze(2), places.unsqueeze(1)))
-    wanted = (ROWS, draw.seq, draw.seq)
-    fits = isinstance(given, torch.Tensor) and given.dtype == torch.bool and given.dim() == 3
-    if not fits or any(size not in (1, full) for size, full in zip(given.shape, wanted, strict=True)):
-        raise UserError(f"{part} gave {_shown(given)}, wanted a bool tensor of {wanted}")
-
-
-TRIALS = {
-    "model.norm": _try_norm,
-    "model.hidden_act": _try_activation,
-    "model.position": _try_position,
-    "model.attention_implementation": _try_attention,
-    "model.attention_pattern": _try_pattern,
-}
-
-
-def _guarded(part: Own, act: Callable[[], Any]) -> Any:
-    """What a part raises in the user's own file goes on as it is, and is shown with its way there; else one line."""
-    try:
-        return act()
-    except UserError:
-        raise
-    except Exception as error:
-        file = _file(part.type.partition(":")[0])
-        if file and not _installed(file) and any(f.filename == file for f in traceback.extract_tb(error.__traceback__)):
+    def run(self, act: Callable[[], Any], *running: Own) -> Any:
+        """What is raised in the user's own file goes on as it is, and is shown with its way there; else one line."""
+        self.running = list(running)
+        try:
+            return act()
+        except UserError:
             raise
-        raise UserError(f"{part} cannot be used: {_said(error)}") from error
+        except Exception as error:
+            who = self.running[-1] if self.running else " or ".join(map(str, self.parts))
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
+            if "meta" in said:
+                raise UserError(
+                    f"{who} computes in __init__ with tensors, or keeps them where they get no values: a decoder is "
+                    "first built on the meta device; hold them in a buffer (register_buffer), a parameter or an "
+                    f"nn.ModuleList of an nn.Module, or compute them when called ({said})"
+                ) from error
+            names = {part.type.partition(":")[0] for part in self.parts}
+            files = {file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))}
+            files = {file for file in files if not _installed(file)}
+            if any(frame.filename in files for frame in traceback.extract_tb(error.__traceback__)):
+                raise
+            raise UserError(f"{who} cannot be used: {said}") from error
+
+    def build(self, config: ModelSection, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """A decoder with the parts, made as a run's is: on the meta device, then filled."""
+        torch.manual_seed(seed)
+        with torch.device("meta"):
+            for part in self.parts:
+                self.run(part.make, part)
+            model = Decoder(config)
+        model.to_empty(device=device)
+        initialize(model, seed)
+        for parameter in model.parameters():  # buffers stay wide, as in a run
+            parameter.data = parameter.data.to(dtype)
+        for module in list(model.modules()):
+            self._watch(module)
+        return model.train()
+
+    def _watch(self, module: nn.Module) -> None:
+        """Put the watch in the places of a decoder where parts are called."""
+        parts = {part.key.removeprefix("model."): part for part in self.parts}
+        if isinstance(module, Decoder):
+            self._put(module, "pattern", parts.get("attention_pattern"), _pairs)
+            if "position" in parts and module.position is not None:
+                scheme, part = module.position, parts["position"]
+                if hasattr(scheme, "embed"):
+                    setattr(scheme, "embed", self.around(part, scheme.embed, _alike, "embed gave"))  # noqa: B010
+                scheme.register_forward_pre_hook(lambda *_: self.running.append(part))
+                scheme.register_forward_hook(lambda _, given, out: self._check(part, given, out, _turned, "forward"))
+        if isinstance(module, Attend):
+            self._put(module, "own", parts.get("attention_implementation"), _attended)
+        if isinstance(module, MLP | Experts):
+            self._put(module, "activation", parts.get("hidden_act"), _alike)
+        for name in ("norm", "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"):
+            self._put(module, name, parts.get("norm"), _alike)
+
+    def _put(self, module: nn.Module, name: str, part: Own | None, wanted: Callable) -> None:
+        call = getattr(module, name, None)
+        if part is not None and call is not None:
+            delattr(module, name)
+            setattr(module, name, self.around(part, call, wanted))
+
+    def around(self, part: Own, call: Callable, wanted: Callable, verb: str = "gave") -> Callable:
+        """A part's call, watched."""
+
+        def watched(*given: Any) -> Any:
+            self.running.append(part)
+            return self._check(part, given, call(*given), wanted, verb)
+
+        return watched
+
+    def _check(self, part: Own, given: tuple, out: Any, wanted: Callable, verb: str) -> Any:
+        self.given.append((part, wanted(part, given, out, verb)))
+        self.running.pop()
+        return out
+
+    @torch.no_grad()
+    def outcome(self, model: Decoder, tokens: torch.Tensor, segments: torch.Tensor | None) -> None:
+        """Change some tokens, and look which part gives other numbers where it must not.
+
+        Args:
+            segments: two documents: the first one's tokens are changed. None: the second half of each row is.
+        """
+        half = tokens.shape[1] // 2
+        changed, kept = tokens.clone(), slice(0, half) if segments is None else slice(half, None)
+        changed[:, slice(half, None) if segments is None else slice(0, half)] += 13
+        found = []
+        for ids in (tokens, changed.remainder(64)):
+            self.given.clear()
+            torch.manual_seed(0)  # of its dropout, if it drops also in evaluation
+            self.run(partial(model, ids, segments=segments))
+            found.append(list(self.given))
+        for (part, before), (_, after) in zip(*found, strict=True):
+            for one, other in zip(before, after, strict=True):
+                one, other = one[..., kept, :].double(), other[..., kept, :].double()
+                within = max(1e-3, 16 * torch.finfo(before[0].dtype).eps) * one.abs().max()
+                if ((one - other).abs() > within).any():
+                    what = "keys that the mask hides" if segments is not None else "later tokens"
+                    known = "a mask" if segments is not None else "no mask (None), which means causal"
+                    raise UserError(
+                        f"{part} looks at {what}: with {known}, its output for a token changes with them; keep to the "
+                        "mask, and to what is before each query where it is None"
+                    )
 
 
-def _compare(part: Own, given: Any, wanted: torch.Size, verb: str = "gave") -> None:
-    if not isinstance(given, torch.Tensor) or given.shape != wanted or not given.is_floating_point():
-        raise UserError(f"{part} {verb} {_shown(given)}, wanted {tuple(wanted)}")
+# ---- what each kind of part is to give: (part, what it is given, what it gave, verb) -> its tensors `[..., seq, size]`
+
+
+def _alike(part: Own, given: tuple, out: Any, verb: str) -> list[torch.Tensor]:
+    return [_fits(part, out, given[0].shape, verb)]
+
+
+def _turned(part: Own, given: tuple, out: Any, verb: str) -> list[torch.Tensor]:
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise UserError(f"{part} forward gave {_shown(out)}, wanted two tensors, the queries and the keys")
+    names = ("queries", "keys")
+    return [
+        _fits(part, one, x.shape, f"{verb} gave, as {name},")
+        for one, x, name in zip(out, given[:2], names, strict=True)
+    ]
+
+
+def _attended(part: Own, given: tuple, out: Any, verb: str) -> list[torch.Tensor]:
+    q, _, v, _ = given
+    return [_fits(part, out, torch.Size((*q.shape[:-1], v.shape[-1])), verb)]
+
+
+def _pairs(part: Own, given: tuple, out: Any, verb: str) -> list[torch.Tensor]:
+    wanted = torch.broadcast_shapes(*(places.shape for places in given))
+    fits = isinstance(out, torch.Tensor) and out.dtype == torch.bool and out.dim() == len(wanted)
+    if not fits or any(size not in (1, whole) for size, whole in zip(out.shape, wanted, strict=True)):
+        raise UserError(f"{part} gave {_shown(out)}, wanted a bool tensor of {tuple(wanted)}")
+    return []
+
+
+def _fits(part: Own, out: Any, wanted: torch.Size, verb: str) -> torch.Tensor:
+    if not isinstance(out, torch.Tensor) or out.shape != wanted or not out.is_floating_point():
+        raise UserError(f"{part} {verb} {_shown(out)}, wanted {tuple(wanted)}")
+    return out.detach()
 
 
 def _shown(given: Any) -> str:
@@ -282,14 +284,6 @@ def _shown(given: Any) -> str:
         return "None" if given is None else f"a {type(given).__name__}"
     dtype = "" if given.is_floating_point() else f" {str(given.dtype).removeprefix('torch.')}"
     return f"a{dtype} tensor of {tuple(given.shape)}"
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
-
-
-def _file(module: str) -> str | None:
-    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def _installed(file: str) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.formatting import counted, tick
+
 MOST_POINTS = 1000  # more would not be seen: a chart is less than a thousand dots wide
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 12, 30
 
@@ -29,54 +31,82 @@ class Series:
     smooth: bool = False
 
 
+@dataclass(frozen=True)
+class Plot:
+    """What one chart shows.
+
+    Attributes:
+        text: a value for the read-out. axis: a value for the axis.
+        from_zero: the axis begins at zero (for amounts, so that a wiggle does not look like a collapse).
+        allow_log: a logarithmic axis if the greatest is far (100 times) above the least; the note says so.
+    """
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    text: Callable[[float], str]
+    axis: Callable[[float], str] = tick
+    from_zero: bool = False
+    allow_log: bool = False
+    note: str = ""
+    width: int = 560
+    height: int = 250
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from `low` to `high` as positions from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, value = (
+            (math.log10(v) for v in (self.low, self.high, value)) if self.logarithmic else (self.low, self.high, value)
+        )
+        return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
+
+
 @dataclass
 class Curve:
-    """A series in coordinates: SVG path data, marks, and what the read-out says at each point."""
+    """A series in coordinates: SVG path data, marks, and what the read-out says at each point.
+
+    Attributes:
+        per_point: how many numbers one point is the mean of.
+        window: how many points the bold line is the mean of; 0: there is none.
+    """
 
     name: str
     kind: str
-    path: str = ""
+    path: str
+    readout: dict[str, list[Any]]
+    per_point: int
     mean_path: str = ""
+    window: int = 0
     band: str = ""
     marks: list[tuple[float, float]] = field(default_factory=list)
-    readout: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass
 class Chart:
-    """All that the page needs to draw one chart; positions in the units of its `width` x `height` box."""
+    """A plot in the units of its `width` x `height` box."""
 
-    key: str
-    title: str
+    plot: Plot
     note: str
-    width: int
-    height: int
-    box: tuple[float, float, float, float]  # left, top, right, bottom of the plot
+    box: tuple[float, float, float, float]  # left, top, right, bottom
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     curves: list[Curve]
     resumes: list[tuple[float, int]]
     bad: list[tuple[float, int]]  # where a value was not finite
-    per_point: int = 1  # how many logged steps one point is the mean of
 
     @property
     def readout(self) -> dict[str, Any]:
         """What the page's script needs for the hover read-out."""
-        return {"box": self.box, "width": self.width, "curves": [{"n": c.name, **c.readout} for c in self.curves]}
-
-
-def short(value: float) -> str:
-    """A number for an axis: 0, 3e-4, 0.25, 12.5, 1,500, 12k, 3.5M."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
-    if size < 1e-3:
-        mantissa, exponent = f"{value:.3e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+        return {"box": self.box, "width": self.plot.width, "curves": [{"n": c.name, **c.readout} for c in self.curves]}
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -114,126 +144,73 @@ def neighbour_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-@dataclass(frozen=True)
-class _Points:
-    """A series cut to at most MOST_POINTS: means of equally many neighbours, with the least and the greatest."""
-
-    steps: list[float]
-    values: list[float]
-    least: list[float] | None
-    greatest: list[float] | None
-    labels: list[str]
-    per_point: int
-
-
-def _points(series: Series) -> _Points:
-    count = len(series.values)
-    per_point = math.ceil(count / MOST_POINTS)
-    if per_point <= 1:
-        labels = [f"{step:,}" for step in series.steps]
-        return _Points([float(s) for s in series.steps], list(series.values), None, None, labels, 1)
-    steps, values, least, greatest, labels = [], [], [], [], []
-    for start in range(0, count, per_point):
-        some_steps = series.steps[start : start + per_point]
-        some = [v for v in series.values[start : start + per_point] if math.isfinite(v)]
-        steps.append((some_steps[0] + some_steps[-1]) / 2)
-        values.append(sum(some) / len(some) if some else math.nan)
-        least.append(min(some, default=math.nan))
-        greatest.append(max(some, default=math.nan))
-        labels.append(f"{some_steps[0]:,} to {some_steps[-1]:,}" if len(some_steps) > 1 else f"{some_steps[0]:,}")
-    return _Points(steps, values, least, greatest, labels, per_point)
-
-
-def make_chart(
-    key: str,
-    title: str,
-    series: Sequence[Series],
-    *,
-    text: Callable[[float], str],
-    axis: Callable[[float], str] = short,
-    from_zero: bool = False,
-    allow_log: bool = False,
-    resumes: Sequence[int] = (),
-    note: str = "",
-    width: int = 560,
-    height: int = 250,
-) -> Chart | None:
-    """A chart of one or more series; None if there is no finite number in them.
+def draw(plot: Plot, resumes: Sequence[int] = ()) -> Chart | None:
+    """The chart of a plot; None if there is no finite number in it.
 
     Args:
-        text: a value for the read-out. axis: a value for the axis.
-        from_zero: the axis begins at zero (for amounts, so that a wiggle does not look like a collapse).
-        allow_log: a logarithmic axis if the greatest is far (100 times) above the least; the note says so.
         resumes: steps after which the run was resumed.
     """
-    finite = [v for one in series for v in one.values if math.isfinite(v)]
+    finite = [v for one in plot.series for v in one.values if math.isfinite(v)]
     if not finite:
         return None
-    notes = [note] if note else []
-    all_steps = [step for one in series for step in one.steps]
-    x_low, x_high = min(all_steps), max(all_steps)
-    if x_low == x_high:
-        x_low, x_high = x_low - 1, x_high + 1
-    low, high = min(finite), max(finite)
-    logarithmic = allow_log and low > 0 and high / low > 100
-    if logarithmic:
-        notes.append("logarithmic axis")
-        low, high = low / 1.2, high * 1.2
-    else:
-        low = min(low, 0.0) if from_zero else low
-        margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        low, high = (low if from_zero and low == 0 else low - margin), high + margin
-    scale = math.log10 if logarithmic else float
-    box = (float(LEFT), float(TOP), float(width - RIGHT), float(height - BOTTOM))
-
-    def x(step: float) -> float:
-        return round(box[0] + (step - x_low) / (x_high - x_low) * (box[2] - box[0]), 1)
-
-    def y(value: float) -> float:
-        return round(box[3] - (scale(value) - scale(low)) / (scale(high) - scale(low)) * (box[3] - box[1]), 1)
-
-    curves, bad, per_point = [], [], 1
-    for one in series:
-        points = _points(one)
-        xs = [x(step) for step in points.steps]
-        ys = [y(v) if math.isfinite(v) else None for v in points.values]
-        curve = Curve(one.name, one.kind, path=_path(xs, ys))
-        labels = [text(v) if math.isfinite(v) else str(v) for v in points.values]
-        if points.least is not None and points.greatest is not None:
-            curve.band = _band(xs, [(y(a), y(b)) for a, b in _pairs(points.least, points.greatest)])
-            labels = [
-                f"{label} ({text(a)} to {text(b)})" if math.isfinite(a) else label
-                for label, a, b in zip(labels, points.least, points.greatest, strict=True)
-            ]
-            per_point = max(per_point, points.per_point)
-        window = len(points.values) // 50
-        if one.smooth and window >= 2:
-            means = neighbour_mean(points.values, window)
-            curve.mean_path = _path(xs, [y(v) if math.isfinite(v) else None for v in means])
-            notes.append(f"bold: the mean of {2 * (window // 2) + 1} neighbouring points")
-        if one.kind == "validation" or sum(v is not None for v in ys) == 1:
-            curve.marks = [(a, b) for a, b in zip(xs, ys, strict=True) if b is not None]
-        curve.readout = {"x": xs, "y": ys, "t": labels, "s": points.labels}
-        curves.append(curve)
-        bad += [(x(s), s) for s, v in zip(one.steps, one.values, strict=True) if not math.isfinite(v)]
-    if bad:
-        notes.append(f"{len(bad):,} value{'s' * (len(bad) > 1)} not finite (marked at the top)")
-    y_values = log_ticks(low, high) if logarithmic else ticks(low, high)
-    x_values = sorted({round(v) for v in ticks(x_low, x_high, about=max(4, width // 110)) if v == round(v)})
+    steps = [step for one in plot.series for step in one.steps]
+    alone = min(steps) == max(steps)
+    box = (float(LEFT), float(TOP), float(plot.width - RIGHT), float(plot.height - BOTTOM))
+    x = Scale(min(steps) - alone, max(steps) + alone, box[0], box[2])
+    y = _y_scale(plot, min(finite), max(finite), box)
+    curves = [_curve(one, plot.text, x, y) for one in plot.series]
+    bad = [(x(s), s) for one in plot.series for s, v in zip(one.steps, one.values, strict=True) if not math.isfinite(v)]
+    notes = [plot.note] if plot.note else []
+    notes += ["logarithmic axis"] * y.logarithmic
+    notes += [f"bold: the mean of {curve.window} neighbouring points" for curve in curves if curve.window]
+    notes += [f"{counted(len(bad), 'value')} not finite (marked at the top)"] if bad else []
+    x_values = {round(v) for v in ticks(x.low, x.high, about=max(4, plot.width // 110)) if v == round(v)}
     return Chart(
-        key=key,
-        title=title,
+        plot=plot,
         note="; ".join(notes),
-        width=width,
-        height=height,
         box=box,
-        x_ticks=[(x(v), short(v) if v >= 1e6 else f"{v:,}") for v in x_values],
-        y_ticks=[(y(v), axis(v)) for v in y_values],
+        x_ticks=[(x(v), tick(v) if v >= 1e6 else f"{v:,}") for v in sorted(x_values)],
+        y_ticks=[(y(v), plot.axis(v)) for v in (log_ticks if y.logarithmic else ticks)(y.low, y.high)],
         curves=curves,
-        resumes=[(x(step), step) for step in resumes if x_low <= step <= x_high],
+        resumes=[(x(step), step) for step in resumes if x.low <= step <= x.high],
         bad=bad[:: max(1, len(bad) // 200)],
-        per_point=per_point,
     )
+
+
+def _y_scale(plot: Plot, low: float, high: float, box: tuple[float, float, float, float]) -> Scale:
+    if plot.allow_log and low > 0 and high / low > 100:
+        return Scale(low / 1.2, high * 1.2, box[3], box[1], logarithmic=True)
+    low = min(low, 0.0) if plot.from_zero else low
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(low if plot.from_zero and low == 0 else low - margin, high + margin, box[3], box[1])
+
+
+def _curve(one: Series, text: Callable[[float], str], x: Scale, y: Scale) -> Curve:
+    """Of more than MOST_POINTS numbers, means of equally many neighbours, in a band from the least to the greatest."""
+    per_point = max(1, math.ceil(len(one.values) / MOST_POINTS))
+    xs, labels, values, bounds = [], [], [], []
+    for start in range(0, len(one.values), per_point):
+        steps, some = one.steps[start : start + per_point], one.values[start : start + per_point]
+        finite = [v for v in some if math.isfinite(v)]
+        xs.append(x((steps[0] + steps[-1]) / 2))
+        labels.append(f"{steps[0]:,} to {steps[-1]:,}" if len(steps) > 1 else f"{steps[0]:,}")
+        values.append(some[0] if per_point == 1 else sum(finite) / len(finite) if finite else math.nan)
+        bounds.append((min(finite), max(finite)) if finite else None)
+
+    def heights(numbers: Sequence[float]) -> list[float | None]:
+        return [y(v) if math.isfinite(v) else None for v in numbers]
+
+    ys, texts = heights(values), [text(v) if math.isfinite(v) else str(v) for v in values]
+    if per_point > 1:
+        texts = [f"{t} ({text(b[0])} to {text(b[1])})" if b else t for t, b in zip(texts, bounds, strict=True)]
+    curve = Curve(one.name, one.kind, _path(xs, ys), {"x": xs, "y": ys, "t": texts, "s": labels}, per_point)
+    if per_point > 1:
+        curve.band = _band(xs, [(y(low), y(high)) for low, high in _without_gaps(bounds)])
+    if one.smooth and (window := len(values) // 50) >= 2:
+        curve.mean_path, curve.window = _path(xs, heights(neighbour_mean(values, window))), 2 * (window // 2) + 1
+    if one.kind == "validation" or sum(v is not None for v in ys) == 1:
+        curve.marks = [(a, b) for a, b in zip(xs, ys, strict=True) if b is not None]
+    return curve
 
 
 def _path(xs: Sequence[float], ys: Sequence[float | None]) -> str:
@@ -248,14 +225,10 @@ def _path(xs: Sequence[float], ys: Sequence[float | None]) -> str:
     return "".join(parts)
 
 
-def _pairs(least: Sequence[float], greatest: Sequence[float]) -> list[tuple[float, float]]:
-    """Bounds without gaps: a point without finite values takes its neighbour's (the mean's line shows the gap)."""
-    pairs: list[tuple[float, float]] = []
-    known = next(((a, b) for a, b in zip(least, greatest, strict=True) if math.isfinite(a)), (0.0, 0.0))
-    for a, b in zip(least, greatest, strict=True):
-        known = (a, b) if math.isfinite(a) else known
-        pairs.append(known)
-    return pairs
+def _without_gaps(bounds: Sequence[tuple[float, float] | None]) -> list[tuple[float, float]]:
+    """A point without finite values takes its neighbour's bounds (the mean's line shows the gap)."""
+    known = next((pair for pair in bounds if pair), (0.0, 0.0))
+    return [known := pair or known for pair in bounds]
 
 
 def _band(xs: Sequence[float], bounds: Sequence[tuple[float, float]]) -> str:

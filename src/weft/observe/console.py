@@ -10,8 +10,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
+from weft.formatting import cell
 from weft.observe.progress import LiveProgress, PlainProgress, SilentProgress
 
 # Generated text may hold escape sequences: they must not move the cursor or recolour the user's terminal.
@@ -67,7 +68,7 @@ class Console:
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """A result as aligned columns; numbers to the right, thousands set apart."""
         rows = [list(row) for row in rows]
-        cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+        cells = [list(header), *([cell(value) for value in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         right = [bool(rows) and all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(header))]
         for row in cells:
@@ -106,16 +107,8 @@ class Console:
         if self._rich is None:
             from rich.console import Console as RichConsole  # lazily: it takes 40 ms that `weft --help` does not have
 
-            self._rich = RichConsole(file=self._err)
+            self._rich = RichConsole(file=cast(TextIO, self._err))
         return self._rich
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 class _Forgiving:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.config.size import FLOPS_PER_TOKEN
+from weft.formatting import counted
+from weft.observe.flop_count import FLOPS_PER_TOKEN
 
 DEFINITION = (
     f"MFU = tokens/s x ({FLOPS_PER_TOKEN}) / peak FLOP/s of all devices used. "
@@ -147,7 +148,7 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
             if end - began > seconds * number / len(sizes) and (run >= 2 or end - began > 2 * seconds):
                 break
     threads = torch.get_num_threads()
-    by = f"on {threads} CPU thread{'s' * (threads != 1)}" if device.type == "cpu" else f"on one {_device_name(device)}"
+    by = f"on {counted(threads, 'CPU thread')}" if device.type == "cpu" else f"on one {_device_name(device)}"
     return Peak(best, f"measured with a {best_size} x {best_size} {_name(dtype)} matmul {by}")
 
 

@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 LOGGER = logging.getLogger("weft")
@@ -46,6 +46,11 @@ def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
     logging.captureWarnings(True)
     warnings.simplefilter("default", append=True)
     return LOGGER
+
+
+def open_log() -> Path | None:
+    """The file that this process's log goes to, if it goes to one."""
+    return Path(_handler.baseFilename) if _handler is not None else None
 
 
 def stop_log() -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.config.errors import UserError
-from weft.observe.jsonlines import replace_file
+from weft.errors import UserError
+from weft.files import replace_file
 
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from weft.observe.charts import ticks
+from weft.formatting import byte_size
+from weft.observe.charts import Scale, ticks
 from weft.observe.trace import Event, Interval, Trace, union
 
-PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, OTHER = CATEGORIES = (
-    "parameters",
-    "optimizer state",
-    "gradients",
-    "gathered parameters",
-    "activations",
-    "other",
-)
-COLOURS = dict(zip(CATEGORIES, ("#4269d0", "#9c6b4e", "#efb118", "#97bbf5", "#3ca951", "#9498a0"), strict=True))
+COLOURS = {
+    "parameters": "#4269d0",
+    "optimizer state": "#9c6b4e",
+    "gradients": "#efb118",
+    "gathered parameters": "#97bbf5",
+    "activations": "#3ca951",
+    "other": "#9498a0",
+}
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, OTHER = CATEGORIES = tuple(COLOURS)
 MARK = "weft: mark "  # an instant at which it is known what lies at some addresses, with its number
 POINTS = 1200
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1136, 380, 76, 36, 46, 44
@@ -152,7 +153,7 @@ def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timel
         return Timeline([], {category: [] for category in CATEGORIES}, steps, 0, {})
     start, end = min(a for a, _ in steps.values()), max(b for _, b in steps.values())
     now = dict.fromkeys(CATEGORIES, 0)
-    changes: dict[float, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    changes: dict[float, Counter[str]] = defaultdict(Counter)
     for allocation in allocations:
         category = allocation.category or OTHER
         if allocation.start <= start:
@@ -179,27 +180,14 @@ def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timel
     )
 
 
-def size_text(size: float) -> str:
-    """Bytes for people: 640 B, 30.7 kB, 1.2 GB."""
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= limit:
-            return f"{size / limit:,.4g} {unit}"
-    return f"{size:,.0f} B"
-
-
 def picture(line: Timeline, title: str) -> str:
     """The timeline as an SVG document: the categories one upon another, steps set apart; readable by itself."""
     if not line.times:
         line = Timeline([0.0, 1.0], {category: [0, 0] for category in CATEGORIES}, {}, 0, dict.fromkeys(CATEGORIES, 0))
     begin, span = line.times[0], (line.times[-1] - line.times[0]) or 1.0
     top = max(line.peak, 1) * 1.04
-
-    def x(moment: float) -> float:
-        return round(LEFT + (moment - begin) / span * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(size: float) -> float:
-        return round(HEIGHT - BOTTOM - size / top * (HEIGHT - TOP - BOTTOM), 1)
-
+    x = Scale(begin, begin + span, LEFT, WIDTH - RIGHT)
+    y = Scale(0, top, HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'font-family="system-ui, sans-serif" font-size="12" fill="#3b4252">',
@@ -210,13 +198,13 @@ def picture(line: Timeline, title: str) -> str:
     for category in CATEGORIES:
         if max(line.amounts[category]) <= 0:
             continue
-        label = f"{category} {size_text(line.at_peak[category])}"
+        label = f"{category} {byte_size(line.at_peak[category])}"
         parts.append(f'<rect x="{across}" y="26" width="11" height="11" rx="2" fill="{COLOURS[category]}"/>')
         parts.append(f'<text x="{across + 16}" y="36">{label}</text>')
         across += 34 + round(6.6 * len(label))
     for size in ticks(0, top):
         parts.append(f'<path stroke="#e5e9f0" d="M{LEFT} {y(size)}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(size) + 4}" text-anchor="end">{size_text(size)}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(size) + 4}" text-anchor="end">{byte_size(size)}</text>')
     floor = [0] * len(line.times)
     for category in CATEGORIES:
         above = [low + size for low, size in zip(floor, line.amounts[category], strict=True)]
@@ -237,7 +225,7 @@ def picture(line: Timeline, title: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _steps(times: Sequence[float], sizes: Sequence[int], x: Any, y: Any) -> list[tuple[float, float]]:
+def _steps(times: Sequence[float], sizes: Sequence[int], x: Scale, y: Scale) -> list[tuple[float, float]]:
     """The corners of a line that keeps its height until the next moment."""
     corners: list[tuple[float, float]] = []
     for moment, size in zip(times, sizes, strict=True):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.observe.memory import CATEGORIES, size_text
+from weft.formatting import byte_size, cell
+from weft.observe.memory import CATEGORIES
+from weft.observe.report import render
 
 TIMES = ("seconds", "compute", "communication", "exposed", "idle", "data")
 SHOWN_RANKS = 8  # more than these have a line each, their mean, and no picture on the page
@@ -62,7 +64,7 @@ def collectives_table(found: dict[str, Any], top: int = TOP) -> Table:
         [
             _cut(name),
             round(sums["calls"] / steps, 1),
-            size_text(sums["bytes"] / steps) if sums["known"] else "-",
+            byte_size(sums["bytes"] / steps) if sums["known"] else "-",
             _ms(sums["seconds"] / steps),
             _ms(sums["exposed"] / steps),
         ]
@@ -79,8 +81,8 @@ def memory_table(found: dict[str, Any]) -> Table:
     rows = [
         [
             str(report["rank"]),
-            size_text(report["memory"]["peak_bytes"]),
-            *(size_text(report["memory"]["at_peak_bytes"].get(name, 0)) for name in seen),
+            byte_size(report["memory"]["peak_bytes"]),
+            *(byte_size(report["memory"]["at_peak_bytes"].get(name, 0)) for name in seen),
         ]
         for report in found["per_rank"]
     ]
@@ -100,11 +102,6 @@ def warmup_text(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any], folder: Path) -> str:
     """profile.html, with the pictures that are in `folder` on it."""
-    from jinja2 import Environment, FileSystemLoader
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     pictures = [
         (folder / report["memory_picture"]).read_text(encoding="utf-8") for report in found["per_rank"][:SHOWN_RANKS]
     ]
@@ -114,11 +111,14 @@ def page(found: dict[str, Any], folder: Path) -> str:
         ("Collectives", collectives_table(found, 30)),
         ("Memory", memory_table(found)),
     ]
-    return environment.get_template("profile.html.j2").render(
+    return render(
+        "profile.html.j2",
         found=found,
         warmup=warmup_text(found),
         shares=shares_text(found),
-        tables=[(title, (header, [[_text(cell) for cell in row] for row in rows])) for title, (header, rows) in tables],
+        tables=[
+            (title, (header, [[cell(value) for value in row] for row in rows])) for title, (header, rows) in tables
+        ],
         pictures=pictures,
         weft=weft.__version__,
     )
@@ -139,12 +139,6 @@ def _ms(seconds: float) -> float:
 
 def _percent(share: float) -> float:
     return round(100 * share, 1)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
-    return str(value)
 
 
 def _cut(name: str, width: int = 60) -> str:

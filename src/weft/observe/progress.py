@@ -10,43 +10,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from weft import formatting
+
 # What a narrow terminal keeps the longest; other fields weigh 5.
 _IMPORTANCE = {"loss": 8, "tokens_per_second": 7.8}
-_NAMES = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 0.8s, 45s, 1m20s, 2h05m, 3d04h."""
-    if seconds < 0.95:
-        return f"{max(seconds, 0):.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    hours = round(seconds / 3600)
-    return f"{hours // 24}d{hours % 24:02d}h"
-
-
-def field(name: str, value: Any) -> str:
-    """One field for people: `loss 3.412`, `lr 3.0e-04`, `12,345 tokens/s`."""
-    if name.endswith("_per_second") and isinstance(value, int | float):
-        shown = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-        return f"{shown} {_NAMES.get(name, name.removesuffix('_per_second') + '/s')}"
-    if name.endswith("lr") and isinstance(value, float):
-        shown = f"{value:.1e}"
-    elif name == "mfu" and isinstance(value, float):
-        return f"MFU {value:.1%}"
-    elif isinstance(value, float):
-        shown = f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
-    elif isinstance(value, int) and not isinstance(value, bool):
-        shown = f"{value:,}"
-    else:
-        shown = str(value)
-    return f"{_NAMES.get(name, name).replace('_', ' ')} {shown}"
 
 
 class Count:
@@ -98,31 +65,21 @@ class Count:
 
     def amount(self) -> str:
         """`120/1000`, or with bytes `1.5/4.0 MB`."""
-        if self.unit == "B":
-            total = "" if self.total is None else f"/{self.total / 1e6:,.1f}"
-            return f"{self.done / 1e6:,.1f}{total} MB"
-        return f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return formatting.progress(self.done, self.total, self.unit)
 
     def speed(self, average: bool = False) -> str | None:
         """The speed in units a second; None where a field tells it (tokens/s), or before anything is done."""
         if any(name.endswith("_per_second") for name in self.fields):
             return None
         rate = (self.done - self.start) / self.elapsed if average and self.elapsed > 0 else self.rate
-        if not rate:
-            return None
-        if self.unit == "B":
-            return f"{rate / 1e6:,.1f} MB/s"
-        if rate < 1:
-            return f"{1 / rate:,.1f} s/{self.unit}"
-        return f"{rate:,.0f} {self.unit}s/s" if rate >= 10 else f"{rate:.1f} {self.unit}s/s"
+        return formatting.rate(rate, self.unit) if rate else None
 
 
-class _Progress:
-    """What the three ways have in common: a context manager around `update`."""
+class SilentProgress:
+    """A context manager around `update` that shows nothing: for processes that do not speak."""
 
     def update(self, done: int, **fields: Any) -> None:
         """`done`: units done in all, those before `start` too. For `fields` see `Console.progress`."""
-        raise NotImplementedError
 
     def __enter__(self):
         return self
@@ -133,14 +90,7 @@ class _Progress:
         pass
 
 
-class SilentProgress(_Progress):
-    """For processes that do not speak."""
-
-    def update(self, done: int, **fields: Any) -> None:
-        pass
-
-
-class PlainProgress(_Progress):
+class PlainProgress(SilentProgress):
     """Lines for logs and pipes, each complete in itself: the start, the first update, the end, and between them one
     every `interval` seconds; after five minutes less often (a sixtieth of the time gone), at least once a minute."""
 
@@ -179,13 +129,13 @@ class PlainProgress(_Progress):
         parts = [f"{head} {count.amount()}".strip()]
         if count.unit not in ("step", "B") and count.description:
             parts[0] += f" {count.unit}s"
-        parts += [field(name, value) for name, value in count.fields.items()]
+        parts += [formatting.metric(name, value) for name, value in count.fields.items()]
         if (speed := count.speed(average=last)) is not None:
             parts.append(speed)
         if last:
-            parts.append(f"took {duration(count.elapsed)}")
+            parts.append(f"took {formatting.duration(count.elapsed)}")
         elif count.done != count.start and (remaining := count.remaining) is not None:
-            parts.append(f"ETA {duration(remaining)}")
+            parts.append(f"ETA {formatting.duration(remaining)}")
         self._spoke = count.clock()
         self._say("  ".join(parts))
 
@@ -197,7 +147,7 @@ def _leave_to_the_parent() -> None:
         setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
 
 
-class LiveProgress(_Progress):
+class LiveProgress(SilentProgress):
     """A bar that redraws itself four times a second, cut to the terminal's width: what matters least goes first."""
 
     _watching_forks = False
@@ -240,7 +190,9 @@ class LiveProgress(_Progress):
         from rich.text import Text
 
         count, width = self._count, self._console.width - 1
-        shown = [(field(name, value), _IMPORTANCE.get(name, 5)) for name, value in dict(count.fields).items()]
+        shown = [
+            (formatting.metric(name, value), _IMPORTANCE.get(name, 5)) for name, value in dict(count.fields).items()
+        ]
         if (speed := count.speed(average=self._ended)) is not None:
             shown.append((speed, 7.8))
         remaining = None if self._ended else count.remaining
@@ -250,8 +202,8 @@ class LiveProgress(_Progress):
             (count.description, "bold", 2),
             (count.amount(), "", 9),
             *((text, "cyan" if i == 0 else "", weight - i / 100) for i, (text, weight) in enumerate(shown)),
-            ("" if remaining is None else f"ETA {duration(remaining)}", "green", 7.5),
-            (("took " if self._ended else "") + duration(count.elapsed), "dim", 0),
+            ("" if remaining is None else f"ETA {formatting.duration(remaining)}", "green", 7.5),
+            (("took " if self._ended else "") + formatting.duration(count.elapsed), "dim", 0),
         ]
         pieces = [piece for piece in pieces if piece[0]]
         percent = "" if share is None else f"{share:4.0%}"

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.config.errors import UserError
-from weft.observe.charts import Chart, Series, make_chart
+from weft.errors import UserError
+from weft.files import replace_file
+from weft.formatting import amount, byte_size, counted, duration, flops_rate, timing
+from weft.observe.charts import Plot, Series, draw
 from weft.observe.flops import DEFINITION
-from weft.observe.jsonlines import replace_file
 from weft.observe.manifest import MANIFEST, now, read_manifest
-from weft.observe.metrics import METRICS, read_metrics
-from weft.observe.progress import duration
-from weft.observe.samples import read_samples
+from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 
 REPORT = "report.html"
 CONFIG = "config.yaml"
+KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}  # with charts of their own, or none
 
 
 def build_report(run_directory: str | Path) -> Path:
@@ -36,13 +36,7 @@ def build_report(run_directory: str | Path) -> Path:
         raise UserError("no such run directory; give the folder that `weft train` made", run)
     if not any((run / name).exists() for name in (METRICS, MANIFEST, CONFIG)):
         raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}", run)
-    # Lazily: only this needs it.
-    from jinja2 import Environment, FileSystemLoader
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    page = environment.get_template("report.html.j2").render(**gather(run))
+    page = render("report.html.j2", **gather(run))
     path = run / REPORT
     try:
         replace_file(path, page.encode("utf-8", "replace"))
@@ -51,12 +45,22 @@ def build_report(run_directory: str | Path) -> Path:
     return path
 
 
+def render(template: str, **values: Any) -> str:
+    """A page from a template of this folder; what is put into it is escaped."""
+    from jinja2 import Environment, FileSystemLoader  # lazily: only pages need it
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(values)
+
+
 def gather(run: Path) -> dict[str, Any]:
     """All that the page shows, as plain data and charts."""
     metrics, manifest = read_metrics(run), read_manifest(run)
     sessions = manifest.get("sessions", [])
     resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
-    charts = make_charts(metrics, resumes, manifest)
+    charts = [chart for plot in plots(metrics, manifest) if (chart := draw(plot, resumes)) is not None]
     samples: dict[int, list[dict[str, str]]] = {}
     for sample in read_samples(run):
         texts = {"prompt": str(sample.get("prompt", "")), "text": str(sample.get("text", ""))}
@@ -71,8 +75,8 @@ def gather(run: Path) -> dict[str, Any]:
         "resumes": resumes,
         "tiles": tiles(metrics, manifest),
         "charts": charts,
-        "per_point": max((chart.per_point for chart in charts), default=1),
-        "readouts": {chart.key: chart.readout for chart in charts},
+        "per_point": max((curve.per_point for chart in charts for curve in chart.curves), default=1),
+        "readouts": {chart.plot.key: chart.readout for chart in charts},
         "definition": DEFINITION,
         "peak": peak_text(manifest),
         "samples": dict(sorted(samples.items(), reverse=True)),
@@ -84,71 +88,33 @@ def gather(run: Path) -> dict[str, Any]:
     }
 
 
-def make_charts(metrics: list[dict[str, Any]], resumes: list[int], manifest: dict[str, Any]) -> list[Chart]:
-    """The page's curves, without those that have no numbers."""
+def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]:
+    """What the page's charts show."""
 
     def series(key: str, name: str, scale: float = 1.0, **more: Any) -> Series:
         rows = [(m["step"], m[key] * scale) for m in metrics if isinstance(m.get(key), int | float)]
         return Series(name, [s for s, _ in rows], [v for _, v in rows], **more)
 
-    memory = str(manifest.get("memory_kind") or "")
+    loss = [series("loss", "loss", smooth=True), series("validation_loss", "validation", kind="validation")]
+    norm = [series("grad_norm", "norm")]
+    speed = [series("tokens_per_second", "tokens/s")]
+    memory = [series("memory_bytes", "memory", 1e-9)]
+    bits = [series("validation_bits_per_byte", "bits per byte", kind="validation")]
+    note = str(manifest.get("memory_kind") or "")
     every = [
-        make_chart(
-            "loss",
-            "Loss, nats per token",
-            [series("loss", "loss", smooth=True), series("validation_loss", "validation", kind="validation")],
-            text=lambda v: f"{v:.4f}",
-            resumes=resumes,
-            width=1136,
-            height=380,
-        ),
-        make_chart(
-            "lr", "Learning rate", [series("lr", "lr")], text=lambda v: f"{v:.3e}", from_zero=True, resumes=resumes
-        ),
-        make_chart(
-            "grad_norm",
-            "Gradient norm, before clipping",
-            [series("grad_norm", "norm")],
-            text=lambda v: f"{v:.4g}",
-            from_zero=True,
-            allow_log=True,
-            resumes=resumes,
-        ),
-        make_chart(
-            "speed",
-            "Tokens per second, whole job",
-            [series("tokens_per_second", "tokens/s")],
-            text=lambda v: f"{v:,.0f}",
-            from_zero=True,
-            resumes=resumes,
-        ),
-        make_chart(
-            "mfu",
-            "MFU, percent",
-            [series("mfu", "MFU", 100.0)],
-            text=lambda v: f"{v:.1f}%",
-            axis=lambda v: f"{v:g}%",
-            from_zero=True,
-            resumes=resumes,
-        ),
-        make_chart(
-            "memory",
-            "Peak memory, GB",
-            [series("memory_bytes", "memory", 1e-9)],
-            text=lambda v: f"{v:,.2f} GB",
-            from_zero=True,
-            resumes=resumes,
-            note=memory,
-        ),
-        make_chart(
-            "bits",
-            "Validation, bits per byte",
-            [series("validation_bits_per_byte", "bits per byte", kind="validation")],
-            text=lambda v: f"{v:.4f}",
-            resumes=resumes,
-        ),
+        Plot("loss", "Loss, nats per token", loss, "{:.4f}".format, width=1136, height=380),
+        Plot("lr", "Learning rate", [series("lr", "lr")], "{:.3e}".format, from_zero=True),
+        Plot("grad_norm", "Gradient norm, before clipping", norm, "{:.4g}".format, from_zero=True, allow_log=True),
+        Plot("speed", "Tokens per second, whole job", speed, "{:,.0f}".format, from_zero=True),
+        Plot("mfu", "MFU, percent", [series("mfu", "MFU", 100.0)], "{:.1f}%".format, "{:g}%".format, from_zero=True),
+        Plot("memory", "Peak memory, GB", memory, "{:,.2f} GB".format, from_zero=True, note=note),
+        Plot("bits", "Validation, bits per byte", bits, "{:.4f}".format),
     ]
-    return [chart for chart in every if chart is not None]
+    named = {name.removeprefix("validation_") for line in metrics for name in line if name not in KNOWN}
+    for number, name in enumerate(sorted(named)):
+        both = [series(name, name), series(f"validation_{name}", "validation", kind="validation")]
+        every.append(Plot(f"named-{number}", name, [one for one in both if one.values], "{:.5g}".format))
+    return every
 
 
 def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[str, str]]:
@@ -176,23 +142,23 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
     if (bits := last("validation_bits_per_byte")) is not None:
         tile("Bits per byte", f"{bits[0]:.3f}", f"held out, at step {bits[1]:,}")
     if (tokens := last("tokens")) is not None:
-        of = manifest.get("steps"), manifest.get("tokens_per_step")
-        whole = f"of {_count(of[0] * of[1])} planned" if all(isinstance(n, int) for n in of) else ""
-        tile("Tokens", _count(tokens[0]), whole)
+        planned = [n for n in (manifest.get("steps"), manifest.get("tokens_per_step")) if isinstance(n, int)]
+        of = f"of {amount(math.prod(planned), 1e6)} planned" if len(planned) == 2 else ""
+        tile("Tokens", amount(tokens[0], 1e6), of)
     if (speed := median("tokens_per_second")) is not None:
         tile("Tokens/s", f"{speed:,.0f}", "median, whole job")
     if (warmup := last("warmup_seconds")) is not None:
         steady = median("step_seconds")
-        tile("Warm-up", _seconds(warmup[0]), "first step" + (f"; then {_seconds(steady)} a step" if steady else ""))
+        tile("Warm-up", timing(warmup[0]), "first step" + (f"; then {timing(steady)} a step" if steady else ""))
     if (used := median("mfu")) is not None:
         peak = peak_text(manifest, brief=True)
         tile("MFU", f"{used:.1%}", f"median; peak {peak}" if peak else "median")
     if memory := [m["memory_bytes"] for m in metrics if _finite(m.get("memory_bytes"))]:
-        tile("Peak memory", f"{max(memory) / 1e9:,.2f} GB", str(manifest.get("memory_kind", "")))
+        tile("Peak memory", byte_size(max(memory), "GB"), str(manifest.get("memory_kind", "")))
     if (parameters := manifest.get("parameters")) is not None:
-        tile("Parameters", _count(parameters))
+        tile("Parameters", amount(parameters, 1e6))
     if (wall := wall_seconds(manifest)) is not None:
-        tile("Wall time", duration(wall), f"{len(manifest['sessions'])} session{'s' * (len(manifest['sessions']) > 1)}")
+        tile("Wall time", duration(wall), counted(len(manifest["sessions"]), "session"))
     elif metrics and (seconds := step_seconds(metrics)):
         tile("Time in steps", duration(seconds), "without validation and saving")
     return found
@@ -225,7 +191,7 @@ def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
     step, steps = (metrics[-1]["step"] if metrics else 0), manifest.get("steps")
     said = (manifest.get("sessions") or [{}])[-1].get("status")
     if said == "finished" or (steps is not None and step >= steps):
-        return f"finished: {step:,} step{'s' * (step != 1)}"
+        return f"finished: {counted(step, 'step')}"
     so_far = f"step {step:,} of {steps:,}" if isinstance(steps, int) else f"step {step:,}"
     return f"{said or 'unfinished'}: {so_far}"
 
@@ -235,10 +201,10 @@ def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
     peak, origin = manifest.get("peak_flops_per_second"), str(manifest.get("peak_origin", ""))
     if not _finite(peak) or not peak:
         return ""
-    amount = f"{peak / 1e12:,.1f} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.0f} GFLOP/s"
+    rate = flops_rate(peak)
     if brief:
-        return f"{amount}, {'measured' if 'measured' in origin else 'from the table'}"
-    return f"{amount} over all devices used ({origin})"
+        return f"{rate}, {'measured' if 'measured' in origin else 'from the table'}"
+    return f"{rate} over all devices used ({origin})"
 
 
 def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
@@ -259,14 +225,3 @@ def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
-
-
-def _count(number: float) -> str:
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= limit:
-            return f"{number / limit:,.2f}{letter}"
-    return f"{number:,.0f}"

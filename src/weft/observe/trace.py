@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,6 @@ class MemoryEvent(NamedTuple):
     bytes: int
     total: int
     device: tuple[int, int]
-    thread: Any
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def parse(entries: Iterable[dict[str, Any]]) -> Trace:
             args = entry["args"]
             device = (args["Device Type"], args["Device Id"])
             total = args.get("Total Allocated", 0)
-            memory.append(MemoryEvent(float(entry["ts"]), args["Addr"], args["Bytes"], total, device, thread))
+            memory.append(MemoryEvent(float(entry["ts"]), args["Addr"], args["Bytes"], total, device))
     events.sort(key=lambda event: (event.start, -event.end))
     memory.sort(key=lambda event: event.time)
     return Trace(events, memory)
@@ -260,31 +259,24 @@ def operators(trace: Trace) -> list[Work]:
     """Kernels by name, or on a CPU operators by their own time, within the steps; the longest first."""
     on_device = trace.on_device
     windows = union(trace.steps.values())
-    calls: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    threads = defaultdict(list)
+    calls, seconds = Counter[str](), defaultdict[str, float](float)
+    stacks = defaultdict[Any, list[Event]](list)  # of each thread of the host: the operators that an event is within
     for event in trace.events:
-        if is_compute(event, on_device) or (not on_device and is_communication(event, False)):
-            if event.name.startswith(UNBLOCKED) or not clip(windows, (event.start, event.end)):
-                continue
-            threads[None if on_device else event.thread].append(event)
-    if on_device:
-        for event in threads[None]:
-            calls[event.name] += 1
-            seconds[event.name] += (event.end - event.start) / 1e6
-    for events in () if on_device else threads.values():
-        stack: list[Event] = []
-        for event in events:
-            while stack and stack[-1].end <= event.start:
-                stack.pop()
-            if any(is_communication(outer, False) for outer in stack):
-                continue  # gloo's own copies and sums
+        waits = not on_device and is_communication(event, False)
+        if not (waits or is_compute(event, on_device)) or event.name.startswith(UNBLOCKED):
+            continue
+        if not clip(windows, (event.start, event.end)):
+            continue
+        stack = [outer for outer in stacks[event.thread] if outer.end > event.start]
+        if any(is_communication(outer, False) for outer in stack):
+            continue  # gloo's own copies and sums
+        if not waits:
+            calls[operator_name(event)] += 1
+            seconds[operator_name(event)] += (event.end - event.start) / 1e6
+        if not on_device:
             if stack:
                 seconds[operator_name(stack[-1])] -= (min(event.end, stack[-1].end) - event.start) / 1e6
-            if not is_communication(event, False):
-                calls[operator_name(event)] += 1
-                seconds[operator_name(event)] += (event.end - event.start) / 1e6
-            stack.append(event)
+            stacks[event.thread] = [*stack, event]
     found = [Work(name, number, max(seconds[name], 0.0)) for name, number in calls.items()]
     return sorted(found, key=lambda work: (-work.seconds, work.name))
 

@@ -20,4 +20,4 @@ class AdamW(torch.optim.AdamW):
         eps: Annotated[float, Gt(0)] = 1e-8,
         weight_decay: Annotated[float, Ge(0)] = 0.1,
     ):
-        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)

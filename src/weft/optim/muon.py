@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -45,7 +45,7 @@ class Muon(torch.optim.AdamW):
         rates = {"matrix": lr, "embedding": embedding_lr, "head": head_lr}
         groups = [{**group, "lr": rates.get(group["role"], other_lr)} for group in params]
         self.momentum, self.ns_steps = momentum, ns_steps
-        super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -80,8 +80,9 @@ class Muon(torch.optim.AdamW):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"]
-        buffer.lerp_(parameter.grad, 1 - self.momentum)
-        return torch.lerp(parameter.grad, buffer, self.momentum)
+        gradient = cast(torch.Tensor, parameter.grad)
+        buffer.lerp_(gradient, 1 - self.momentum)
+        return torch.lerp(gradient, buffer, self.momentum)
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
@@ -107,7 +108,9 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full matrix: orthogonalizing needs all of it on one rank. On its mesh's device, if it lives on the host."""
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 def alike(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

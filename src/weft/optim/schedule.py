@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 
 class Schedule:

@@ -1,4 +1,9 @@
-"""How a plain model becomes a sharded one, in one visible order. The same lines for one process and for thousands."""
+"""How a plain model becomes a sharded one: an ordered list of transformations, for one rank as for thousands.
+
+Each is a function `(module, state) -> module` that says what it assumes and what it leaves. It works on a whole model
+or on one stage of a pipeline, mostly in place; with nothing to do it leaves the module alone. Names of parameters never
+change. `weft profile --structure` prints what wraps what in the end.
+"""
 
 from __future__ import annotations
 
@@ -9,164 +14,166 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
-from weft.config.mesh import ParallelSection
-from weft.config.model import CustomModelSection, ModelSection
+from weft.config.model import ModelSection
 from weft.models.build import build_model
 from weft.models.decoder import Block, Decoder
 from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.experts import Experts
-from weft.models.sharding import decoder_sharding
-from weft.parallel.axes.alone import is_alone, whole_part, widen
-from weft.parallel.axes.context import Context, way_of
-from weft.parallel.axes.experts import exchange_tokens
-from weft.parallel.axes.fsdp import shard
-from weft.parallel.axes.own import cut_own
+from weft.parallel import fp8
+from weft.parallel.axes.context import shard_over_cp
+from weft.parallel.axes.experts import shard_over_ep
+from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
 from weft.parallel.axes.pipeline import Stages, split
-from weft.parallel.axes.tensor import cut_parameters, local_part, local_parts, overlap, share_parts
-from weft.parallel.fp8 import use_fp8
+from weft.parallel.axes.single_rank import SingleRankParameters, compute_on_single_rank, is_single_rank, place_on_rank
+from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.old_rows import freeze_all_but_rows
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import home, move_buffers
+from weft.parallel.parts import LocalParameters
 from weft.parallel.randomness import seed_layers
+from weft.parallel.state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
 
+Transformation = Callable[[nn.Module, ModelState], nn.Module]
 
-def parallelize(
-    model_section: ModelSection | ForeignModelSection | CustomModelSection,
-    parallel: ParallelSection,
-    world: World,
-    *,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None = None,
-    seed: int,
-    compile: bool = False,
-    activation_checkpointing: str = "none",
-    only_rows_from: int | None = None,
-    sequence: int = 0,
-    fp8: bool = False,
-) -> nn.Module:
-    """Build the model on the meta device, freeze, split, cut, checkpoint, compile, shard and fill it.
 
-    Args:
-        dtype: of computing. State is float32 (float64 for float64).
-        reduce_dtype: of gradients while they are summed; default: the state's.
-        seed: the weights are a function of it and of the parameters' names, not of the mesh.
-        only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
-        sequence: tokens per row, of which depends what a pipeline's stages cost.
-        fp8: multiply by the blocks' matrices in 8 bits.
+def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
+    """What is done to a model (to each stage of a pipeline), in this order."""
+    single = is_single_rank(plan, world)
+    # Recomputation in backward has to find a rank's parameters again, so they go inside of it; compiled code must see
+    # plain tensors and no DTensors, so there they go outside.
+    around_blocks: list[Transformation] = (
+        [checkpoint_activations, compile_blocks, use_local_parameters]
+        if plan.compile
+        else [use_local_parameters, checkpoint_activations]
+    )
+    return [
+        freeze,
+        use_state_dtype,
+        multiply_in_fp8,
+        shard_over_tp,
+        shard_over_cp,
+        shard_over_ep,
+        place_on_rank if single else replicate_scalars,
+        *around_blocks,
+        seed_layers,
+        compute_on_single_rank if single else shard_over_data,
+    ]
+
+
+def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
+    """Build a model, shard it over the ranks, and fill it with its initial weights.
 
     Returns:
         The model on `world.device`; its parameters are DTensors, their names those of the single-device model. Of a
         pipeline it is what this rank has (`Stages`).
     """
-    state_dtype = torch.promote_types(dtype, torch.float32)
-    alone = is_alone(world, parallel, dtype, reduce_dtype)
-    built_in = isinstance(model_section, ModelSection)
-    if built_in:
-        with torch.device("meta"):
-            if world.shape.pp > 1:
-                model = split(model_section, parallel, world, sequence, dtype)
-            else:
-                model = build_model(model_section)
-    elif isinstance(model_section, ForeignModelSection):
-        # Random weights are drawn by its class in one piece, alike on every rank; others are filled in later.
-        drawn = not model_section.weights and model_section.from_ is None
-        model = world.agree(lambda: build_foreign(model_section, seed=seed if drawn else None))
-    else:
-        torch.manual_seed(seed)  # a model of the user's own initializes itself: alike on every rank
-        model = build_model(model_section)
-    model.to(state_dtype)
-    if isinstance(model, ForeignModel):
-        model.compute_in(dtype)
-
-    if only_rows_from is not None:
-        freeze_all_but_rows(model, only_rows_from)
-    for stage in model.stages if isinstance(model, Stages) else (model,):
-        stage.to(state_dtype)
-        blocks = repeated_blocks(stage)
-        if fp8:
-            use_fp8(stage, blocks, ranks=world.shape.tp)
-        cut(stage, parallel, world, sequence)
-        if alone:
-            cut_parameters(stage, {"*": 0}, world.fsdp)
-        _raise_if_shared(stage, blocks)
-        part_of = partial(whole_part, dtype=dtype) if alone else local_part
-        wrap(stage, blocks, world, part_of, activation_checkpointing=activation_checkpointing, compile=compile)
-        if alone:
-            widen(stage, blocks, state_dtype)
-        else:
-            shard(stage, blocks, parallel, world, dtype, reduce_dtype)
-        if built_in:
-            stage.to_empty(device=home(parallel.offload, world.device))
-
-    if isinstance(model_section, ForeignModelSection) and next(model.parameters()).is_meta:
-        materialize(model, home(parallel.offload, world.device))
-    elif built_in:
-        fill(model, seed)
-    else:
-        model.to(home(parallel.offload, world.device))
-    move_buffers(model, world.device)
+    model = assemble(plan, world)
+    fill_weights(model, plan, world)
     return model.train()
 
 
-def wrap(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    world: World,
-    part_of: Callable,
-    *,
-    activation_checkpointing: str,
-    compile: bool,
-) -> None:
-    """Have blocks keep less for backward, compile them, and put a rank's own parts in the place of parameters."""
-    experts = [module for module in model.modules() if isinstance(module, Experts)] if world.experts is not None else []
-    for number, block in enumerate(blocks):
-        # The forward, not the module: FSDP's hooks stay outside, and names stay what they are. Compiled code is given
-        # a rank's parts; what is computed again in backward has to find them again.
-        if not compile:
-            block.forward = local_parts(block.forward, block, experts, part_of=part_of)
-        of = len(blocks)
-        if isinstance(model, Decoder):  # a stage has some of the layers
-            number, of = block.attention.layer, len(model.layers)
-        block.forward = checkpointed(block.forward, activation_checkpointing, number, of, compile=compile)
-        if compile:
-            block.forward = torch.compile(block.forward, options=compiler_options(block, world.device))
-            block.forward = local_parts(block.forward, block, experts, part_of=part_of)
-    seed_layers(model, blocks)
-    for one in experts:
-        one.forward = local_parts(one.forward, one)
-    model.forward = local_parts(model.forward, model, blocks, part_of=part_of)
-    if compile and hasattr(model, "token_logprobs"):
-        model.token_logprobs = partial(model.token_logprobs, compiled=True)
+def assemble(plan: ModelPlan, world: World) -> nn.Module:
+    """The sharded model without its weights: the built-in decoder on the meta device, other models where they are."""
+    single = is_single_rank(plan, world)
+    state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
+    stages = build_stages(plan, world)
+    for number in stages:
+        raise_if_shared(stages[number], repeated_blocks(stages[number]))
+        for transform in transformations(plan, world):
+            stages[number] = transform(stages[number], state)
+    model = Stages(stages) if world.shape.pp > 1 else stages[0]
+    setattr(model, ATTRIBUTE, state)
+    return model
 
 
-def cut(model: nn.Module, parallel: ParallelSection, world: World, sequence: int) -> None:
-    """Cut matrices over `tp`, rows over `cp` and experts over `ep`, and have the model's parts talk accordingly."""
-    tp = world.tensor
-    model.weft_context = None
-    if tp is None and world.experts is None and world.shape.cp == 1:
-        return
-    if tp is not None and parallel.async_tp:
-        world.agree(lambda: overlap(tp))
-    if not isinstance(model, Decoder):
-        cut_own(model, world, sequence)
-        return
-    table = decoder_sharding(model.config, world.shape.tp)
-    if tp is not None:
-        share_parts(model, table, tp)
-    if world.shape.cp > 1:
-        way = way_of(model.config, parallel.context, world.shape.cp, world.shape.tp)
-        model.weft_context = Context(model.config, world.group("cp"), way)
-        model.weft_context.apply(model)
-    if world.experts is not None:
-        exchange_tokens(model, world.experts.get_group("ep"))
-    cut_parameters(model, table, tp, world.experts)
+def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
+    """The plain model, or this rank's stages of it, by their numbers.
+
+    Leaves a decoder on the meta device; the user's own model and a Transformers model with random weights with values,
+    alike on every rank, as their own code draws them in one piece; one that is filled from files on the meta device.
+    """
+    section = plan.model
+    if isinstance(section, ModelSection):
+        with torch.device("meta"):
+            if world.shape.pp > 1:
+                return dict(split(section, plan.parallel, world, plan.sequence, plan.dtype))
+            return {0: build_model(section)}
+    if isinstance(section, ForeignModelSection):
+        drawn = not section.weights and section.from_ is None
+        return {0: world.agree(lambda: build_foreign(section, seed=plan.seed if drawn else None))}
+    torch.manual_seed(plan.seed)
+    return {0: build_model(section)}
 
 
-def compiler_options(block: nn.Module, device: torch.device) -> dict[str, int]:
+# ---- the transformations that belong to no mesh axis; those of an axis are in its file
+
+
+def freeze(model: nn.Module, state: ModelState) -> nn.Module:
+    """With `only_rows_from`: freeze all but the embedding and the head. Assumes plain parameters."""
+    if state.plan.only_rows_from is not None:
+        freeze_all_but_rows(model, state.plan.only_rows_from)
+    return model
+
+
+def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
+    """Have parameters and buffers in the dtype of the state. Assumes plain parameters.
+
+    What is computed in a narrower dtype is cast by the last transformation: FSDP2's policy, or its like on one rank.
+    """
+    model.to(state.plan.state_dtype)
+    if isinstance(model, ForeignModel):
+        model.compute_in(state.plan.dtype)
+    return model
+
+
+def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
+    """With `fp8`: swap the blocks' linear layers for torchao's. Assumes plain parameters, not sharded; leaves these."""
+    if state.plan.fp8:
+        fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
+    return model
+
+
+def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
+    """Have forwards compute with this rank's plain tensors in the place of DTensor parameters.
+
+    Assumes that `tp`, `ep` and a single rank have made their DTensors. FSDP2 makes the rest later, and puts plain
+    tensors in their place by itself. A unit of FSDP2 (block, experts, the rest) is wrapped by itself: its parameters
+    are there when its forward begins.
+    """
+    blocks = repeated_blocks(model)
+    experts = [one for one in model.modules() if isinstance(one, Experts)] if state.world.experts is not None else []
+    for unit, apart in [*((block, experts) for block in blocks), *((one, []) for one in experts), (model, blocks)]:
+        found = LocalParameters(unit, apart, state)
+        state.wrap(unit, f"local parameters: plain tensors of {len(found.places)} DTensors", found.around)
+    return model
+
+
+def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
+    """Have blocks keep for backward what `activation_checkpointing` says. Assumes nothing of parameters."""
+    mode, compile = state.plan.activation_checkpointing, state.plan.compile
+    for block, number, of in numbered_blocks(model):
+        wrapper = partial(checkpointed, mode=mode, number=number, of=of, compile=compile)
+        state.wrap(block, f"activation checkpointing ({mode})", wrapper)
+    return model
+
+
+def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
+    """Compile each block's forward, and the loss of a model that has `token_logprobs`.
+
+    Assumes that checkpointing is inside, where the compiler sees it, and that DTensors are replaced outside.
+    """
+    for block in repeated_blocks(model):
+        options = compiler_options(block, state.world.device)
+        state.wrap(block, "torch.compile", partial(torch.compile, options=options))
+    if (token_logprobs := getattr(model, "token_logprobs", None)) is not None:
+        state.fill(model, "token_logprobs", "torch.compile", partial(token_logprobs, compiled=True))
+    return model
+
+
+def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
     """What Inductor is to be told of a block.
 
     Side by side, attention's and the MLP's output biases have one gradient. Inductor's code for CPUs (of PyTorch 2.11
@@ -176,25 +183,29 @@ def compiler_options(block: nn.Module, device: torch.device) -> dict[str, int]:
     return {"cpp.max_horizontal_fusion_size": 1} if both else {}
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost `nn.ModuleList`s: the units that are checkpointed, compiled and sharded."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
-        found += [one for one in inner if one is not None]  # a pipeline's stage has not all
-    return found
+def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
+    """Each block with its number in the whole model and the number of all: a stage has some of the layers."""
+    blocks = repeated_blocks(model)
+    if isinstance(model, Decoder):
+        return [(layer, number, len(model.layers)) for number, layer in enumerate(model.layers) if layer is not None]
+    return [(block, number, len(blocks)) for number, block in enumerate(blocks)]
 
 
-def _raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """FSDP2 cannot gather one parameter with two blocks. Raises UserError, naming it."""
-    seen: dict[int, nn.Module] = {}
-    for block in blocks:
-        for name, parameter in block.named_parameters():
-            if seen.setdefault(id(parameter), block) is not block:
-                raise UserError(
-                    f"model: {type(model).__name__}: several layers share one {name}, and layers are sharded one by "
-                    "one; a model with shared layers cannot be trained here"
-                )
+# ---- weights
+
+
+def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
+    """Give a sharded model memory on its device, and its initial weights unless files will fill it."""
+    device = home(plan.parallel.offload, world.device)
+    if isinstance(plan.model, ModelSection):
+        for stage in model.stages.values() if isinstance(model, Stages) else [model]:
+            stage.to_empty(device=device)
+        fill(model, plan.seed)
+    elif isinstance(plan.model, ForeignModelSection) and next(model.parameters()).is_meta:
+        materialize(model, device)
+    else:
+        model.to(device)
+    move_buffers(model, world.device)
 
 
 @torch.no_grad()

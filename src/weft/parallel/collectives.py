@@ -6,23 +6,19 @@ All of them are differentiable, take the group of a mesh axis, and split or join
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed import ProcessGroup
 
-# PyTorch 2.13 has new names for three of them.
-_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-_all_gather_copies = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+from weft import torch_private as private
 
 
 def gather(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """All ranks' parts, joined along `dim`. Each rank uses the whole: the gradients of all uses are summed."""
-    return _all_gather(x.contiguous(), dim, group)
+    return private.all_gather_autograd(x.contiguous(), dim, group)
 
 
 def scatter_sum(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' tensors, of which each keeps its part of `dim`."""
-    return _reduce_scatter(x.contiguous(), "sum", dim, group)
+    return private.reduce_scatter_autograd(x.contiguous(), "sum", dim, group)
 
 
 def exchange(x: torch.Tensor, split: int, join: int, group: ProcessGroup) -> torch.Tensor:
@@ -39,14 +35,14 @@ def exchange_rows(
 
     None: alike parts.
     """
-    return funcol.all_to_all_single_autograd(x.contiguous(), received, given, group)
+    return private.all_to_all_autograd(x.contiguous(), received, given, group)
 
 
 class _GatherCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
-        return funcol.wait_tensor(_all_gather_copies(x.contiguous(), dim, group))
+        return private.wait_tensor(private.all_gather(x.contiguous(), dim, group))
 
     @staticmethod
     def backward(ctx, grad):
@@ -61,7 +57,7 @@ def gather_copies(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tenso
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+        return private.wait_tensor(private.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx, grad):
@@ -77,11 +73,11 @@ class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return funcol.wait_tensor(funcol.all_reduce(x.contiguous(), "sum", group))
+        return private.wait_tensor(private.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx, grad):
-        return funcol.wait_tensor(funcol.all_reduce(grad.contiguous(), "sum", ctx.group)), None
+        return private.wait_tensor(private.all_reduce(grad.contiguous(), "sum", ctx.group)), None
 
 
 def sum_parts(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 MULTIPLE = 16  # of which the sizes of a product in 8 bits must be multiples
 _ROUTERS = ("router", "gate")  # which experts a token goes to must not hang on the rounding
@@ -45,15 +45,18 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao tells of libraries that it cannot load and are not asked for
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
 
     logging.disable(before)
     inner = {module for block in blocks for module in block.modules() if module is not block}
 
     def fits(module: nn.Module, name: str) -> bool:
-        sizes = (module.in_features, module.out_features)
-        known = type(module) is nn.Linear and module in inner and name.rpartition(".")[2] not in _ROUTERS
-        return known and all(size % (MULTIPLE * ranks) == 0 for size in sizes)
+        if type(module) is not nn.Linear or module not in inner or name.rpartition(".")[2] in _ROUTERS:
+            return False
+        return all(size % (MULTIPLE * ranks) == 0 for size in (module.in_features, module.out_features))
 
     # Gradients of weights sum over tokens, of which there may be any number: filled up with zeros.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)

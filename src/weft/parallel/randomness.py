@@ -20,30 +20,42 @@ from torch import nn
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.dropout import Dropout, Whole
+from weft.parallel.state import ModelState
 
 STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: seeds of layers and heads lie far apart
 BITS = (1 << 63) - 1
 
 
-def seed_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Have each layer draw from a seed of its own, made of the one that is set when the model is called."""
-    if not isinstance(model, Decoder) or not any(_rates(model)):
-        return
-    forward, kept = model.forward, [0]
+def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
+    """Have each layer draw from a seed of its own, made of the one that is set when the model is called.
 
+    Assumes that activation checkpointing is inside: it draws again what was drawn.
+    """
+    if not isinstance(model, Decoder) or not any(_rates(model)):
+        return model
+    kept = [0]
+    state.wrap(model, "dropout: keeps the micro-batch's seed", partial(_keeping, kept))
+    for number, block in enumerate(model.layers):
+        if block is not None:
+            state.wrap(block, "dropout: the layer's seed", partial(_seeding, kept, number + 1))
+    return model
+
+
+def _keeping(kept: list[int], forward: Callable) -> Callable:
     @wraps(forward)
     def call(*arguments, **named):
         kept[0] = torch.initial_seed()
         return forward(*arguments, **named)
 
-    model.forward = call
-    for block in blocks:
-        block.forward = partial(_seeded, block.forward, kept, block.attention.layer + 1)
+    return call
 
 
-def _seeded(forward: Callable, kept: list[int], number: int, *arguments, **named):
-    torch.manual_seed(derived(kept[0], number))
-    return forward(*arguments, **named)
+def _seeding(kept: list[int], number: int, forward: Callable) -> Callable:
+    def call(*arguments, **named):
+        torch.manual_seed(derived(kept[0], number))
+        return forward(*arguments, **named)
+
+    return call
 
 
 def derived(seed: int, number: int) -> int:

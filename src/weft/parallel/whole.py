@@ -46,7 +46,7 @@ def whole_model(
             if stage == mine:
                 value = tensors[name].detach()
                 value = (value.full_tensor() if isinstance(value, DTensor) else value).to(dtype)
-            if stage and first_of_stage and stage == mine:
+            if stage and first_of_stage and value is not None:
                 dist.send(value.contiguous(), group=world.stages, group_dst=0)
             elif stage and world.rank == 0:
                 value = torch.empty_like(targets[name])

@@ -11,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.config.errors import UserError
 from weft.config.mesh import AXES, MeshShape, ParallelSection, mesh_shape
+from weft.errors import UserError
+from weft.observe.console import Console
+from weft.parallel import ranks
 from weft.parallel.rendezvous import COLLECTIVE_TIMEOUT, next_store
+from weft.torch_private import forget_groups
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ class World:
 
     @property
     def first_of_rows(self) -> bool:
-        """Whether it is the first of the ranks that share its rows."""
+        """Whether it is the first of the ranks that share its rows, and so speaks for its fellows on pp, cp and tp."""
         return self.place("pp") == self.place("cp") == self.place("tp") == 0
 
     @property
@@ -72,11 +75,6 @@ class World:
         """The ranks that have the other stages of a pipeline; None where there is none."""
         return self.group("pp") if self.shape.pp > 1 else None
 
-    @property
-    def counts(self) -> bool:
-        """Whether this rank speaks for all that have the same rows: its fellows on `pp`, `cp` and `tp`."""
-        return self.place("pp") == self.place("cp") == self.place("tp") == 0
-
     def sum(self, *values: float | torch.Tensor, votes: Sequence[float] = ()) -> list[float]:
         """The sums of scalars over the ranks that have different rows, in float64, in one collective.
 
@@ -88,7 +86,7 @@ class World:
         given = [*values, *votes]
         total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in given])
         if self.ranks > 1:
-            if not self.counts:
+            if not self.first_of_rows:
                 total[: len(values)] = 0
             dist.all_reduce(total)
         return total.tolist()
@@ -107,40 +105,12 @@ class World:
             dist.all_reduce(tensor, group=self.tokens)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """Do `act` on all ranks (or on the first, whose result all get) and raise together what any of them raises.
-
-        Without it, a rank that stops at a user's mistake leaves the others waiting, and N ranks say one thing N times.
-
-        Raises:
-            UserError: the first rank's, or with the number of the first rank that raised one; quiet on other ranks.
-        """
-        result, error = None, None
-        if self.rank == 0 or not only_first:
-            try:
-                result = act()
-            except UserError as mistake:
-                error = mistake
-        if self.ranks == 1:
-            if error is not None:
-                raise error
-            return result  # type: ignore[return-value]
-        told: list = [None] * self.ranks
-        dist.all_gather_object(told, (str(error) if error else None, result if only_first else None))
-        texts = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
-        if texts:
-            rank, text = next(iter(texts.items()))
-            together = UserError(text if rank == 0 else f"rank {rank}: {text}")
-            together.quiet = self.rank != 0
-            raise together
-        return told[0][1] if only_first else result  # type: ignore[return-value]
+        """`ranks.agree`."""
+        return ranks.agree(act, only_first)
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, on every rank."""
-        if self.ranks == 1:
-            return [value]
-        told: list = [None] * self.ranks
-        dist.all_gather_object(told, value)
-        return told
+        """`ranks.gather`: every rank's `value`, on every rank."""
+        return ranks.gather(value)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -160,16 +130,23 @@ class World:
             dist.destroy_process_group()
 
 
-def forget_groups() -> None:
-    """Have DTensor plan anew: what it keeps of an earlier mesh of this process names groups that are gone."""
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+def local_device(console: Console) -> torch.device:
+    """This process's GPU, by its local rank, or the CPU. An accelerator that Weft does not support is named.
 
-    _clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
-    infos = getattr(_redistribute, "_gen_transform_infos", None)
-    if infos is not None and hasattr(infos, "cache_clear"):
-        infos.cache_clear()
+    Raises:
+        UserError: this machine has fewer GPUs.
+    """
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to that"
+            )
+        return torch.device("cuda", local)
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None:
+        console.line(f"this machine's {other.type.upper()} device is not supported; the CPU does the work")
+    return torch.device("cpu")
 
 
 def start_world(section: ParallelSection) -> World:
@@ -180,16 +157,9 @@ def start_world(section: ParallelSection) -> World:
     """
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(section, ranks)
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        if local >= torch.cuda.device_count():
-            raise UserError(
-                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to that"
-            )
-        device = torch.device("cuda", local)
+    device = local_device(Console(speaks=rank == 0))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     if section.async_tp and device.type != "cuda":
         mistake = UserError(
             "parallel.async_tp: GPUs write to one another's memory for it, and there is none; remove it"
@@ -204,7 +174,8 @@ def start_world(section: ParallelSection) -> World:
             )
         else:
             # No port, no host name: a run of one process needs no network.
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return World(rank, ranks, device, shape, **meshes(shape, device))
 
 
@@ -224,7 +195,9 @@ def meshes(shape: MeshShape, device: torch.device) -> dict[str, Any]:
     if shape.tp > 1:
         made["tensor"] = weights["tp"]
     if shape.pp * shape.tp > 1 and shape.data_ranks * shape.cp > 1:
-        made["tokens"] = mesh["dp_replicate", "dp_shard", "cp"]._flatten("tokens").get_group()
+        # One group for each stage and tensor rank: all ranks with other tokens.
+        same = mesh.mesh.view(shape.pp, -1, shape.tp).transpose(1, 2).flatten(0, 1)
+        made["tokens"], _ = dist.new_subgroups_by_enumeration(same.tolist())
     if shape.ep > 1:
         axes = ("pp", "dp_replicate", "efsdp", "ep", "tp")
         sizes = (shape.pp, shape.dp_replicate, shape.fsdp // shape.ep, shape.ep, shape.tp)

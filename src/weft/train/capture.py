@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, record_function
 
-from weft.config.run import RunConfig
+from weft.formatting import amount, counted
 from weft.observe.memory import MARK
 from weft.observe.trace import DATA, STEP
-from weft.parallel.world import World
-from weft.train.recorder import Recorder, amount
-from weft.train.run_directory import RunDirectory
+from weft.train.data import Data
+from weft.train.job import Job
+from weft.train.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,11 @@ class Capture:
 class ProfilingRecorder(Recorder):
     """Opens and closes the trace's ranges; says what is profiled, and nothing of a run that ends."""
 
-    def __init__(self, config: RunConfig, world: World, run: RunDirectory, length: Any, *rest: Any, capture: Capture):
+    def __init__(self, job: Job, data: Data, model: nn.Module, step: int, *, capture: Capture):
         self.capture, self.range, self.on_edge = capture, None, None
         steps = capture.request.warmup + capture.request.steps
-        super().__init__(config, world, run, dataclasses.replace(length, steps=steps), *rest)
+        length = dataclasses.replace(data.length, steps=steps)
+        super().__init__(job, dataclasses.replace(data, length=length), model, step)
 
     def watch(self, on_edge: Callable[[bool], None]) -> None:
         """Have `on_edge` called at the beginning (True) and the end of every step that is recorded."""
@@ -107,8 +108,8 @@ class ProfilingRecorder(Recorder):
         request = self.capture.request
         self.console.line(
             f"profiling {self.config.run.name}: {amount(self.parameters)} parameters, {request.warmup} + "
-            f"{request.steps} steps of {self.length.tokens_per_step:,} tokens, {self.config.training.dtype} on "
-            f"{self.world.ranks} x {self.world.device.type}"
+            f"{counted(request.steps, 'step')} of {counted(self.length.tokens_per_step, 'token')}, "
+            f"{self.config.training.dtype} on {self.world.ranks} x {self.world.device.type}"
         )
 
     def begin_step(self) -> None:
@@ -117,7 +118,6 @@ class ProfilingRecorder(Recorder):
             self.on_edge(True)
         self.range = record_function(f"{STEP}{len(self.capture.seconds) + 1}").__enter__()
         self.waiting = record_function(DATA).__enter__()
-        self.began_at = time.perf_counter()
         super().begin_step()
 
     def data_arrived(self) -> None:
@@ -125,23 +125,23 @@ class ProfilingRecorder(Recorder):
         super().data_arrived()
         self.waiting.__exit__(None, None, None)
 
-    def end_step(self, step: int, **measured: Any) -> None:
+    def end_step(self, step: int, row: int, **measured: float) -> dict[str, Any]:
         """The step ends here for the trace as for tokens/s: before anything that is not training."""
-        super().end_step(step, **measured)
-        seconds = time.perf_counter() - self.began_at
+        line = super().end_step(step, row, **measured)
         if self.range is not None:
             self.range.__exit__(None, None, None)
         if self.capture.recording and self.on_edge:
             self.on_edge(False)
-        self.capture.seconds.append(seconds)
+        self.capture.seconds.append(self.clock.step_seconds)
         if self.capture.profiler is not None:
             self.capture.profiler.step()
+        return line
 
     def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
         """There is no profile of a run that breaks."""
         self.console.warning(f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}")
 
-    def ended(self, status: str, step: int) -> None:
+    def ended(self, status: str, step: int, reason: str | None = None) -> None:
         """Say it if nothing came of it."""
         if status != "finished":
             self.console.line("ended early; nothing was written")

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.checkpoint.files import Keep
 from weft.checkpoint.save import save
-from weft.config.derive import RunLength
-from weft.config.errors import UserError
-from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
-from weft.data.batches.loader import BatchSource, ValidationBatches
-from weft.data.tokenizers.tokenizer import Prompt
-from weft.generate.sample import generate
-from weft.objectives.objective import Objective
+from weft.errors import UserError
+from weft.observe.status import LONG, doing
 from weft.optim.schedule import Schedule
 from weft.parallel.axes.balance import ExpertBalance
-from weft.parallel.axes.pipeline import PipelinePasses
+from weft.parallel.axes.pipeline import PipelinePasses, Stages
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.old_rows import OldRows
 from weft.parallel.gradients.scaling import LossScale
+from weft.parallel.objective import quotients
 from weft.parallel.passes import Passes
-from weft.parallel.whole import whole_model
-from weft.parallel.world import World
-from weft.train.choices import DTYPES
+from weft.train.data import Data
+from weft.train.hooks import Callbacks
+from weft.train.job import Job
+from weft.train.measures import Metrics
 from weft.train.recorder import Recorder
+from weft.train.sampler import Sampler
+from weft.train.state import State
 from weft.train.stop import StopSignal
-from weft.train.validate import BytesPerToken, validate
+from weft.train.validate import validate
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,13 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: "finished"; "stopped" by a signal; or "non-finite", at a loss or gradient that is no number.
+        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite", at a loss or gradient
+            that is no number.
         step: updates made, or skipped for the loss's scale; a checkpoint of them exists.
         loss: of the last update, in nats per token; None if this session made none.
         validation: the last measurements on held-out data.
         signal: the number of the signal that stopped it.
+        reason: why a callback stopped it.
     """
 
     status: str
@@ -55,108 +56,177 @@ class Outcome:
     loss: float | None
     validation: dict[str, float]
     signal: int | None = None
+    reason: str | None = None
+
+
+@dataclass
+class Learner:
+    """What an update needs: what computes gradients, and what makes a step of them.
+
+    Attributes:
+        metrics: those of the run file, around the objective.
+        compress: sums gradients over the copies of the model, if FSDP2 is not to.
+    """
+
+    model: nn.Module
+    metrics: Metrics
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scale: LossScale
+    compress: PowerSGD | None = None
 
 
 @dataclass
 class Loop:
     """All parts of a run, and the order in which they work. `run(step)` goes on after `step` updates."""
 
-    config: RunConfig
-    length: RunLength
-    world: World
-    directory: Path
-    source: BatchSource
-    held_out: Callable[[bool], ValidationBatches] | None
-    bytes_per_token: BytesPerToken | None
-    model: nn.Module
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
+    job: Job
+    data: Data
+    learner: Learner
     recorder: Recorder
-    prompts: list[Prompt]
-    stop_ids: frozenset[int]
-    decode: Callable[[list[int]], str] | None
-    scale: LossScale
-    compress: PowerSGD | None
+    sampler: Sampler | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
+    replay: bool = False  # the checkpoint is of a step whose validation came after it
 
     def __post_init__(self) -> None:
-        kind = PipelinePasses if self.world.shape.pp > 1 else Passes
-        self.passes = kind(self.model, self.objective, self.world, self.config.parallel)
+        self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
+        self.model, self.optimizer = self.learner.model, self.learner.optimizer
+        self.scale, self.objective = self.learner.scale, self.learner.metrics.objective
+        if isinstance(self.model, Stages):
+            self.passes: Passes = PipelinePasses(self.model, self.objective, self.world, self.config.parallel)
+        else:
+            self.passes = Passes(self.model, self.objective, self.world, self.config.parallel)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.measured: dict[str, float] = {}
+        self.saved_at = self.validated_at = 0
 
     def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
-        """Train from `step` updates to the end, to a number that is none, or to what `stop` hears on any rank."""
+        """Train from `step` updates to the end, to a number that is none, or to what `stop` or a callback asks for on
+        any rank."""
         stop = stop or StopSignal()
-        loss, measured, saved_at = None, {}, step
-        self.passes.updated()
-        batches = iter(self.source.iterate(step, self.length.steps, self.config.data.workers))
+        state = self.begin(step, stop)
+        batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
         with self.recorder.progress(step):
-            while step < self.length.steps:
+            self.callbacks.call("begin", state)
+            missed = self.replay and self.data.held_out and step % self.length.validation_every == 0
+            if missed and self.callbacks.hear_validations:
+                self.validate(step, whole=False)
+            while state.step < self.length.steps:
+                doing(f"step {state.step + 1:,}")
                 self.recorder.begin_step()
-                try:
-                    batch = next(batches)
-                except UserError as mistake:
-                    mistake.quiet = not self.world.first_of_rows  # all that have these rows find it
-                    raise
-                self.recorder.data_arrived()
-                # All ranks learn of a signal to any of them at the same step, in the sum that the loss needs anyway.
+                batch = self.next_batch(batches)
+                # All ranks learn of a request to stop at the same step, in the sum that the loss needs anyway.
                 weight, learned, *votes = self.world.sum(
                     self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
                 )
-                if (received := stop.agreed(votes)) is not None:
-                    if saved_at != step:
-                        self.save(step)
-                    return Outcome("stopped", step, loss, measured, received)
+                if (received := stop.agreed(votes)) == stop.ASKED:
+                    reasons = self.world.gather(stop.reason)
+                    return self.leave("stopped-early", reason=next(reason for reason in reasons if reason is not None))
+                if received is not None:
+                    return self.leave("stopped", signal=received)
+                if not self.update(batch, weight, learned):
+                    return self.leave("non-finite")
+                self.after_update(state.step)
+            return self.leave("finished")
 
-                loss = self.accumulate_gradients(batch, weight, learned, step)
-                self.old_rows.clear_gradients()
-                self.scale.unscale(self.parameters)
-                if self.compress is not None:
-                    self.compress.reduce(step)
-                norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
-                finite = math.isfinite(loss) and math.isfinite(norm)
-                scaling = self.scale.metrics(finite)
-                if not (finite or self.scale.may_skip()):
-                    self.optimizer.zero_grad()
-                    if saved_at != step:
-                        self.save(step)  # the weights that this update would have spoiled
-                    self.recorder.not_finite(step, loss, norm, batch)
-                    return Outcome("non-finite", step, loss, measured)
-                lr = self.set_learning_rate(step)
-                if finite:
-                    with self.old_rows.unchanged():
-                        self.optimizer.step()
-                    self.passes.updated()
-                else:
-                    self.recorder.skipped(step)
-                self.scale.update(finite)
-                self.optimizer.zero_grad()
-                balance = self.balance.update()
-                step += 1
-                row = self.length.sequence_length // self.pieces(batch)
-                self.recorder.end_step(
-                    step, loss=loss, lr=lr, grad_norm=norm, weight=weight, row=row, balance=balance, scaling=scaling
-                )
+    def begin(self, step: int, stop: StopSignal) -> State:
+        """Get ready to go on after `step` updates."""
+        self.saved_at, self.measured = step, {}
+        self.state = State(
+            config=self.config,
+            path=self.job.run.path,
+            rank=self.world.rank,
+            ranks=self.world.ranks,
+            model=self.model,
+            optimizer=self.optimizer,
+            step=step,
+            steps=self.length.steps,
+            stop=stop,
+            weights_replaced=self.passes.replaced,
+        )
+        self.passes.updated()
+        return self.state
 
-                if self.due(step, self.length.checkpoint_every):
-                    self.save(step)
-                    saved_at = step
-                if self.held_out is not None and self.due(step, self.length.validation_every):
-                    measured = self.validate(step, whole=step == self.length.steps)
-                    self.recorder.validated(step, measured)
-                if self.prompts and self.due(step, self.length.samples_every):
-                    self.write_samples(step)
-                self.recorder.write(step)
-        return Outcome("finished", step, loss, measured)
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """This rank's rows of the next global batch."""
+        try:
+            batch = next(batches)
+        except UserError as mistake:
+            mistake.quiet = not self.world.first_of_rows  # all that have these rows find it
+            raise
+        self.recorder.data_arrived()
+        return batch
+
+    def update(self, batch: Batch, weight: float, learned: float) -> bool:
+        """Make a step: gradients, their norm, new weights, and a line of metrics.
+
+        Returns:
+            Whether the loss and the gradient were numbers, or may have been too large for float16: False ends the run.
+        """
+        state, step = self.state, self.state.step
+        state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
+        loss, scalars = self.accumulate_gradients(batch, weight, learned, step)
+        self.old_rows.clear_gradients()
+        self.scale.unscale(self.parameters)
+        if self.learner.compress is not None:
+            self.learner.compress.reduce(step)
+        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        scaling = self.scale.metrics(finite)
+        if not (finite or self.scale.may_skip()):
+            self.optimizer.zero_grad()
+            self.recorder.not_finite(step, loss, norm, batch)
+            return False
+        lr = self.set_learning_rate(step)
+        if finite:
+            with self.old_rows.unchanged():
+                self.optimizer.step()
+            self.passes.updated()
+        else:
+            self.recorder.skipped(step)
+        self.scale.update(finite)
+        self.optimizer.zero_grad()
+        balance = self.balance.update()
+        state.step, state.loss, state.updated = step + 1, loss, finite
+        row = self.length.sequence_length // self.pieces(batch)
+        state.metrics = self.recorder.end_step(state.step, row, loss=loss, lr=lr, grad_norm=norm, learned_tokens=weight)
+        for found in (balance, scaling, scalars):
+            state.log(found)
+        return True
+
+    def after_update(self, step: int) -> None:
+        """What follows an update: metrics, callbacks, a checkpoint, a validation, samples, a line of metrics."""
+        self.learner.metrics.step(self.state, self.world)
+        self.callbacks.call("step", self.state)
+        if self.due(step, self.length.checkpoint_every):
+            self.save(step)
+        if self.data.held_out and self.due(step, self.length.validation_every):
+            self.validate(step, whole=step == self.length.steps)
+        if self.sampler is not None and self.due(step, self.length.samples_every):
+            doing(f"step {step:,}, writing samples", "samples", LONG)
+            self.sampler.write(step, self.recorder)
+        self.recorder.write(self.state)
+
+    def leave(self, status: str, *, signal: int | None = None, reason: str | None = None) -> Outcome:
+        """The end of the session, with a checkpoint of where it is."""
+        step = self.state.step
+        if self.saved_at != step:
+            self.save(step)
+        doing("ending the run", "end", LONG)  # callbacks' and trackers' last words, the report
+        self.state.status = status
+        self.callbacks.call("ended", self.state)
+        return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
     def due(self, step: int, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, happens now."""
         return step % every == 0 or step == self.length.steps
 
-    def accumulate_gradients(self, batch: Batch, weight: float, learned: float, step: int) -> float:
+    def accumulate_gradients(
+        self, batch: Batch, weight: float, learned: float, step: int
+    ) -> tuple[float, dict[str, float]]:
         """Gradients of the global batch's mean loss, summed over micro-batches and, in the last one's backward, ranks.
 
         Args:
@@ -164,7 +234,7 @@ class Loop:
             learned: its number of tokens that are learned from, by which the balance of experts is shared out.
 
         Returns:
-            The mean loss, in nats per token (or whatever the objective weighs).
+            The mean loss, in nats per token (or whatever the objective weighs), and the objective's scalars.
         """
         if weight == 0:
             self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
@@ -177,7 +247,8 @@ class Loop:
             seed=partial(self.seed, step),
             factor=self.scale.factor,
         )
-        return self.world.sum(total)[0] / (weight or 1.0)
+        loss, *pairs = self.world.sum(*total.unbind())
+        return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
 
     def pieces(self, batch: Batch) -> int:
         """Rows that each sequence of the batch is cut into."""
@@ -190,57 +261,31 @@ class Loop:
 
     def set_learning_rate(self, step: int) -> float:
         """Scale every group's own learning rate by the schedule; returns that of the config."""
-        factor = self.schedule(step)
+        factor = self.learner.schedule(step)
         for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * factor
         return self.optimizer.defaults["lr"] * factor
 
-    def validate(self, step: int, whole: bool) -> dict[str, float]:
+    def validate(self, step: int, whole: bool) -> None:
         """The loss on the held-out data: the whole at the end, before it as much as `validation.tokens` says."""
-        assert self.held_out is not None
-        return validate(
-            self.model,
-            self.passes,
-            self.recorder.validating(step, self.held_out(whole)),
-            self.world,
-            bytes_per_token=self.bytes_per_token,
-        )
-
-    def write_samples(self, step: int) -> None:
-        """Continue the config's prompts and note what came out.
-
-        Where weights are shared over data ranks alone, all take part; else the first does it with a whole copy of them.
-        """
-        settings, model, shape = self.config.samples, self.model, self.world.shape
-        if shape.pp * shape.cp * shape.tp > 1:
-            model = whole_model(model, self.config.model, self.world, DTYPES[self.config.training.dtype])
-            if model is None:
-                return
-        texts: list[list[int]] = [[] for _ in self.prompts]
-        model.eval()
-        for new in generate(
-            model,
-            [prompt.ids for prompt in self.prompts],
-            first=[prompt.first for prompt in self.prompts],
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            seed=self.config.run.seed,
-            stop_ids=self.stop_ids,
-        ):
-            for text, token in zip(texts, new, strict=True):
-                if token is not None and token not in self.stop_ids:
-                    text.append(token)
-        self.model.train()
-        if self.decode is not None:
-            self.recorder.samples(step, [prompt.text for prompt in self.prompts], [self.decode(t) for t in texts])
+        show = partial(self.recorder.validating, step)
+        with self.callbacks.validating(self.state):
+            held_out = self.data.held_out
+            self.measured = validate(self.model, self.passes, held_out, self.world, whole=whole, show=show)
+        self.state.metrics |= self.measured
+        self.recorder.validated(step, self.measured)
+        self.validated_at = step
+        self.callbacks.call("validated", self.state)
 
     def save(self, step: int) -> None:
         """A checkpoint of `step` updates: weights, optimizer state, the loss's scale, and the step for all else."""
-        settings = self.config.checkpoint
-        model: dict[str, Any] = self.config.model.model_dump(mode="json", by_alias=True)
+        settings, compress = self.config.checkpoint, self.learner.compress
+        architecture: dict[str, Any] = self.config.model.model_dump(mode="json", by_alias=True)
+        values, tensors = self.callbacks.state()
+        to_come = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step
         with self.recorder.saving(step):
             save(
-                self.directory,
+                self.job.run.path,
                 step,
                 model=self.model,
                 optimizer=self.optimizer,
@@ -249,9 +294,11 @@ class Loop:
                     "tokens": step * self.length.tokens_per_step,
                     "seed": self.config.run.seed,
                     **self.scale.state(),
+                    **({"callbacks": values, "validated": not to_come} if self.callbacks.found else {}),
                 },
-                others=self.compress.state() if self.compress is not None else {},
-                architecture=model,
-                keep_last=settings.keep_last,
-                keep_every=settings.keep_every,
+                others={**(compress.state() if compress is not None else {}), **tensors},
+                architecture=architecture,
+                keep=Keep(settings.keep_last, settings.keep_every),
             )
+        self.saved_at = step
+        self.callbacks.call("saved", self.state)

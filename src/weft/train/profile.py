@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.huggingface.making import new_folder
-from weft.config.errors import UserError
+from weft.checkpoint.making import new_folder
 from weft.config.run import RunConfig
+from weft.errors import UserError
+from weft.files import refuse_taken
+from weft.formatting import byte_size
 from weft.observe.console import Console
 from weft.observe.manifest import hardware, now, versions
 from weft.observe.memory import GRADIENTS, OPTIMIZER, PARAMETERS, picture, timeline
 from weft.observe.profile_page import page
 from weft.observe.trace import Trace, collectives, operators, read_trace, step_times
+from weft.parallel.ranks import mistake
 from weft.parallel.world import World
 from weft.train.capture import Capture, ProfilingRecorder, Request, storages
 from weft.train.loop import Loop, Outcome
@@ -37,8 +40,10 @@ KEPT_OPERATORS = 50  # kinds, of each rank
 class ProfiledLoop(Loop):
     """Takes the steps that are asked for, saves and measures nothing, and writes the profile."""
 
-    def __init__(self, *, capture: Capture, **parts: Any):
-        super().__init__(**parts)
+    recorder: ProfilingRecorder
+
+    def __init__(self, *parts: Any, capture: Capture, **named: Any):
+        super().__init__(*parts, **named)
         self.capture = capture
 
     def due(self, step: int, every: int) -> bool:
@@ -54,18 +59,17 @@ class ProfiledLoop(Loop):
         stop = stop or StopSignal()
         steps = request.warmup + request.steps
         if steps > self.length.steps:
-            raise alike(
+            raise mistake(
                 f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, and this run has "
-                f"{self.length.steps}; ask for fewer",
-                world,
+                f"{self.length.steps}; ask for fewer"
             )
         if request.ranks and max(request.ranks) >= world.ranks:
-            raise alike(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}", world)
+            raise mistake(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}")
         capture.records = request.ranks is None or world.rank in request.ranks
         self.length = dataclasses.replace(self.length, steps=steps)
         self.recorder.watch(self.marked)
         self.optimizer.register_step_pre_hook(self.before_update)
-        world.agree(lambda: raise_if_taken(request.out), only_first=True)
+        world.agree(lambda: raise_if_impossible(request.out), only_first=True)
         self.recorder.introduce()
         capture.start(world.device)
         outcome = super().run(step, stop)
@@ -126,7 +130,7 @@ class ProfiledLoop(Loop):
             self.raise_if_empty(trace)
             place = (1, device.index or 0) if device.type == "cuda" else (0, -1)
             line = timeline(trace, place, capture.before, capture.marks)
-            title = f"Memory of rank {rank} ({device}), greatest {line.peak / 1e6:,.1f} MB; parts at that moment"
+            title = f"Memory of rank {rank} ({device}), greatest {byte_size(line.peak, 'MB')}; parts at that moment"
             (folder / memory_file).write_text(picture(line, title), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot be written: {error.strerror or error}; nothing was made", folder) from None
@@ -190,6 +194,7 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
     capture = Capture(request)
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # each rank its own: nothing in it is shared
         trainer = Trainer(in_scratch(config, scratch), console=console)
+        trainer.compared = config
         trainer.loop = partial(ProfiledLoop, capture=capture)
         trainer.recorder = partial(ProfilingRecorder, capture=capture)
         outcome = trainer.fit()
@@ -202,19 +207,15 @@ def in_scratch(config: RunConfig, directory: str) -> RunConfig:
         "run": {"directory": directory},
         "data": {"validation": None},
         "samples": {"prompts": []},
-        "log": {"trackers": []},
+        "log": {"trackers": [], "metrics": []},
     }
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
-    )
+    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    return config.model_copy(update={**sections, "callbacks": []})
 
 
-def raise_if_taken(out: Path) -> None:
+def raise_if_impossible(out: Path) -> None:
     """Before the steps rather than after them. Raises UserError if `out` cannot be made."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if os.path.lexists(out):
-        raise UserError("exists already; name another --out, or move it away", out)
+    refuse_taken(out, "name another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UserError("no folder can be made here; name another --out", above)
@@ -226,13 +227,6 @@ def making(out: Path, world: World) -> Iterator[Path]:
     with ExitStack() as stack:
         yield world.agree(lambda: stack.enter_context(new_folder(out, 0)), only_first=True)
         world.agree(stack.close, only_first=True)
-
-
-def alike(message: str, world: World) -> UserError:
-    """A mistake that all ranks find: the first one tells it."""
-    error = UserError(message)
-    error.quiet = world.rank != 0
-    return error
 
 
 def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:

@@ -9,31 +9,32 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from weft.config.derive import RunLength
+from weft.checkpoint.load import checkpoints
 from weft.config.foreign import ForeignModelSection
-from weft.config.mixture import Plan
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.config.size import flops_per_token
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
+from weft.data.batches.plan import Plan
+from weft.formatting import amount, counted, duration
 from weft.models.build import matmul_parameters
-from weft.observe.console import Console
-from weft.observe.flops import device_peak, memory_bytes, memory_kind, mfu, total_peak
+from weft.observe.flop_count import flops_per_token
+from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
-from weft.observe.metrics import MetricsFile
-from weft.observe.progress import duration
+from weft.observe.metrics import MetricsFile, SamplesFile
 from weft.observe.report import build_report
 from weft.observe.run import RunInfo
-from weft.observe.samples import SamplesFile
+from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
-from weft.parallel.world import World
 from weft.train.choices import DTYPES
-from weft.train.run_directory import RunDirectory, reorders
+from weft.train.clock import StepClock
+from weft.train.data import Data
+from weft.train.job import Job
+from weft.train.run_directory import reorders
+from weft.train.state import State
 
 log = logging.getLogger("weft.train")
 
@@ -44,86 +45,74 @@ class Recorder:
     """Times the steps and writes down what happened in them.
 
     Args:
+        data: its digests and the plan of a mixture are kept in the manifest.
         step: updates made by earlier sessions; what they wrote after it is taken back, for those steps are made again.
-        digests: of the data, for the manifest.
-        plan: of a mixture: told before the first step, and kept in the manifest.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        run: RunDirectory,
-        length: RunLength,
-        model: nn.Module,
-        step: int,
-        digests: dict[str, str],
-        console: Console,
-        plan: Plan | None = None,
-    ):
-        self.config, self.world, self.run, self.length, self.console = config, world, run, length, console
-        log_to_file(run.path, world.rank)
+    def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
+        self.job, self.config, self.world, self.console = job, job.config, job.world, job.console
+        self.length, config, world, path = data.length, job.config, job.world, job.run.path
+        log_to_file(path, world.rank)
         self.speaks = world.rank == 0
-        parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
-        matmul = matmul_parameters(model)
-        section = config.model
-        layers, width = (
-            (section.num_hidden_layers, section.attention_width) if isinstance(section, ModelSection) else (0, 0)
-        )
-        if isinstance(section, ForeignModelSection):
-            layers, width = (getattr(model.config, key, 0) for key in ("num_hidden_layers", "hidden_size"))
-        self.flops_of_row = partial(flops_per_token, matmul, layers, width)
-        self.flops_per_token = self.flops_of_row(config.data.sequence_length or 0)
-        peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
-        self.peak = peak.flops_per_second
         self.warned: set[str] = set()
         self.skips = 0  # updates of this session that were not made
-        self.record: dict[str, Any] = {}
-        self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
-        # The session's first step compiles and takes its first memory: it is told apart from the others.
-        self.warmup_seconds: float | None = None
-        self.steady_seconds, self.steady_steps, self.told_warmup = 0.0, 0, False
-        self.began = time.perf_counter()
+        parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
+        matmul = matmul_parameters(model)
+        flops_of_row = partial(flops_per_token, matmul, *_layers_and_width(config, model))
+        peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
+        self.clock = StepClock(world.device, data.length.tokens_per_step, flops_of_row, peak.flops_per_second)
         if not self.speaks:
             return
-        self.metrics = MetricsFile(run.path)
-        self.metrics.keep_until(step)
-        self.written_samples = SamplesFile(run.path)
-        self.written_samples.keep_until(step)
-        info = RunInfo(run.path, run.path.name, config.as_dict(), step or None)
-        self.tracking = Tracking(config.log.trackers, info, console)
+        self.metrics, self.written_samples = MetricsFile(path), SamplesFile(path)
+        for file in (self.metrics, self.written_samples):
+            file.keep_until(step)
+        self._warn_of_missing_metrics(step)
+        info = RunInfo(path, path.name, config.as_dict(), step or None)
+        self.tracking = Tracking(config.log.trackers, info, self.console)
         write_manifest(
-            run.path,
+            path,
             config.as_dict(),
             ranks=world.ranks,
             mesh=world.shape.sizes,
             parameters=parameters,
             matmul_parameters=matmul,
-            flops_per_token=self.flops_per_token,
-            peak_flops_per_second=self.peak,
+            flops_per_token=flops_of_row(config.data.sequence_length or 0),
+            peak_flops_per_second=peak.flops_per_second,
             peak_origin=peak.origin,
             memory_kind=memory_kind(world.device),
-            data_digests=digests,
-            **({"mixture": plan.as_dict()} if plan is not None else {}),
-            steps=length.steps,
-            tokens_per_step=length.tokens_per_step,
+            data_digests=data.digests,
+            **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
+            steps=data.length.steps,
+            tokens_per_step=data.length.tokens_per_step,
             resumed_step=step,
         )
-        self._introduce(parameters, step, plan)
+        self._introduce(parameters, step, data.plan)
+
+    def _warn_of_missing_metrics(self, step: int) -> None:
+        """Emptied, or not copied with the run: its curves would begin in the middle without a word."""
+        last = self.metrics.last or 0
+        every = (self.job.run.saved or {}).get("log", {}).get("every", self.config.log.every)
+        if last + every <= step:
+            ends = f"ends at step {last:,}" if last else "has no line"
+            self.console.warning(
+                f"{self.metrics.path} {ends}, and the run goes on after step {step:,}: what was measured between is "
+                "missing from its curves and its report; stop and bring the file back from a copy if there is one"
+            )
 
     def _introduce(self, parameters: int, step: int, plan: Plan | None) -> None:
         training, length = self.config.training, self.length
+        threads = training.threads if self.world.device.type == "cpu" else None
         self.console.line(
-            f"{self.run.path}: {amount(parameters)} parameters, {length.steps:,} steps of "
-            f"{length.tokens_per_step:,} tokens ({amount(length.steps * length.tokens_per_step)} in all), "
+            f"{self.job.run.path}: {amount(parameters)} parameters, {counted(length.steps, 'step')} of "
+            f"{counted(length.tokens_per_step, 'token')} ({amount(length.steps * length.tokens_per_step)} in all), "
             f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
-            + (f" ({training.threads} threads)" if self.world.device.type == "cpu" else "")
+            + (f" ({counted(threads, 'thread')})" if threads else "")
         )
         for line in plan.lines() if plan is not None else ():
             self.console.line(line)
         if step:
             self.console.line(f"goes on after step {step:,}")
-            changes = self.run.changes(self.config)
+            changes = self.job.run.changes(self.config)
             for key, (before, now) in changes.items():
                 self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
             if keys := [key for key in changes if reorders(key)]:
@@ -143,134 +132,116 @@ class Recorder:
             if self.speaks:
                 self.tracking.close()
 
-    def ended(self, status: str, step: int) -> None:
+    def ended(self, status: str, step: int, reason: str | None = None) -> None:
         """The session is over: note how, and draw the report."""
         if not self.speaks:
             return
+        if status == "stopped-early":
+            self.console.line(f"stopped early after step {step}, saved: {reason}")
         if status == "stopped":
             done = f"after step {step}, saved" if step else "before the first step"
             self.console.line(f"stopped {done}; the same command goes on from there")
         if self.skips:
-            self.console.line(f"{self.skips:,} updates were skipped: their gradients were beyond float16's range")
-        times: dict[str, float] = {}
-        if self.warmup_seconds is not None:
-            times["warmup_seconds"] = self.warmup_seconds
-        if self.warmup_seconds is not None and self.steady_steps:
-            times["steady_step_seconds"] = steady = self.steady_seconds / self.steady_steps
-            if self.warmup_seconds > max(2 * steady, steady + 1):
+            skipped = counted(self.skips, "update was", "updates were")
+            self.console.line(f"{skipped} skipped: the gradients were beyond float16's range")
+        times, clock = {}, self.clock
+        if clock.warmup_seconds is not None:
+            times["warmup_seconds"] = clock.warmup_seconds
+        if clock.warmup_seconds is not None and clock.steady_steps:
+            times["steady_step_seconds"] = steady = clock.steady_seconds / clock.steady_steps
+            if clock.warmup_seconds > max(2 * steady, steady + 1):
                 self.console.line(
-                    f"warm-up: the first step took {self.warmup_seconds:.1f} s, those after it {steady:.3g} s "
+                    f"warm-up: the first step took {clock.warmup_seconds:.1f} s, those after it {steady:.3g} s "
                     f"({self.length.tokens_per_step / steady:,.0f} tokens/s)"
                 )
-        end_session(self.run.path, status=status, step=step, **times)
-        build_report(self.run.path)
+        end_session(self.job.run.path, status=status, step=step, **times)
+        build_report(self.job.run.path)
 
     def begin_step(self) -> None:
         """A step begins: the clock runs from before its data are asked for to after its update."""
-        self.began = time.perf_counter()
+        self.clock.begin()
 
     def data_arrived(self) -> None:
         """The batch is here."""
-        self.data_seconds += time.perf_counter() - self.began
+        self.clock.data_arrived()
 
-    def end_step(
-        self,
-        step: int,
-        *,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        weight: float,
-        row: int,
-        balance: dict[str, float] | None = None,
-        scaling: dict[str, float] | None = None,
-    ) -> None:
+    def end_step(self, step: int, row: int, **measured: float) -> dict[str, Any]:
         """The update is made. Validation, samples and checkpoints come after it, outside of its time.
 
         Args:
             row: tokens per row, of which attention's work depends.
-            balance: of experts, `ExpertBalance.update`'s.
-            scaling: of a scaled loss, `LossScale.metrics`'.
+            measured: of the update: loss, lr, grad_norm, ...
+
+        Returns:
+            The step's line of metrics so far.
         """
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - self.began
-        self.seconds += seconds
-        self.steps += 1
-        if self.warmup_seconds is None:
-            self.warmup_seconds = seconds
-        else:
-            self.steady_seconds += seconds
-            self.steady_steps += 1
-        self.tokens += self.length.tokens_per_step
-        self.flops += self.length.tokens_per_step * self.flops_of_row(row)
-        speed = self.tokens / self.seconds
-        self.record = {
+        self.clock.end(row)
+        line = {
             "step": step,
             "tokens": step * self.length.tokens_per_step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens_per_second": speed,
-            "mfu": mfu(speed, self.flops / self.tokens, self.peak),
+            **measured,
+            **self.clock.metrics(),
             "memory_bytes": memory_bytes(self.world.device),
-            "step_seconds": self.seconds / self.steps,
-            "data_seconds": self.data_seconds / self.steps,
-            "learned_tokens": weight,
-            **(balance or {}),
-            **(scaling or {}),
-            **({} if self.told_warmup else {"warmup_seconds": self.warmup_seconds}),
         }
         if self.speaks:
-            self.bar.update(step, loss=loss, lr=lr, tokens_per_second=speed)
+            self.bar.update(step, loss=line["loss"], lr=line["lr"], tokens_per_second=line["tokens_per_second"])
+        return line
 
     def validating(self, step: int, batches: ValidationBatches) -> Iterator[Batch]:
         """The same batches; how far a long validation is, is told now and then."""
-        began = told = time.monotonic()
+        began, task = (told := time.monotonic()), f"step {step:,}, validating"
+        doing(task, "validation", LONG)  # the first batch may wait for workers, and for a compiler
         for number, batch in enumerate(batches):
             if number and self.speaks and (now := time.monotonic()) - told > VALIDATION_LINE:
                 left = duration((now - began) / number * (len(batches) - number))
                 self.console.line(f"step {step:,}: validating, batch {number:,} of {len(batches):,}  ETA {left}")
                 told = now
+            if number:
+                doing(task, "validation")
             yield batch
 
     def validated(self, step: int, measured: dict[str, float]) -> None:
-        """Held-out measurements join the step's line of metrics."""
-        self.record |= measured
+        """Print held-out measurements."""
         if self.speaks:
             bits = measured.get("validation_bits_per_byte")
+            named = {key.partition("/")[2]: v for key, v in measured.items() if key.startswith("validation_loss/")}
             self.console.line(
                 f"step {step:,}: validation loss {measured['validation_loss']:.4f}"
                 + (f", {bits:.4f} bits per byte" if bits is not None else "")
+                + "".join(f"; {name} {value:.4f}" for name, value in named.items())
             )
 
-    def write(self, step: int) -> None:
+    def write(self, state: State) -> None:
         """Write the step's line, if one is due."""
-        due = step % self.config.log.every == 0 or step == self.length.steps or "validation_loss" in self.record
-        if not due:
+        line = state.metrics
+        if not state.logged and "validation_loss" not in line:
             return
-        self.told_warmup = True
+        self.clock.reset()
         if self.speaks:
-            self.metrics.write(self.record)
-            self.tracking.log(step, self.record)
-        log.info("%s", self.record)
-        self.tokens = self.flops = self.seconds = self.data_seconds = self.steps = 0.0
+            self.metrics.write(line)
+            self.tracking.log(state.step, line)
+        log.info("%s", line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Text that the model wrote."""
         if not self.speaks:
             return
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            self.written_samples.write(step, prompt, text)
+            self.written_samples.add(step, prompt, text)
             self.console.line(f"step {step:,}: {prompt}{text}")
             self.tracking.text(step, f"sample_{number}", prompt + text)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """A checkpoint is being written."""
-        began = time.perf_counter()
+        """A checkpoint is being written. An older one goes for it; if more do (`keep_last` was lowered), it says so."""
+        began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.speaks else []
         yield
         log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
+        if len(before) > 1:
+            removed = sorted(set(before) - set(checkpoints(self.job.run.path)))
+            if len(removed) > 1:
+                names, keep = ", ".join(path.name for path in removed), self.config.checkpoint.keep_last
+                self.console.line(f"step {step:,}: removed {names}, for checkpoint.keep_last is {keep}")
 
     def not_finite(self, step: int, loss: float, norm: float, batch: Batch) -> None:
         """The run ends here: say what was seen, where, and what to do."""
@@ -299,8 +270,11 @@ class Recorder:
             self.console.warning(text)
 
 
-def amount(number: float) -> str:
-    """A count for people: 640, 30.7k, 1,234.5M."""
-    if number < 1e6:
-        return f"{number / 1e3:,.1f}k" if number >= 1e3 else f"{number:,}"
-    return f"{number / 1e6:,.1f}M"
+def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
+    """What attention's FLOPs depend on; 0 where they are not known."""
+    section = config.model
+    if isinstance(section, ModelSection):
+        return section.num_hidden_layers, section.attention_width
+    if isinstance(section, ForeignModelSection):
+        return getattr(model.config, "num_hidden_layers", 0), getattr(model.config, "hidden_size", 0)
+    return 0, 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.files import FOLDER, find_damage, last_whole
 from weft.checkpoint.load import checkpoints
-from weft.config.errors import UserError
-from weft.config.headers import copy_tokenizer
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig
+from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
+from weft.files import hidden_folder, publish, replace_file, unwritable
 
 # What a resumed run may differ in without a word: it changes no result.
 SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
@@ -62,6 +63,33 @@ def set_aside(path: Path) -> None:
     old.mkdir()
     for part in parts:
         part.rename(old / part.name)
+
+
+def set_aside_damaged(path: Path) -> list[str]:
+    """Rename checkpoints of a run that are later than its last undamaged one: `damaged-step-N`; nothing is deleted.
+
+    Returns:
+        A line for each.
+
+    Raises:
+        UserError: all are damaged.
+    """
+    found, lines = checkpoints(path), []
+    if not found:
+        return lines
+    last = last_whole(path / FOLDER)
+    if last is None:
+        raise UserError("no checkpoint of this run is undamaged; bring one back from a copy, or use --fresh", path)
+    for checkpoint in found[found.index(last) + 1 :]:
+        damage, aside = find_damage(checkpoint), checkpoint.with_name(f"damaged-{checkpoint.name}")
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"damaged-{checkpoint.name}-{number}")
+        checkpoint.rename(aside)
+        what = f" ({damage.file.name}: {damage.what})" if damage is not None else ""
+        lines.append(f"{checkpoint} is damaged{what}; it is now {aside.name}, and the run goes on from {last.name}")
+    return lines
 
 
 class RunDirectory:
@@ -117,15 +145,18 @@ class RunDirectory:
         }
 
     def write_config(self, config: RunConfig) -> None:
-        """Save the resolved config, and the tokenizer beside it, so that the directory is enough to go on from."""
-        replace_text(self.path / "config.yaml", dump_yaml(config))
-        if config.tokenizer:
-            into = self.path / "tokenizer"
-            if not into.exists():
-                partial = self.path / ".tokenizer.partial"
-                shutil.rmtree(partial, ignore_errors=True)
-                copy_tokenizer(config.tokenizer, partial)
-                partial.rename(into)
+        """Save the resolved config, and the tokenizer beside it, so that the directory is enough to go on from.
+
+        Raises:
+            UserError: the disk is full, or they cannot be written.
+        """
+        into = self.path / "tokenizer"
+        with unwritable(self.path, "free space or set run.directory, and run the same command again"):
+            replace_file(self.path / "config.yaml", dump_yaml(config))
+            if config.tokenizer and not into.exists():
+                with hidden_folder(into) as made:
+                    copy_tokenizer(config.tokenizer, made)
+                    publish(made, into)
 
     def tokenizer(self) -> Tokenizer | None:
         """The run's own copy of its tokenizer, if it has one."""
@@ -136,13 +167,6 @@ class RunDirectory:
 def reorders(key: str) -> bool:
     """Whether a change of this key moves the boundary between samples seen and samples to come."""
     return key.startswith(ORDER) and not key.startswith(NO_ORDER)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

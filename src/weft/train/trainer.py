@@ -12,46 +12,69 @@ from torch import nn
 from weft.checkpoint.huggingface.foreign import fill_foreign
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
-from weft.config.errors import UserError
-from weft.config.foreign import ForeignModelSection, notices
+from weft.config.foreign import ForeignModelSection
 from weft.config.legal_mesh import check_mesh
-from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
-from weft.kernels.flash import flash_usable
-from weft.kernels.masks import flex_usable
+from weft.config.warnings import warnings
+from weft.formatting import counted
 from weft.models.roles import parameter_roles
-from weft.models.trial import try_parts
 from weft.observe.console import Console
 from weft.optim.groups import parameter_groups
-from weft.parallel.apply import parallelize
+from weft.optim.schedule import Schedule
+from weft.parallel.apply import build_sharded_model
 from weft.parallel.fp8 import raise_unless_usable
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.memory.offload import keep_state_on_host
+from weft.parallel.ranks import mistake
+from weft.parallel.same_run import compare_ranks
+from weft.parallel.state import ModelPlan
 from weft.parallel.world import World, start_world
 from weft.train.choices import DTYPES, apply_choices, choose
-from weft.train.data import Data, open_data
-from weft.train.loop import Loop, Outcome
+from weft.train.data import Data, layout_of, open_data
+from weft.train.examine import examine_decoder, examine_foreign
+from weft.train.facts import run_facts
+from weft.train.hooks import Callbacks
+from weft.train.job import Job
+from weft.train.loop import Learner, Loop, Outcome
+from weft.train.measures import Metrics
 from weft.train.recorder import Recorder
-from weft.train.run_directory import RunDirectory, claim
+from weft.train.run_directory import RunDirectory, claim, set_aside_damaged
+from weft.train.sampler import Sampler
 from weft.train.stop import StopSignal
 
 
 class Trainer:
     """Trains what a `RunConfig` describes, alone or as one rank of a torchrun job.
 
+    >>> config = weft.RunConfig.load("run.yaml", ["run.name=other", "training.steps=2"])
+    >>> outcome = weft.Trainer(config, fresh=True).fit()
+    >>> outcome.status, outcome.step
+    ('finished', 2)
+
     Args:
         config: from `RunConfig.load`.
         fresh: set aside what the run directory holds, and start over. Otherwise `fit` goes on from its last checkpoint.
+        from_last_good: set damaged checkpoints aside, and go on from the last undamaged one.
         console: where to speak; by default stderr, by the first rank.
     """
 
     loop: Callable[..., Loop] = Loop  # what takes the steps, and what tells of them: `weft profile` has its own
     recorder: Callable[..., Recorder] = Recorder
 
-    def __init__(self, config: RunConfig, *, fresh: bool = False, console: Console | None = None):
-        self.config, self.fresh = config, fresh
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        fresh: bool = False,
+        from_last_good: bool = False,
+        console: Console | None = None,
+    ):
+        self.config, self.fresh, self.from_last_good = config, fresh, from_last_good
+        self.compared = (
+            config  # what the user asked for, alike on all ranks: `weft profile` trains a part of it elsewhere
+        )
         self.console = console or Console(speaks=int(os.environ.get("RANK", 0)) == 0)
 
     def fit(self) -> Outcome:
@@ -63,50 +86,56 @@ class Trainer:
         Raises:
             UserError: whatever the user can mend: data, sizes, a damaged checkpoint, a full disk.
         """
+        compare_ranks(lambda: run_facts(self.compared))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
-        world, run = start_world(self.config.parallel), None
+        world, job = start_world(self.config.parallel), None
         try:
-            examine_fp8(self.config, world, self.console)  # before there is a run directory
-            run, config = prepare(self.config, world, fresh=self.fresh)
-            examine_attention(config, world, self.console)
-            examine_parts(config, world)
-            data = world.agree(lambda: open_data(config, world, self.console))
-            model, optimizer = build(config, world)
-            compress = compressor(config, world, model, self.console)
-            state = world.agree(lambda: restore(config, run, model, optimizer, compress))
-            step = int(state["step"])
-            if step >= data.length.steps:
-                self.console.line(nothing_to_do(run, step, data.length.steps))
+            if self.config.training.fp8:  # before there is a run directory
+                world.agree(lambda: raise_unless_usable(world.device))
+            for warning in warnings(self.compared, world.shape, open_data=world.rank == 0):
+                self.console.warning(warning)
+            job = prepare(self.config, world, self.console, fresh=self.fresh)
+            if self.from_last_good:
+                for line in world.agree(lambda: set_aside_damaged(job.run.path), only_first=True):
+                    self.console.warning(line)
+            examine_decoder(job)
+            metrics, callbacks = world.agree(lambda: components(job.config))
+            data = world.agree(
+                lambda: open_data(job.config, world, self.console, layout_of(metrics.objective, job.config))
+            )
+            model, optimizer = build(job.config, world)
+            compress = compressor(job, model)
+            state = world.agree(lambda: restore(job, model, optimizer, compress, callbacks))
+            if (step := int(state["step"])) >= data.length.steps:
+                self.console.line(nothing_to_do(job.run, step, data.length.steps))
                 world.close()
                 return Outcome("finished", step, None, {})
-            examine_foreign(config, world, model, self.console)
-            loop = wire(
-                config,
-                world,
-                run,
+            examine_foreign(job, model)
+            world.agree(lambda: job.run.write_config(job.config), only_first=True)
+            schedule, scale = make_schedule(job.config, data), LossScale(job.config.training, state)
+            loop = self.loop(
+                job,
                 data,
-                model,
-                optimizer,
-                state,
-                self.console,
-                compress=compress,
-                loop=self.loop,
-                recorder=self.recorder,
+                Learner(model, metrics, optimizer, schedule, scale, compress),
+                self.recorder(job, data, model, step),
+                Sampler(job, model),
+                callbacks,
+                replay=not state.get("validated", True),
             )
             with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
                 outcome = loop.run(step, stop)
-                loop.recorder.ended(outcome.status, outcome.step)
+                loop.recorder.ended(outcome.status, outcome.step, outcome.reason)
                 world.close()
             return outcome
         except BaseException:
             world.abandon()
             raise
         finally:
-            if run is not None:
-                run.release()  # the process may go on, and train here again
+            if job is not None:
+                job.run.release()  # the process may go on, and train here again
 
 
-def prepare(config: RunConfig, world: World, *, fresh: bool) -> tuple[RunDirectory, RunConfig]:
+def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
     """Claim the run directory; fill in what Weft chooses, once a run and alike on all ranks."""
     path = config.run_directory
     lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
@@ -115,24 +144,23 @@ def prepare(config: RunConfig, world: World, *, fresh: bool) -> tuple[RunDirecto
     chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
     config = config.model_copy(update={"training": TrainingSection(**chosen)})
     apply_choices(config.training)
-    return run, config
+    return Job(config, world, run, console)
+
+
+def components(config: RunConfig) -> tuple[Metrics, Callbacks]:
+    """The objective with the metrics of the run file around it, and the callbacks."""
+    objective = load_class(config.objective, "objective")(**config.objective.arguments)
+    return Metrics(config.log.metrics, objective), Callbacks(config.callbacks)
+
+
+def make_schedule(config: RunConfig, data: Data) -> Schedule:
+    """The schedule, over the run's length."""
+    return load_class(config.schedule, "schedule")(data.length.steps, **config.schedule.arguments)
 
 
 def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The sharded model at its initial weights, and its optimizer."""
-    model = parallelize(
-        config.model,
-        config.parallel,
-        world,
-        dtype=DTYPES[config.training.dtype],
-        reduce_dtype=DTYPES.get(config.training.reduce_dtype),  # auto is none of them
-        seed=config.run.seed,
-        compile=config.training.compile,
-        activation_checkpointing=config.training.activation_checkpointing,
-        only_rows_from=config.training.only_rows_from,
-        sequence=config.data.sequence_length or 0,
-        fp8=config.training.fp8,
-    )
+    model = build_sharded_model(model_plan(config), world)
     groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
     optimizer = load_class(config.optimizer, "optimizer")(groups, **config.optimizer.arguments)
     if config.parallel.offload == "optimizer":
@@ -140,19 +168,35 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
     return model, optimizer
 
 
-def compressor(config: RunConfig, world: World, model: nn.Module, console: Console) -> PowerSGD | None:
+def model_plan(config: RunConfig) -> ModelPlan:
+    """What the run's model is to become."""
+    training = config.training
+    return ModelPlan(
+        config.model,
+        config.parallel,
+        dtype=DTYPES[training.dtype],
+        reduce_dtype=DTYPES.get(training.reduce_dtype),  # auto is none of them
+        seed=config.run.seed,
+        compile=training.compile,
+        activation_checkpointing=training.activation_checkpointing,
+        only_rows_from=training.only_rows_from,
+        sequence=config.data.sequence_length or 0,
+        fp8=training.fp8,
+    )
+
+
+def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
     """What sums gradients over the copies of the model, if FSDP2 is not to."""
+    config, world = job.config, job.world
     section, training = config.parallel.compress, config.training
     if section is None:
         return None
     state = torch.promote_types(DTYPES[training.dtype], torch.float32)
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
     if not made.matrices:
-        mistake = UserError(f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it")
-        mistake.quiet = world.rank != 0  # all ranks find the same
-        raise mistake
+        raise mistake(f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it")
     exact = f"exactly for {section.start_step:,} steps, from there on " if section.start_step else ""
-    console.line(
+    job.console.line(
         f"{world.shape.dp_replicate} copies tell one another their gradients: {exact}{made.share:.2%} of the numbers "
         f"(matrices by factors of rank {section.rank})"
     )
@@ -160,22 +204,25 @@ def compressor(config: RunConfig, world: World, model: nn.Module, console: Conso
 
 
 def restore(
-    config: RunConfig,
-    run: RunDirectory,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compress: PowerSGD | None = None,
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, compress: PowerSGD | None, callbacks: Callbacks
 ) -> dict[str, Any]:
     """Go on from the run's last checkpoint; or start from the one that `model.from` names, or from `model.path`.
 
     Returns:
         What the loop goes on from: `step`, the number of updates made so far, and what else was saved with them.
     """
-    if checkpoints(run.path):
-        others = compress.blank_state if compress is not None else None
-        state = load(resolve(run.path), model=model, optimizer=optimizer, others=others)
+    config, path = job.config, job.run.path
+    if checkpoints(path):
+        checkpoint = resolve(path)
+
+        def others(saved: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+            blank = compress.blank_state(saved) if compress is not None else {}
+            return blank | callbacks.blank_state(checkpoint, model)
+
+        state = load(checkpoint, model=model, optimizer=optimizer, others=others)
         if compress is not None:
             compress.restored()
+        callbacks.restored(state.get("callbacks", {}))
         return state
     if isinstance(config.model, ForeignModelSection) and config.model.from_ is None and config.model.weights:
         fill_foreign(model, config.model)
@@ -184,121 +231,10 @@ def restore(
     return {"step": 0}
 
 
-def examine_attention(config: RunConfig, world: World, console: Console) -> None:
-    """Say before any work what the chosen attention cannot do on this device.
-
-    Raises:
-        UserError: flash-attn cannot be called here.
-    """
-    if not isinstance(config.model, ModelSection):
-        return
-    chosen, dtype = config.model.attention_implementation, DTYPES[config.training.dtype]
-    if chosen == "flash":
-        world.agree(lambda: flash_usable(world.device, dtype))
-    if chosen == "flex" and not flex_usable(world.device, dtype, config.model.qk_head_dim):
-        console.warning(
-            "model.attention_implementation: flex attention is for GPUs, with 16 or 32 bits and heads of 16 or more; "
-            "here the same masks are applied whole"
-        )
-
-
-def examine_fp8(config: RunConfig, world: World, console: Console) -> None:
-    """Say before any work if products in 8 bits are not to be had here.
-
-    Raises:
-        UserError: what is missing.
-    """
-    if config.training.fp8:
-        world.agree(lambda: raise_unless_usable(world.device))
-        if not config.training.compile:
-            console.warning(
-                "training.fp8 without training.compile: rounding takes longer than is won; set compile: true"
-            )
-
-
-def examine_parts(config: RunConfig, world: World) -> None:
-    """Try the decoder's parts that are the user's own, each alone, before anything is built or sharded.
-
-    Raises:
-        UserError: a part gives what the decoder cannot use.
-    """
-    if isinstance(config.model, ModelSection):
-        model, device, dtype = config.model, world.device, DTYPES[config.training.dtype]
-        documents, seq = config.data.document_attention, config.data.sequence_length or 16
-        world.agree(
-            lambda: try_parts(model, seed=config.run.seed, seq=seq, documents=documents, dtype=dtype, device=device)
-        )
-
-
-def examine_foreign(config: RunConfig, world: World, model: nn.Module, console: Console) -> None:
-    """Say once what a model of transformers does without here, and try whether it can be trained on these batches.
-
-    Raises:
-        UserError: it looks ahead, or documents are to be kept apart and it cannot.
-    """
-    if not isinstance(config.model, ForeignModelSection):
-        return
-    from weft.models.foreign import examine
-
-    name = type(model).__name__.removeprefix("FSDP")
-    for line in notices(config.model, name):
-        console.line(line)
-    lacks = examine(model, documents=config.data.document_attention or config.data.packing == "best_fit")
-
-    def tell() -> None:
-        if lacks is not None:
-            raise UserError(f"model: {name}: {lacks}")
-
-    world.agree(tell)
-
-
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
     """What a run says that has made all its steps. Nothing is written: the saved config stays that of its training."""
     where = "finished" if step == steps else "past its length"
     return (
-        f"{run.path}: this run is {where}: it has made {step:,} steps, and its length is {steps:,}; nothing to do; "
-        "lengthen it (training.steps), or --fresh starts over"
-    )
-
-
-def wire(
-    config: RunConfig,
-    world: World,
-    run: RunDirectory,
-    data: Data,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    console: Console,
-    *,
-    compress: PowerSGD | None = None,
-    loop: Callable[..., Loop] = Loop,
-    recorder: Callable[..., Recorder] = Recorder,
-) -> Loop:
-    """Put the parts together, and write down what this run is."""
-    world.agree(lambda: run.write_config(config), only_first=True)
-    tokenizer = run.tokenizer()
-    records = recorder(config, world, run, data.length, model, int(state["step"]), data.digests, console, data.plan)
-    schedule = load_class(config.schedule, "schedule")(data.length.steps, **config.schedule.arguments)
-    prompts = config.samples.prompts
-    if prompts and tokenizer is None:
-        raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
-    return loop(
-        config=config,
-        length=data.length,
-        world=world,
-        directory=run.path,
-        source=data.source,
-        held_out=data.held_out,
-        bytes_per_token=data.bytes_per_token,
-        model=model,
-        objective=load_class(config.objective, "objective")(**config.objective.arguments),
-        optimizer=optimizer,
-        schedule=schedule,
-        recorder=records,
-        prompts=[tokenizer.prompt(text) for text in prompts] if tokenizer else [],
-        stop_ids=frozenset([tokenizer.eod_id]) if tokenizer else frozenset(),
-        decode=tokenizer.decode if tokenizer else None,
-        scale=LossScale(config.training, state),
-        compress=compress,
+        f"{run.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "
+        "nothing to do; lengthen it (training.steps), or --fresh starts over"
     )

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from weft.checkpoint import files
 from weft.checkpoint.delta.format import FOLDER, Line, Manifest, decode, frames, is_delta, read_manifest
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.making import in_threads, new_folder
 from weft.checkpoint.load import read_json
-from weft.checkpoint.tensor_file import Entry, byte_view, dtype_name, write_safetensors
+from weft.checkpoint.making import new_folder, write_shards
+from weft.checkpoint.tensor_file import Entry, byte_view, dtype_name
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import Weights, open_weights
 from weft.checkpoint.writing import write_checkpoint
-from weft.config.errors import UserError
-from weft.config.huggingface import INDEX, SINGLE
+from weft.errors import UserError
+from weft.families.folder import SINGLE
 from weft.observe.console import Console
 
 
@@ -142,21 +141,4 @@ def _write_folder(out: Path, entries: dict[str, Entry], manifest: Manifest, besi
     needed = sum(entry.bytes for entry in entries.values())
     with new_folder(out, needed) as made, console.progress(needed, "adding", unit="B") as progress:
         shutil.copytree(beside, made, dirs_exist_ok=True)
-        write_files(made, places, needed, progress)
-        if len(places) > 1 and not (made / INDEX).exists():
-            write_index(made, places, needed)
-
-
-def write_files(made: Path, places: dict[str, list[Entry]], needed: int, progress: Any) -> None:
-    """Safetensors files of Hugging Face's kind: a name, and what it holds."""
-
-    def write(name: str, on_bytes: Callable[[int], None]) -> None:
-        write_safetensors(made / name, places[name], {"format": "pt"}, on_bytes)
-
-    in_threads(write, list(places), progress=progress, total=needed)
-
-
-def write_index(made: Path, places: dict[str, list[Entry]], needed: int) -> None:
-    """Which file each tensor is in."""
-    weight_map = {entry.name: name for name, group in places.items() for entry in group}
-    files.write_json(made / INDEX, {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))})
+        write_shards(made, places, progress)

@@ -27,8 +27,8 @@ import torch
 import zstandard
 
 from weft.checkpoint.tensor_file import DTYPES
-from weft.config.errors import UserError
-from weft.config.headers import read_json
+from weft.errors import UserError
+from weft.files import read_json
 
 MANIFEST = "delta.json"
 FOLDER = "model"

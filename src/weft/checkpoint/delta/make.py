@@ -16,13 +16,14 @@ from typing import BinaryIO
 from weft.checkpoint import files
 from weft.checkpoint.delta.format import FOLDER, MANIFEST, Base, Line, Manifest, comparable, encode, manifest_text
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.making import in_threads, new_folder
 from weft.checkpoint.load import read_json, tokenizer_folder
+from weft.checkpoint.making import in_threads, new_folder
 from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import byte_view, dtype_name
 from weft.checkpoint.weights import Saved, Weights, open_weights
-from weft.config.headers import TEMPLATES, copy_tokenizer
-from weft.config.huggingface import INDEX, SINGLE
+from weft.data.tokenizers.copy import TEMPLATES, copy_tokenizer
+from weft.families.folder import INDEX, SINGLE
+from weft.formatting import first_few
 from weft.observe.console import Console
 
 # What holds weights, or is about training, in a Hugging Face folder; all other files go along.
@@ -92,8 +93,7 @@ def told(base: Weights, model: Weights, removed: list[str]) -> Iterator[str]:
     new = sorted(name for name in model.tensors if name not in base.tensors)
     for names, what in ((new, "not in the base"), (removed, "in the base alone")):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            yield f"{what}: {', '.join(names[:3])}{more}"
+            yield f"{what}: {first_few(names, 3)}"
     for name, saved in model.tensors.items():
         if name in base.tensors and base.tensors[name].shape != saved.shape:
             yield f"{name}: {list(base.tensors[name].shape)} in the base, {list(saved.shape)} in the model"

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint.delta.apply import write_files, write_index
 from weft.checkpoint.delta.make import copy_beside
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.export import SHARD_BYTES
-from weft.checkpoint.huggingface.making import new_folder
-from weft.checkpoint.tensor_file import Entry, cut
+from weft.checkpoint.making import SHARD_BYTES, named_shards, new_folder, write_shards
+from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.weights import Saved, Weights, open_weights
-from weft.config.errors import UserError
-from weft.config.huggingface import INDEX, SINGLE, is_huggingface
+from weft.errors import UserError
+from weft.families.folder import INDEX, is_huggingface
+from weft.formatting import first_few
 from weft.observe.console import Console
 
 # What older versions of transformers saved beside the weights; one side may have it alone.
@@ -68,12 +67,7 @@ def apply_plain(
         )
         copy_beside(more, made)
         (made / INDEX).unlink(missing_ok=True)
-        groups = cut(entries, SHARD_BYTES)
-        several = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
-        places = dict(zip(several if len(groups) > 1 else [SINGLE], groups, strict=True))
-        write_files(made, places, needed, progress)
-        if len(places) > 1:
-            write_index(made, places, needed)
+        write_shards(made, named_shards(entries, SHARD_BYTES), progress)
     pickled.forget()
     return len(entries), needed
 
@@ -92,8 +86,7 @@ def _compare(base: Weights, delta: Weights) -> None:
     left = [name for name in base.tensors if name not in delta.tensors and not _BUFFERS.search(name)]
     problems += [f"{name} is in the base alone" for name in left]
     if problems:
-        rest = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise UserError(f"this does not fit {base.path}: {'; '.join(problems[:_NAMED])}{rest}", delta.path)
+        raise UserError(f"this does not fit {base.path}: {first_few(problems, _NAMED, '; ')}", delta.path)
 
 
 def _sum(base: Saved, delta: Saved) -> Iterator[torch.Tensor]:

@@ -17,10 +17,13 @@ from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.parts import Held, Source, read_part
 from weft.checkpoint.huggingface.quantized import Stored, unpacked
 from weft.checkpoint.tensor_file import DTYPES
-from weft.config.errors import UserError
-from weft.config.headers import read_json
-from weft.config.huggingface import CONFIG, INDEX, SINGLE, families, model_of, quantization, read_config
+from weft.config.huggingface import model_of
 from weft.config.model import ModelSection
+from weft.errors import UserError
+from weft.families import families
+from weft.families.folder import CONFIG, INDEX, SINGLE, quantization, read_config
+from weft.files import read_json
+from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
 from weft.models.huggingface import Transform, invert, names, tensors
 
@@ -118,10 +121,11 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
     packed = [name for name, one in stored.items() if one.packed is not None and name not in further]
     notes = file_notes(path)
     if packed:
-        notes.append(f"{len(packed):,} tensors are quantized ({quantization(config)}) and read as bfloat16")
+        what = counted(len(packed), "tensor is", "tensors are")
+        notes.append(f"{what} quantized ({quantization(config)}) and read as bfloat16")
     if further:
         what = "layers that predict further tokens (num_nextn_predict_layers)"
-        notes.append(f"{len(further):,} tensors are of {what} and left out")
+        notes.append(f"{counted(len(further), 'tensor is', 'tensors are')} of {what} and left out")
     folder = HuggingFaceFolder(path, config, section, stored, sources, tuple(notes))
     _check_tied(folder)
     return folder
@@ -284,12 +288,8 @@ def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict
     left = [name for name in stored if name not in used and not BUFFERS.search(name)]
     problems += [f"{name} is not of this model" for name in sorted(left) if name != _tied_head(section)]
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise UserError(
-            f"its tensors are not those of the {section.family} model that config.json says: "
-            f"{'; '.join(problems[:_NAMED])}{more}",
-            path,
-        )
+        whose = f"its tensors are not those of the {section.family} model that config.json says"
+        raise UserError(f"{whose}: {first_few(problems, _NAMED, '; ')}", path)
     return sources
 
 

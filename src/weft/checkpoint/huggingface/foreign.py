@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.checkpoint import ranks
+from weft.checkpoint.huggingface.documents import SPECIAL
 from weft.checkpoint.huggingface.folder import BUFFERS, file_notes, headers
+from weft.checkpoint.huggingface.load import fill_tensor
 from weft.checkpoint.huggingface.parts import Source, read_part
 from weft.checkpoint.huggingface.quantized import Stored
-from weft.checkpoint.tensor_file import Entry, dtype_name
+from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.tensors import model_tensors
-from weft.config.errors import UserError
 from weft.config.foreign import ForeignModelSection
-from weft.config.huggingface import CONFIG
+from weft.errors import UserError
+from weft.families.folder import CONFIG
+from weft.formatting import first_few
 from weft.models.build import build_model
+from weft.parallel import ranks
 
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMED = 10
 
 
@@ -78,12 +78,8 @@ def fill_foreign(model: nn.Module, section: ForeignModelSection) -> None:
         elif name not in buffers:
             wrong.append(f"{name} is missing")
     if wrong:
-        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise UserError(
-            f"its tensors are not those of the {type(plain).__name__} that config.json means: "
-            f"{'; '.join(wrong[:_NAMED])}{more}",
-            path,
-        )
+        whose = f"its tensors are not those of the {type(plain).__name__} that config.json means"
+        raise UserError(f"{whose}: {first_few(wrong, _NAMED, '; ')}", path)
     for one, *others in tied:
         for other in others:
             _check_tied(path, one, other, lambda n: _read(plain, path, homes[n], groups[homes[n]], stored)[n])
@@ -92,7 +88,7 @@ def fill_foreign(model: nn.Module, section: ForeignModelSection) -> None:
             _fill_group(plain, path, first, group, stored, targets)
 
 
-def _groups(model: nn.Module, stored: dict[str, Stored]) -> tuple[dict[str, _Group], list[str]]:
+def _groups(model: Any, stored: dict[str, Stored]) -> tuple[dict[str, _Group], list[str]]:
     """First name in the model -> what it is made of; and what is wrong with the rest of the files' tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -112,8 +108,8 @@ def _groups(model: nn.Module, stored: dict[str, Stored]) -> tuple[dict[str, _Gro
         if target not in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target in state:
-            group = groups.setdefault(target, _Group(by_pattern.get(pattern)))
-            group.parts.append((pattern, name))
+            group = groups.setdefault(target, _Group(by_pattern.get(pattern or "")))
+            group.parts.append((pattern or "", name))
         elif not BUFFERS.search(name) and not any(one.search(name) or one.search(target) for one in ignored):
             wrong.append(f"{name} is not of this model")
     return groups, wrong
@@ -150,23 +146,14 @@ def _fill_group(model, path, first, group, stored, targets) -> None:
         if first in targets:
             target, name = targets[first], group.parts[-1][1]
             source = Source(name, None, tuple(target.shape))
-            _copy(target, lambda start, size: read_part(path / stored[name].file, source, start, size))
+            fill_tensor(target, lambda start, size: [read_part(path / stored[name].file, source, start, size)])
         return
     for name, tensor in _read(model, path, first, group, stored).items():
         if name in targets:
-            _copy(
+            fill_tensor(
                 targets[name],
-                lambda start, size, t=tensor: t[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))],
+                lambda start, size, t=tensor: [t[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]],
             )
-
-
-def _copy(target: torch.Tensor, part: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]) -> None:
-    if not isinstance(target, DTensor):
-        target.copy_(part((0,) * target.dim(), tuple(target.shape)))
-        return
-    size, start = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if 0 not in size:
-        target.to_local().copy_(part(tuple(start), tuple(size)))
 
 
 def _check_tied(path: Path, one: str, other: str, read: Callable[[str], torch.Tensor]) -> None:
@@ -196,7 +183,8 @@ def foreign_entries(
     blank = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in kinds}
     layers: dict[str, list[str]] = {}
     for name in blank:
-        layers.setdefault(re.match(r".*?\.\d+(?=\.)|.*", name)[0], []).append(name)
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        layers.setdefault(layer[0] if layer else name, []).append(name)
     entries = []
     for names in layers.values():
         made = _saved(model, {name: blank[name] for name in names})
@@ -209,7 +197,7 @@ def foreign_entries(
     return entries
 
 
-def _saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
@@ -234,7 +222,7 @@ class _Layer:
 
 def foreign_documents(section: ForeignModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
     """config.json as it was but for the weights' dtype, and the special ids that it names as generation_config.json."""
-    kind = dtype_name(max((entry.dtype for entry in entries), key=lambda one: sum(e.dtype == one for e in entries)))
+    kind = main_dtype(entries)
     config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}
     special = {key: config[key] for key in SPECIAL if config.get(key) is not None}
     return {CONFIG: config} | ({"generation_config.json": special} if special else {})

@@ -10,58 +10,77 @@ import torch
 
 from weft.checkpoint import files
 from weft.checkpoint.huggingface import pickled
+from weft.checkpoint.huggingface.documents import origin_of, tokenizer_doubts
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
-from weft.checkpoint.huggingface.making import tokenizer_doubts
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.writing import write_checkpoint
-from weft.config.headers import read_json
+from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
+from weft.errors import UserError
+from weft.formatting import amount, counted
 from weft.models.huggingface import saved_as
 from weft.observe.console import Console
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
 class Made:
     """What was written: the model, and how many tensors and bytes in how many files."""
 
-    section: ModelSection
+    section: ModelSection | ForeignModelSection
     tensors: int
     files: int
     bytes: int
 
+    def __str__(self) -> str:
+        written = f"{counted(self.tensors, 'tensor')}, {counted(self.bytes, 'byte')} in {counted(self.files, 'file')}"
+        if isinstance(self.section, ForeignModelSection):
+            return f"{self.section.architecture}, {written}"
+        return f"{self.section.family}, {amount(self.section.size().parameters)} parameters in {written}"
 
-def import_folder(
+
+def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype of weights by its name. Raises UserError for another."""
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def import_model(
     source: str | Path,
     out: str | Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> Made:
-    """Make of a Hugging Face folder what `load_model`, `weft generate` and `model.from` take like a run's checkpoint.
+    """Make a checkpoint of a Hugging Face folder: what `load_model`, `generate` and `model: {from: OUT}` take.
 
-    `out` appears whole, by one rename, or not at all.
+    >>> made = weft.import_model("hf", "imported", dtype="bfloat16")
+    >>> made.section.family
+    'llama'
 
     Args:
-        dtype: of the weights; default: each as it was saved.
+        source: a folder with config.json, safetensors and the tokenizer, as `save_pretrained` makes it.
+        out: the folder to make. It appears whole, by one rename, or not at all.
+        dtype: of the weights, "bfloat16" for one; default: each as it was saved.
         allow_pickle: take `.bin` files too where there is no safetensors file; tensors are read and nothing else.
         console: where to warn and show progress; default: nowhere.
+
+    Returns:
+        The numbers `tensors`, `files` and `bytes`, and the model's `section`.
 
     Raises:
         UserError: the folder is not whole, of an unknown architecture, or pickled; or `out` cannot be made.
     """
-    source, out, console = Path(source), Path(out), console or Console(speaks=False)
+    source, out, console, kind = Path(source), Path(out), console or Console(speaks=False), dtype_of(dtype)
     folder = open_folder(source, allow_pickle=allow_pickle)
     doubts = [*folder.notes, *tokenizer_doubts(source, folder.section, folder.config)]
     doubts = [f"{source}: {doubt}" for doubt in doubts]
-    entries = [_entry(folder, name, dtype) for name in folder.sources]
-    generation = source / "generation_config.json"
-    origin = {
-        "config": folder.config,
-        "generation_config": read_json(generation) if generation.is_file() else None,
-    }
-    documents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: origin}
+    entries = [_entry(folder, name, kind) for name in folder.sources]
+    documents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: origin_of(source)}
     tokenizer = source if (source / "tokenizer.json").is_file() else None
     made = write_checkpoint(out, entries, documents, tokenizer, doubts, "importing", console)
     pickled.forget()

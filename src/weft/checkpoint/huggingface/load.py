@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.checkpoint import ranks
 from weft.checkpoint.files import threads
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder
 from weft.checkpoint.tensors import model_tensors
-from weft.config.errors import UserError
+from weft.errors import UserError
+from weft.formatting import first_few
+from weft.parallel import ranks
+from weft.torch_private import compute_local_shape_and_global_offset
 
 _NAMED = 4
 
@@ -40,18 +43,18 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
     problems = [problem for theirs, _ in answers for problem in theirs]
     problems += [f"{name} is in the folder, not in this model" for name in folder.sources if name not in held]
     if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        error = UserError(f"the model does not fit: {'; '.join(problems[:_NAMED])}{more}", folder.path)
+        error = UserError(f"the model does not fit: {first_few(problems, _NAMED, '; ')}", folder.path)
         error.quiet = ranks.rank() != 0
         raise error
     for note in folder.notes if ranks.rank() == 0 else ():
         warnings.warn(f"{folder.path}: {note}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:
-        list(pool.map(lambda name: _fill_one(folder, name, tensors[name]), tensors))
+        list(pool.map(lambda name: fill_tensor(tensors[name], partial(folder.pieces, name)), tensors))
     return {"step": 0}
 
 
-def _fill_one(folder: HuggingFaceFolder, name: str, tensor: Tensor) -> None:
+def fill_tensor(tensor: Tensor, pieces: Callable[[tuple[int, ...], tuple[int, ...]], Iterable[Tensor]]) -> None:
+    """Fill what this rank holds of a tensor: `pieces(start, size)` gives the rows of that rectangle in turn."""
     size, start = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -59,6 +62,6 @@ def _fill_one(folder: HuggingFaceFolder, name: str, tensor: Tensor) -> None:
     if 0 in size:
         return
     row = 0
-    for piece in folder.pieces(name, tuple(start), tuple(size)):
+    for piece in pieces(tuple(start), tuple(size)):
         (tensor[row : row + len(piece)] if piece.dim() else tensor).copy_(piece)
         row += len(piece) if piece.dim() else 0

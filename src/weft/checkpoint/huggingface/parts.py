@@ -81,13 +81,10 @@ def read_part(
     The file is opened for each call, unless `open_tensors` is a `Held`: pages of it that were read do not stay in this
     process's memory.
     """
-    if 0 in size and isinstance(file, Packed):
-        return torch.empty(size, dtype=DTYPE)
-    if 0 in size:
-        with open_tensors(file) as opened:
-            dtype = opened.get_slice(source.theirs)[:0].dtype if source.shape else None
-        return torch.empty(size, dtype=dtype)
-    with file.opened() if isinstance(file, Packed) else open_tensors(file) as opened:
+    with contextlib.nullcontext(file) if isinstance(file, Packed) else open_tensors(file) as opened:
+        if 0 in size:
+            stored: Any = opened.get_slice(source.theirs)
+            return torch.empty(size, dtype=DTYPE if isinstance(file, Packed) else stored[:0].dtype)
         if not source.shape:
             return opened.get_tensor(source.theirs)
         if source.transform is None and size == source.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
@@ -33,14 +34,8 @@ def opened(file: Path) -> Iterator[Any]:
             yield found
 
 
-class _Pickled:
-    def __init__(self, found: dict[str, torch.Tensor]):
-        self.found = found
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.found[name]
-
-    get_slice = get_tensor  # a tensor can be cut itself
+class _Pickled(dict[str, torch.Tensor]):
+    get_tensor = get_slice = dict.__getitem__  # a tensor can be cut itself
 
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -49,15 +44,10 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
     Raises:
         UserError: not whole, not one of torch's, or it holds more than named tensors.
     """
-    with open(file, "rb") as start:
-        head = start.read(4)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            if head == b"PK\x03\x04":
-                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            else:
-                found = _legacy(file, file.stat().st_mtime_ns)
+            found = _load(file, file.stat().st_mtime_ns)
     except pickle.UnpicklingError:
         raise UserError(
             "it holds more than tensors, or it is no file of torch.save's; that is never read: convert it to "
@@ -74,11 +64,11 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 @lru_cache(maxsize=1)
-def _legacy(file: Path, modified: int) -> Any:
-    """A file of a PyTorch before 1.6, which cannot be read in parts: kept, as its tensors are asked for in turn."""
-    return torch.load(file, map_location="cpu", weights_only=True)
+def _load(file: Path, modified: int) -> Any:
+    """Kept, as its tensors are asked for in turn: a file of a PyTorch before 1.6 cannot be read in parts."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def forget() -> None:
-    """Give back the memory of the last file that had to be read whole."""
-    _legacy.cache_clear()
+    """Give back the memory of the last file."""
+    _load.cache_clear()

@@ -6,8 +6,6 @@ as DeepSeek-V3 has it. A rectangle of a tensor is read and worked out by itself;
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from typing import Any
 import torch
 
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
-from weft.config.errors import UserError
-from weft.config.huggingface import quantization
+from weft.errors import UserError
+from weft.families.folder import quantization
 
 DTYPE = torch.bfloat16
 _SHARING = 32  # numbers that share a scale in MXFP4
@@ -50,10 +48,6 @@ class Packed:
         bounds = [cut.indices(length)[:2] for cut, length in zip(place, self.shape, strict=True)]
         return self._mxfp4(bounds) if self.block is None else self._fp8(bounds, self.block)
 
-    def whole(self) -> torch.Tensor:
-        """All of it."""
-        return self[tuple(slice(None) for _ in self.shape)]
-
     def _mxfp4(self, bounds: list[tuple[int, int]]) -> torch.Tensor:
         experts, (first, last), rows = bounds
         before = first // _SHARING
@@ -76,10 +70,13 @@ class Packed:
             found[band] = numbers[band].float() * factors
         return found
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[_Opened]:
-        """As a file that holds this tensor and no other."""
-        yield _Opened(self)
+    # As an open file that holds this tensor and no other.
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self[tuple(slice(None) for _ in self.shape)]
+
+    def get_slice(self, name: str) -> Packed:
+        return self
 
 
 @dataclass(frozen=True)
@@ -90,17 +87,6 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     packed: Packed | None = None
-
-
-@dataclass(frozen=True)
-class _Opened:
-    packed: Packed
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.packed.whole()
-
-    def get_slice(self, name: str) -> Packed:
-        return self.packed
 
 
 def _read(where: tuple[Path, str], place: tuple[slice, ...]) -> torch.Tensor:

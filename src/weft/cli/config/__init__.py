@@ -4,16 +4,8 @@ import argparse
 
 HELP = "check a run's YAML file, show it resolved, print its schema"
 
-# Sub-verb -> its module (with HELP, add_arguments, run) and its line in `weft config --help`, by group.
-VERBS = {
-    "run": {
-        "check": ("weft.cli.config.check", "find every mistake in a run's file"),
-        "show": ("weft.cli.config.show", "print the resolved whole"),
-    },
-    "keys": {
-        "schema": ("weft.cli.config.schema", "print the JSON Schema, for editors"),
-    },
-}
+GROUP = "train"
+GROUPS = ("run", "keys")  # of its sub-verbs
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:

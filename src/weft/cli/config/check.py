@@ -3,101 +3,113 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from weft.cli.config import add_file
+from weft.formatting import amount, counted
 
 if TYPE_CHECKING:
     from weft.config.mesh import MeshShape
 
-HELP = (
-    "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' headers. "
-    "All problems are told in one pass, each with file, line and what to do. Exit code 0 if there is none, 2 otherwise."
-)
+HELP = "find every mistake in a run's file"
+GROUP = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' "
+        "headers. All problems are told in one pass, each with file, line and what to do. Exit code 0 if there is "
+        "none, 2 otherwise."
+    )
     parser.epilog = "example: weft config check run.yaml optimizer.lr=1e-3"
     add_file(parser)
+    parser.add_argument("--devices", type=int, metavar="N", help="check the mesh on N devices, one rank on each")
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.mixture import unknown_tokenizers
+    from weft.config.mesh import launched_ranks
     from weft.config.run import RunConfig
+    from weft.config.warnings import warnings
+    from weft.errors import UserError
     from weft.observe.console import Console
 
-    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data)
+    if args.devices is not None and args.devices < 1:
+        raise UserError(f"--devices {args.devices}: a run needs at least 1")
+    ranks = args.devices or launched_ranks()
+    config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
     print(f"{args.file}: OK")
-    for name, fact in facts(config, open_data=not args.no_data).items():
+    for name, fact in facts(config, ranks, open_data=not args.no_data).items():
         print(f"  {name:12}{fact}")
     sys.stdout.flush()
-    doubt = None if args.no_data else unknown_tokenizers(config.data)
-    if doubt is not None:
-        Console().warning(doubt)
+    for warning in warnings(config, _mesh(config, ranks), open_data=not args.no_data):
+        Console().warning(warning)
     return 0
 
 
-def facts(config, *, open_data: bool) -> dict[str, str]:
-    """What follows from a checked config, in words."""
-    from weft.config.derive import derive, sequence_length
-    from weft.config.errors import UserError
-    from weft.config.foreign import LIMITS, ForeignModelSection
-    from weft.config.mixture import plan, weighted
-    from weft.config.model import ModelSection
-    from weft.config.size import in_words, model_size
+def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str]:
+    """What follows from a checked config, in words.
 
-    told: dict[str, str] = {}
-    model = config.model
-    if isinstance(model, ModelSection):
-        shape = f"{model.num_hidden_layers} layers of width {model.hidden_size}"
-        if model.vocab_size:
-            size = model_size(model)
-            shape = f"{in_words(size.parameters)} parameters ({in_words(size.matmul)} in matrix products): {shape}"
-        told["model"] = (f"{model.preset}, " if model.preset else "") + shape
-        if model.from_:
-            told["starts from"] = model.from_
-    elif isinstance(model, ForeignModelSection):
-        told["model"] = f"{model.architecture} of transformers: {LIMITS}"
-        told["starts from"] = model.from_ or (model.path if model.weights else "random weights")
-    else:
-        told["model"] = model.type
-    tokens = None
+    Args:
+        ranks: default: the least that fit.
+        open_data: read the headers of the token stores.
+    """
+    from weft.config.derive import derive, sequence_length
+    from weft.data.batches.plan import plan
+    from weft.errors import UserError
+
+    told, tokens = _model(config.model), None
     if open_data and isinstance(config.data.train, str):
-        from weft.config.headers import read_store_header
+        from weft.headers import read_store_header
 
         tokens = read_store_header(config.data.train).num_tokens
-        told["data"] = f"{config.data.train}, {tokens:,} tokens, in sequences of {sequence_length(config):,}"
+        told["data"] = f"{config.data.train}, {counted(tokens, 'token')}, in sequences of {sequence_length(config):,}"
     sizes = _sizes(config) if open_data else None
-    samples = None if sizes is None or weighted(config.data) else sum(sizes)
+    samples = None if sizes is None or config.data.weighted else sum(sizes)
     if sizes is None and not isinstance(config.data.train, str):
         told["data"] = f"\n{'':14}".join(_outline(config, open_data))
-    mesh = _mesh(config)
-    ranks = mesh.data_ranks
-    if lines := _axes(config, mesh):
+    mesh = _mesh(config, ranks)
+    if lines := _axes(config, mesh, known=ranks is not None):
         told["mesh"] = f"\n{'':14}".join(lines)
     try:
         length = derive(config, train_tokens=tokens, train_samples=samples, mesh=mesh)
     except UserError:
         told["length"] = f"{config.training.epochs:g} epochs"
         return told
-    told["length"] = f"{length.steps:,} steps of {length.tokens_per_step:,} tokens, {length.tokens:,} in all" + (
-        f" ({length.epochs:.3g} epochs)" if length.epochs else ""
+    told["length"] = (
+        f"{counted(length.steps, 'step')} of {counted(length.tokens_per_step, 'token')}, {length.tokens:,} in all"
+        + (f" ({length.epochs:.3g} epochs)" if length.epochs else "")
     )
     if sizes is not None:
         planned = plan(config.data, sizes, length.sequence_length, length.steps * length.sequences_per_step)
         told["data"] = f"\n{'':14}".join(planned.lines())
     told["batch"] = (
-        f"{length.sequences_per_step:,} sequences = {ranks} rank{'s' if ranks > 1 else ''} x {length.accumulation} "
-        f"micro-batch{'es' if length.accumulation > 1 else ''} of up to {length.micro_batch_size}"
+        f"{counted(length.sequences_per_step, 'sequence')} = {counted(mesh.data_ranks, 'rank')} x "
+        f"{counted(length.accumulation, 'micro-batch', 'micro-batches')} of up to {length.micro_batch_size}"
     )
-    every = [f"checkpoint every {length.checkpoint_every:,} steps"]
+    every = [f"checkpoint every {counted(length.checkpoint_every, 'step')}"]
     if config.data.validation is not None:
         every.insert(0, f"validation every {length.validation_every:,}")
     told["while at it"] = ", ".join(every)
     told["writes to"] = str(config.run_directory)
     return told
+
+
+def _model(model) -> dict[str, str]:
+    from weft.config.foreign import LIMITS, ForeignModelSection
+    from weft.config.model import ModelSection
+
+    if isinstance(model, ForeignModelSection):
+        start = str(model.from_ or (model.path if model.weights else "random weights"))
+        return {"model": f"{model.architecture} of transformers: {LIMITS}", "starts from": start}
+    if not isinstance(model, ModelSection):
+        return {"model": model.type}
+    shape = f"{counted(model.num_hidden_layers, 'layer')} of width {model.hidden_size}"
+    if model.vocab_size:
+        size = model.size()
+        shape = f"{amount(size.parameters)} parameters ({amount(size.matmul)} in matrix products): {shape}"
+    told = {"model": (f"{model.preset}, " if model.preset else "") + shape}
+    return told | ({"starts from": model.from_} if model.from_ else {})
 
 
 def _sizes(config) -> list[int] | None:
@@ -107,10 +119,9 @@ def _sizes(config) -> list[int] | None:
     """
     from weft.config.data import StoreSource
     from weft.config.derive import sequence_length
-    from weft.config.headers import read_store_header
-    from weft.config.mixture import sources_of
+    from weft.headers import read_store_header
 
-    sources = sources_of(config.data)
+    sources = config.data.sources
     stores = [source.store for source in sources if isinstance(source, StoreSource)]
     if not sources or len(stores) < len(sources):
         return None
@@ -121,13 +132,12 @@ def _outline(config, open_data: bool) -> list[str]:
     """Sources whose sizes the start of a run tells, as far as they are known."""
     from weft.config.data import DatasetSection, StoreSource
     from weft.config.derive import sequence_length
-    from weft.config.headers import read_store_header
-    from weft.config.mixture import sources_of
+    from weft.headers import read_store_header
 
     length = f"in sequences of {sequence_length(config):,}"
     if isinstance(config.data.train, DatasetSection):
         return [f"{config.data.train.type}, {length}; its size is known when the run starts"]
-    sources = sources_of(config.data)
+    sources = config.data.sources
     own = (
         "a dataset of your own is among them; its size"
         if open_data
@@ -142,20 +152,20 @@ def _outline(config, open_data: bool) -> list[str]:
             share = f"{100 * source.weight / whole:.2f}%"
         what = source.store if isinstance(source, StoreSource) else source.type
         if isinstance(source, StoreSource) and open_data:
-            what += f", {read_store_header(source.store).num_tokens:,} tokens"
+            what += f", {counted(read_store_header(source.store).num_tokens, 'token')}"
         limit = "" if source.max_epochs is None else f", at most {source.max_epochs:g} epochs"
         lines.append(f"  {source.label:{widest}}  {share:>8}  {what}{limit}")
     return lines
 
 
-def _axes(config, mesh: MeshShape) -> list[str]:
-    """What the ranks do; nothing for one rank."""
+def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
+    """What the ranks do; nothing for one rank that nobody asked for."""
     from weft.config.derive import sequence_length
     from weft.config.mesh import AXES
-    from weft.config.stages import stage_ranges
+    from weft.parallel.stages import stage_ranges
 
     ranks = mesh.pp * mesh.data_ranks * mesh.cp * mesh.tp
-    if ranks == 1:
+    if ranks == 1 and not known:
         return []
     words = {
         "dp_replicate": "copies of the model, of different rows",
@@ -169,20 +179,14 @@ def _axes(config, mesh: MeshShape) -> list[str]:
         layers = ", ".join(str(len(stage)) for stage in stage_ranges(config.model, section, sequence_length(config)))
         words["pp"] = f"stages of {layers} layers, by {section.schedule}"
     filled = [axis for axis in AXES if getattr(config.parallel, axis) == -1]
-    more = f"or a multiple: {filled[0]} fills" if filled and not _world() else ""
-    return [f"{ranks} ranks{', ' * bool(more)}{more}"] + [
+    more = f"or a multiple: {filled[0]} fills" if filled and not known else ""
+    return [f"{counted(ranks, 'rank')}{', ' * bool(more)}{more}"] + [
         f"  {axis:12} {size:>5}  {words[axis]}" for axis, size in mesh.sizes.items() if size > 1
     ]
 
 
-def _world() -> int | None:
-    """Ranks as torchrun says."""
-    world = os.environ.get("WORLD_SIZE", "")
-    return int(world) or None if world.isdigit() else None
-
-
-def _mesh(config) -> MeshShape:
-    """On as many ranks as torchrun says, or as it needs at least."""
+def _mesh(config, ranks: int | None) -> MeshShape:
+    """On so many ranks, or on as many as it needs at least."""
     from weft.config.mesh import least_ranks, mesh_shape
 
-    return mesh_shape(config.parallel, _world() or least_ranks(config.parallel))
+    return mesh_shape(config.parallel, ranks or least_ranks(config.parallel))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "Prints the JSON Schema of a run's file, with the arguments of the built-in optimizers, schedules and trackers."
+HELP = "print the JSON Schema, for editors"
+GROUP = "keys"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints the JSON Schema of a run's file, with the arguments of the built-in optimizers, schedules and trackers."
+    )
     parser.epilog = "example: weft config schema > run.schema.json"
     parser.add_argument("--markdown", action="store_true", help="the reference page (docs/configuration.md) instead")
 

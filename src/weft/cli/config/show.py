@@ -6,10 +6,14 @@ import argparse
 
 from weft.cli.config import add_file
 
-HELP = "Prints FILE with everything that it extends, presets, overrides, defaults and derived values, as YAML."
+HELP = "print the resolved whole"
+GROUP = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints FILE with everything that it extends, presets, overrides, defaults and derived values, as YAML."
+    )
     parser.epilog = "example: weft config show run.yaml --origin"
     add_file(parser)
     parser.add_argument("--origin", action="store_true", help="say where each value came from")

@@ -71,8 +71,8 @@ def reading_of_conversations(args: argparse.Namespace) -> Reading:
     Raises:
         UserError: --field, --template or --separator, which are for texts.
     """
-    from weft.config.errors import UserError
     from weft.data.sources import Reading
+    from weft.errors import UserError
 
     for option, default in (("field", "text"), ("template", None), ("separator", None)):
         if getattr(args, option, default) != default:
@@ -93,9 +93,9 @@ def encoder_of(
     """
     from datetime import date
 
-    from weft.config.errors import UserError
     from weft.data.conversations.encode import ConversationSpec
     from weft.data.conversations.template import find_template
+    from weft.errors import UserError
 
     folder = Path(args.tokenizer)
     if not folder.is_dir():
@@ -135,7 +135,7 @@ def tell_lengths(out: str | Path, console: Console) -> None:
     """How long the documents of a new store are, and how much of them is learned."""
     import numpy as np
 
-    from weft.data.stores.inspect import looked_at
+    from weft.data.inspect import looked_at
     from weft.data.stores.store import TokenStore
 
     store = TokenStore.open(out)
@@ -153,8 +153,8 @@ def tell_lengths(out: str | Path, console: Console) -> None:
 
 
 def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> Layout:
-    from weft.config.errors import UserError
     from weft.data.conversations.layouts import choose_layout
+    from weft.errors import UserError
 
     fields = {}
     for part in filter(None, (args.fields or "").split(",")):
@@ -186,7 +186,7 @@ def _first_records(files: Sequence[Path], reading: Reading) -> list[Mapping[str,
 def _variables(text: str | None) -> dict[str, Any]:
     import json
 
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     try:
         variables = json.loads(text or "{}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "token stores between Weft, Megatron, nanoGPT, Modalities; from LitData and MDS"
+from weft.formatting import counted
+
+HELP = "stores of Megatron, nanoGPT, Modalities, LitData, MDS"
+GROUP = "work"
 FORMATS = ("weft", "megatron", "nanogpt", "pbin", "litdata", "mds")
 
 
@@ -33,33 +36,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from weft.data.stores.foreign.formats import open_foreign
     from weft.data.stores.operations.convert import Vocabulary, convert
+    from weft.data.stores.operations.making import Output
     from weft.observe.console import Console
 
     vocabulary = Vocabulary(args.vocab_size, args.eod)
     if args.tokenizer is not None:
-        from weft.config.headers import read_tokenizer_header
+        from weft.headers import read_tokenizer_header
 
         header = read_tokenizer_header(args.tokenizer)
         eod = header.eod_id if args.eod is None else args.eod
         vocabulary = Vocabulary(args.vocab_size or header.vocab_size, eod, header.digest)
     console = Console()
-    made = convert(
-        Path(args.input),
-        Path(args.out),
-        args.to,
-        vocabulary,
-        source_format=args.source,
-        dtype=args.dtype,
-        field=args.field,
-        recut=args.recut,
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
-    )
+    source = open_foreign(Path(args.input), args.source, dtype=args.dtype, field=args.field)
+    output = Output(Path(args.out), args.tokenizer, args.overwrite, console)
+    made = convert(Path(args.input), output, args.to, vocabulary, source=source, recut=args.recut)
     if made.mask_lost:
         console.warning(f"{args.to} has no place for the store's loss mask: it was left behind")
     closed = f", {made.closed:,} of which had no end-of-document token and were given one" if made.closed else ""
     linked = " (the same files under another name)" if made.linked else ""
-    console.result(f"{args.out}: {made.documents:,} documents{closed}; {made.tokens:,} tokens{linked}")
+    console.result(
+        f"{args.out}: {counted(made.documents, 'document')}{closed}; {counted(made.tokens, 'token')}{linked}"
+    )
     return 0

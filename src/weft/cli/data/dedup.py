@@ -6,7 +6,8 @@ import argparse
 
 from weft.cli.data.stores import add_store, make
 
-HELP = "leave out documents that are there already, or nearly (duplicates.jsonl says which)"
+HELP = "documents without copies, exact or near"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     for name in ("threshold", "ngram"):
         if getattr(args, name) is not None and not args.near:

@@ -6,7 +6,8 @@ import argparse
 
 from weft.cli.data.stores import add_store, make
 
-HELP = "leave out documents that are too short, too long, or that a function of yours refuses"
+HELP = "documents by length, or by a function of yours"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-HELP = "make a tokenizer folder of a SentencePiece model, tiktoken ranks or a tokenizer.json"
+if TYPE_CHECKING:
+    from weft.data.tokenizers.foreign import Imported
+
+HELP = "use a SentencePiece model or tiktoken ranks"
+GROUP = "make"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,32 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from weft.config.errors import UserError
-    from weft.config.headers import read_json, read_tokenizer_header
     from weft.data.folders import TOKENIZER, check_out, exists_already
     from weft.data.tokenizers.exactness import recipe_of
-    from weft.data.tokenizers.foreign import NASTY, ODD, differences, from_folder, from_sentencepiece, from_tiktoken
+    from weft.data.tokenizers.foreign import NASTY, ODD, differences
     from weft.data.tokenizers.train import write_folder
+    from weft.errors import UserError
+    from weft.files import read_json
+    from weft.headers import read_tokenizer_header
     from weft.observe.console import Console
 
     console, source, out = Console(), _file(Path(args.source)), Path(args.out)
     check_out(out, TOKENIZER, [source, *map(Path, args.check)], overwrite=args.overwrite)
     if os.path.lexists(out) and not args.overwrite:
         raise exists_already(out, TOKENIZER)
-    special = dict(map(_special, args.special))
-    if source.suffix != ".json" and source.suffix != ".model":
-        if args.pattern is None:
-            raise UserError(
-                "a rank file does not say how text is cut: name its --pattern (gpt2, cl100k, o200k, ... or a regex)",
-                source,
-            )
-        imported = from_tiktoken(source, args.pattern, special)
-    elif source.suffix == ".model":
-        if special:
-            raise UserError("--special: import the model first, then add special tokens to the folder that it gave")
-        imported = from_sentencepiece(source)
-    else:
-        imported = from_folder(source, special)
+    imported = _imported(source, args)
     eod = args.eod or imported.eod
     if eod is None:
         raise UserError("states no end-of-document token; name it: --eod TOKEN", source)
@@ -76,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
         )
     odd, _ = differences(imported, ODD)
     if odd:
-        console.warning(
-            f"ids may differ from {library}'s on {', '.join(ascii(text[:12]) for text in odd)} and the like"
-        )
+        some = ", ".join(ascii(text[:12]) for text in odd)
+        console.warning(f"ids may differ from {library}'s on {some} and the like")
     settings, beside = None, []
     if source.suffix == ".json":
         config, template = source.parent / "tokenizer_config.json", source.parent / "chat_template.jinja"
@@ -100,9 +92,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _imported(source: Path, args: argparse.Namespace) -> Imported:
+    """The tokenizer, by the kind of its file."""
+    from weft.data.tokenizers.foreign import from_folder, from_sentencepiece, from_tiktoken
+    from weft.errors import UserError
+
+    special = dict(map(_special, args.special))
+    if source.suffix == ".json":
+        return from_folder(source, special)
+    if source.suffix == ".model":
+        if special:
+            raise UserError("--special: import the model first, then add special tokens to the folder that it gave")
+        return from_sentencepiece(source)
+    if args.pattern is None:
+        what = "a rank file does not say how text is cut: name its --pattern (gpt2, cl100k, o200k, ... or a regex)"
+        raise UserError(what, source)
+    return from_tiktoken(source, args.pattern, special)
+
+
 def _file(path: Path) -> Path:
     """The tokenizer's file."""
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     if path.is_dir():
         there = [path / "tokenizer.json", *sorted(path.glob("*.model")), *sorted(path.glob("*.tiktoken"))]
@@ -120,7 +130,7 @@ def _special(text: str) -> tuple[str, int | None]:
 
 def _pieces(file: Path) -> list[str]:
     """A text file in pieces of some thousands of characters."""
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     try:
         text = file.read_text(encoding="utf-8")

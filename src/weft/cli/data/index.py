@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from weft.cli.data.inputs import tell_skipped
+from weft.formatting import counted
 
 HELP = "byte offsets of a JSON-lines file's documents, for random access"
+GROUP = "make"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
     from weft.data.sources import find_files
+    from weft.data.sources.format import kind_of
+    from weft.data.sources.formats.json import holds_lines
     from weft.data.sources.index import build_index, is_current
-    from weft.data.sources.json_list import holds_lines
-    from weft.data.sources.kinds import kind_of
+    from weft.errors import UserError
     from weft.observe.console import Console
 
     files = find_files(args.files)
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
                 on_bytes(path.stat().st_size)
             else:
                 documents = build_index(path, on_bytes)
-                said.append(f"{path}.index.npy: {documents:,} documents")
+                said.append(f"{path}.index.npy: {counted(documents, 'document')}")
     for line in said:
         console.result(line)
     tell_skipped(console, files.left_out)

@@ -35,8 +35,9 @@ def add_inputs(verb: argparse.ArgumentParser, *, records: bool = False) -> None:
     verb.add_argument("--files-from", metavar="FILE", help="a file that names more inputs, one a line")
     verb.add_argument(
         "--format",
-        choices=["jsonl", "json", "text", "csv", "tsv", "parquet", "arrow"],
-        help="what all files are, whatever their names say (of the standard input: text, if it is not said)",
+        metavar="NAME",
+        help="what all files are, whatever their names say: jsonl, json, text, csv, tsv, parquet, arrow, a plugin's "
+        "name, or module:Class (of the standard input: text, if it is not said)",
     )
     if not records:
         verb.add_argument(
@@ -80,26 +81,31 @@ def check_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
     Raises:
         UserError: it is not.
     """
-    from weft.config.errors import UserError
-    from weft.data.sources.kinds import kind_of
+    from weft.data.sources.format import holdings
+    from weft.errors import UserError
 
-    forms = {kind_of(path, args.format).partition(".")[0] for path in files}
+    held = holdings(files, reading_of(args))
     option = "--template" if args.template is not None else f"--field {args.field}" if args.field != "text" else None
-    if option is not None and forms == {"text"}:
+    if option is not None and set(held.values()) == {"text"}:
         raise UserError(f"{option}: is for records, and all inputs are plain text; leave it out, or name a --format")
-    if args.separator is not None and "text" not in forms:
+    if args.separator is not None and "text" not in held.values():
         raise UserError(
-            f"--separator: is for plain text, and all inputs are {' and '.join(sorted(forms))}; leave it out, or name "
+            f"--separator: is for plain text, and all inputs are {' and '.join(held)}; leave it out, or name "
             "their --format"
         )
 
 
-def tell_skipped(console: Console, skipped: Mapping[str, int]) -> None:
-    """Say in one line which files gave no documents, by reason."""
+def tell_skipped(console: Console, skipped: Mapping[str, int], files: Sequence[str] = (), more: str = "") -> None:
+    """Say in one line which files gave no documents, by reason.
+
+    Args:
+        files: those that hold no text, of which the first are named; `more` says where all are.
+    """
     from weft.data.sources.find import summary
 
     if skipped:
-        console.warning(f"skipped {summary(skipped)}")
+        named = ", ".join(files[:3]) + (f" and {len(files) - 3:,} more{more}" if len(files) > 3 else "")
+        console.warning(f"skipped {summary(skipped)}" + (f" ({named})" if named else ""))
 
 
 def unescaped(text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 HELP = "counts, lengths and decoded samples of a token store"
+GROUP = "look"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.errors import UserError
-    from weft.data.stores.inspect import describe
+    from weft.data.inspect import describe
+    from weft.errors import UserError
     from weft.observe.console import Console
 
     if args.samples < 0:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "put stores end to end: shards, or any that were packed alike"
+from weft.formatting import counted
+
+HELP = "put stores end to end, shards among them"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     info = merge(args.stores, Path(args.out), overwrite=args.overwrite, console=console)
     console.result(
-        f"{args.out}: {info.documents:,} documents, {info.tokens:,} tokens of {len(args.stores):,} stores, "
-        f"{sum(info.rejected.values()):,} rejected"
+        f"{args.out}: {counted(info.documents, 'document')}, {counted(info.tokens, 'token')} "
+        f"of {counted(len(args.stores), 'store')}, {sum(info.rejected.values()):,} rejected"
     )
     return 0

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
 from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
 from weft.cli.stopping import Terminated, terminable
+from weft.formatting import byte_size, counted, rate
 
 if TYPE_CHECKING:
     from weft.data.packing.pack import Packed
     from weft.observe.console import Console
 
 HELP = "tokenize documents into a token store"
+GROUP = "make"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def pack_documents(args: argparse.Namespace) -> int:
     """The work of `run`."""
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     shard = shard_of(args.shard)
     if args.workers is not None:
@@ -64,21 +66,18 @@ def pack_documents(args: argparse.Namespace) -> int:
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by both tokenizer libraries at their first batch
     from weft.data.packing.encode import Encoder, TextEncoder
     from weft.data.packing.pack import pack
+    from weft.data.sources import find_files
     from weft.observe.console import Console
 
-    console, inputs, listed = Console(), args.inputs, args.files_from
+    console, inputs = Console(), find_files(args.inputs, args.files_from)
     encoder: Encoder
-    from weft.data.sources import find_files
-
     if wants_conversations(args):
         from weft.cli.data.conversations import encoder_of, reading_of_conversations
 
         reading = reading_of_conversations(args)
-        inputs, listed = find_files(inputs, listed), None
         encoder = encoder_of(args, inputs, reading, console)
     else:
         reading = reading_of(args)
-        inputs, listed = find_files(inputs, listed), None
         check_options(args, inputs)
         encoder = TextEncoder(Path(args.tokenizer), exact=args.exact)
     packed = pack(
@@ -86,7 +85,6 @@ def pack_documents(args: argparse.Namespace) -> int:
         Path(args.out),
         encoder,
         reading=reading,
-        files_from=listed,
         workers=args.workers,
         on_error=args.on_error,
         shard=shard,
@@ -106,7 +104,7 @@ def shard_of(text: str | None) -> tuple[int, int] | None:
     """
     if text is None:
         return None
-    from weft.config.errors import UserError
+    from weft.errors import UserError
 
     first, slash, second = text.partition("/")
     if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
@@ -122,18 +120,19 @@ def tell(packed: Packed, out: str, console: Console) -> None:
     left = sum(stored["rejected"].values())
     for reason, number in stored["rejected"].items():
         console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
-    tell_skipped(console, stored["skipped_files"])
+    skipped = [source["path"] for source in stored["sources"] if source.get("skipped")]
+    tell_skipped(console, stored["skipped_files"], skipped, f"; see {out}/store.json")
     for note, number in stored["notes"].items():
-        console.warning(f"{note}: {number:,} documents")
+        console.warning(f"{note}: {counted(number, 'document')}")
     if stored["kind"] != "text":
         tell_lengths(out, console)
     speed = "up to date"
     if packed.seconds is not None:
-        speed = f"{packed.bytes / 1e6 / packed.seconds:,.1f} MB/s, {packed.tokens / packed.seconds:,.0f} tokens/s"
+        speed = f"{rate(packed.bytes / packed.seconds, 'B')}, {packed.tokens / packed.seconds:,.0f} tokens/s"
     pairs = stored["kind"] == "preferences"
     kept = stored["documents"] // 2 if pairs else stored["documents"]
     console.result(
-        f"{out}: {kept + left:,} {'pairs' if pairs else 'documents'} = {kept:,} packed "
-        f"({stored['empty_documents']:,} empty) + {left:,} rejected; {stored['tokens']:,} tokens of "
-        f"{stored['bytes'] / 1e6:,.1f} MB; {speed}"
+        f"{out}: {counted(kept + left, 'pair' if pairs else 'document')} = {kept:,} packed "
+        f"({stored['empty_documents']:,} empty) + {left:,} rejected; {counted(stored['tokens'], 'token')} of "
+        f"{byte_size(stored['bytes'], 'MB')}; {speed}"
     )

@@ -6,7 +6,8 @@ import argparse
 
 from weft.cli.data.stores import add_store, make
 
-HELP = "draw some of a store's documents at random"
+HELP = "some documents, drawn at random"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@ import argparse
 
 from weft.cli.data.stores import add_store, make
 
-HELP = "a store's documents in a random order that a seed fixes"
+HELP = "documents in random order"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.cli.data.stores import add_store, report
+from weft.cli.data.stores import add_store, make
 
-HELP = "a store in parts, say for training and validation; copies of a document go to one part"
+HELP = "parts for training and validation; copies stay together"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,17 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.stores.operations.split import split
-    from weft.observe.console import Console
+    from weft.errors import UserError
 
-    console = Console()
-    fractions = args.fractions if args.fractions is not None else [1 - args.validation, args.validation]
-    made = split(
-        args.store,
-        [Path(out) for out in args.out],
-        fractions,
-        seed=args.seed,
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
-    )
-    return report(console, made)
+    fractions = args.fractions
+    if fractions is None:
+        if not 0 < args.validation < 1:
+            raise UserError(f"--validation {args.validation:g}: a share above 0 and below 1 is needed, such as 0.01")
+        fractions = [1 - args.validation, args.validation]
+    return make(split, args, [Path(out) for out in args.out], fractions, seed=args.seed)

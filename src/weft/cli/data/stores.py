@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.formatting import counted
+
 if TYPE_CHECKING:
     from weft.data.stores.operations.making import Made
-    from weft.observe.console import Console
 
 
 def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: bool = True) -> None:
@@ -30,31 +31,25 @@ def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: boo
     parser.add_argument("--overwrite", action="store_true", help="replace a store that is there")
 
 
-def make(operation: Callable[..., Made], args: argparse.Namespace, **options: Any) -> int:
-    """Make one store of another, by an operation of `weft.data.stores.operations` and what it takes besides."""
+def make(operation: Callable[..., Made | list[Made]], args: argparse.Namespace, *further: Any, **options: Any) -> int:
+    """Make stores of another, by an operation of `weft.data.stores.operations` and what it takes besides; say what was
+    made: each line's numbers add up to the input's documents."""
+    from weft.data.stores.operations.making import Output
     from weft.observe.console import Console
 
-    console = Console()
-    made = operation(
-        args.store,
-        Path(args.out),
-        tokenizer=args.tokenizer,
-        overwrite=args.overwrite,
-        console=console,
-        **options,
-    )
-    return report(console, [made])
-
-
-def report(console: Console, made: Sequence[Made]) -> int:
-    """Say what was made; each line's numbers add up to the input's documents."""
+    console, out = Console(), args.out if isinstance(args.out, str) else args.out[0]
+    output = Output(Path(out), args.tokenizer, args.overwrite, console)
+    found = operation(args.store, output, *further, **options)
+    made = found if isinstance(found, list) else [found]
     for one in made:
         info = one.info
         left = "".join(f" + {number:,} {reason}" for reason, number in info.rejected.items())
         total = info.documents + sum(info.rejected.values())
         took = "up to date" if one.seconds is None else f"{one.seconds:,.1f} s"
         kept = f"{info.documents:,} kept" if left else "all kept"
-        console.result(f"{one.path}: {total:,} documents = {kept}{left}; {info.tokens:,} tokens; {took}")
+        console.result(
+            f"{one.path}: {counted(total, 'document')} = {kept}{left}; {counted(info.tokens, 'token')}; {took}"
+        )
     if any(one.info.bytes is None for one in made):
         console.line("the text's bytes are not known now; --tokenizer DIR counts them (bits per byte need it)")
     return 0

@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
+from weft.formatting import byte_size, counted
+
+if TYPE_CHECKING:
+    from weft.data.documents import Reject
+    from weft.observe.console import Console
+    from weft.observe.progress import SilentProgress
 
 HELP = "train a byte-level BPE on text"
+GROUP = "make"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 def train_tokenizer(args: argparse.Namespace) -> int:
     """The work of `run`."""
-    from weft.config.errors import UserError
-    from weft.data.documents import Counts, Reject
+    from weft.data.documents import Counts
     from weft.data.folders import TOKENIZER, check_out, exists_already
     from weft.data.sources import find_files, read_all
     from weft.data.sources.find import summary
     from weft.data.tokenizers.train import check_size, thin_out, train
+    from weft.errors import UserError
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)
@@ -63,40 +72,62 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     if os.path.lexists(out) and not args.overwrite:
         raise exists_already(out, TOKENIZER)
 
-    def on_reject(path: Path, reject: Reject) -> None:
-        if args.on_error == "fail":
-            why = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
-            raise UserError(f"{why}; mend it, or --on-error skip leaves such documents out", path, reject.line)
-
     sizes = [path.stat().st_size for path in files if path.is_file()]
     total = sum(sizes) if len(sizes) == len(files) else None
+    taken, skipped = _Taken(), list[str]()
     with console.progress(total, "reading", unit="B") as bar:
-        read = taken = taken_bytes = 0
-
-        def on_progress(done: int) -> None:
-            nonlocal read
-            read = done
-            bar.update(done)
-
-        def texts() -> Iterator[str]:
-            nonlocal taken, taken_bytes
-            documents = read_all(files, reading, counts, on_reject=on_reject, on_progress=on_progress)
-            every = (document.value for document in documents)
-            if args.max_bytes is not None:
-                # Where the size is not known (standard input) the first ones have to do.
-                every = thin_out(every, int(args.max_bytes), total, lambda: read / total if total else 1.0)
-            for text in every:
-                taken += 1
-                taken_bytes += len(text) if text.isascii() else len(text.encode())
-                yield text
-
-        size = train(texts(), args.vocab_size, out, special=args.special)
+        documents = read_all(
+            files,
+            reading,
+            counts,
+            on_reject=lambda path, reject: _reject(path, reject, args, console),
+            on_skip=lambda path, reason: skipped.append(str(path)),
+            on_progress=lambda done: taken.progress(done, bar),
+        )
+        texts = (cast(str, document.value) for document in documents)
+        if args.max_bytes is not None:
+            # Where the size is not known (standard input) the first ones have to do.
+            texts = thin_out(texts, int(args.max_bytes), total, lambda: taken.read / total if total else 1.0)
+        size = train(taken.counting(texts), args.vocab_size, out, special=args.special)
     if counts.rejected:
         console.warning(f"rejected {summary(counts.rejected)}")
-    tell_skipped(console, counts.skipped_files + files.left_out)
+    tell_skipped(console, counts.skipped_files + files.left_out, skipped)
     if size < args.vocab_size:
         console.warning(
             f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the tokenizer's size is {size:,}"
         )
-    console.result(f"{out}: {size:,} tokens, from {taken:,} documents ({taken_bytes / 1e6:,.1f} MB)")
+    console.result(
+        f"{out}: {size:,} tokens, from {counted(taken.documents, 'document')} ({byte_size(taken.bytes, 'MB')})"
+    )
     return 0
+
+
+@dataclass
+class _Taken:
+    """How far the files are read, in bytes on disk, and the texts that are learned from."""
+
+    read: int = 0
+    documents: int = 0
+    bytes: int = 0
+
+    def progress(self, done: int, bar: SilentProgress) -> None:
+        self.read = done
+        bar.update(done)
+
+    def counting(self, texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            self.documents += 1
+            self.bytes += len(text) if text.isascii() else len(text.encode())
+            yield text
+
+
+def _reject(path: Path, reject: Reject, args: argparse.Namespace, console: Console) -> None:
+    from weft.data.sources import Unit
+    from weft.data.sources.format import kind_of, mistake_at
+
+    why = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
+    if args.on_error == "fail":
+        unit = Unit(str(path), kind_of(path, args.format), 0, None, 0)
+        raise mistake_at(f"{why}; mend it, or --on-error skip leaves such documents out", unit, reject.line)
+    if reject.line is None:
+        console.warning(f"{path}: {why}")

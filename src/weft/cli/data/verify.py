@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 HELP = "read every byte of token stores and say what is wrong where"
+GROUP = "look"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

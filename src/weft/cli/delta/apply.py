@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 
 from weft.cli.delta.make import PICKLE
+from weft.formatting import counted
 
 HELP = "make a model from the one that it was made from, and the differences"
+GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,5 +34,5 @@ def run(args: argparse.Namespace) -> int:
     work = apply if is_delta(args.delta) else apply_plain
     tensors, size = work(args.base, args.delta, args.out, allow_pickle=args.allow_pickle, console=console)
     checked = "checked by their SHA-256" if work is apply else "of plain differences, so nothing could be checked"
-    console.result(f"{args.out}: {tensors:,} tensors, {size:,} bytes, {checked}")
+    console.result(f"{args.out}: {counted(tensors, 'tensor')}, {size:,} bytes, {checked}")
     return 0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from weft.formatting import counted
+
 HELP = "write how a model differs from the one that it was made from"
+GROUP = "work"
 PICKLE = (
     "take .bin files of Hugging Face folders that have no safetensors. A pickle can run any program while it is read; "
     "these are read by torch's restricted unpickler, which makes tensors and nothing else: for files that you trust"
@@ -31,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     made = make(args.base, args.model, args.out, allow_pickle=args.allow_pickle, console=console)
     share = f", {made.bytes / made.model_bytes:.0%} of the model's {made.model_bytes:,}" if made.model_bytes else ""
     console.result(
-        f"{args.out}: {made.tensors:,} tensors in {made.bytes:,} bytes{share}; {made.same:,} are as in the base"
+        f"{args.out}: {counted(made.tensors, 'tensor')} in {made.bytes:,} bytes{share}; "
+        f"{made.same:,} are as in the base"
     )
     return 0

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.batches.batch import Batch, Dataset, collate
+from weft.data.batches.batch import Batch
+from weft.data.batches.layout import PLAIN, Layout
 from weft.data.batches.mixture import Joined
 from weft.data.batches.order import Epochs, Order
+from weft.data.batches.samples import Dataset, collate
+from weft.data.batches.workers import read_ahead
 from weft.data.sequences.length_warmup import LengthWarmup
+from weft.errors import UserError
 
 
 class BatchSource:
@@ -20,11 +23,12 @@ class BatchSource:
     says; only then are they shared out to ranks.
 
     Args:
-        rows: sequences of the global batch.
+        rows: samples of the global batch: its sequences, where a sample is one.
         rank, ranks: which part of it is this rank's; short parts are padded with rows of weight 0.
-        seed, shuffle: of the order, if none is given: every epoch is a permutation keyed by seed and epoch.
+        seed: of the order, if none is given: every epoch is a permutation keyed by seed and epoch; None: as they are.
         order: sample numbers to indices of the dataset.
         length_warmup: cuts the sequences of early steps into shorter rows.
+        layout: what a sample consists of.
     """
 
     def __init__(
@@ -34,37 +38,36 @@ class BatchSource:
         rows: int,
         rank: int = 0,
         ranks: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int | None = 0,
         order: Order | None = None,
         length_warmup: LengthWarmup | None = None,
+        layout: Layout = PLAIN,
     ):
-        self.dataset, self.rows, self.rank, self.ranks = dataset, rows, rank, ranks
+        self.dataset, self.rows, self.rank, self.ranks, self.layout = dataset, rows, rank, ranks, layout
         self.samples_per_epoch = len(dataset)
         if self.samples_per_epoch < 1:
             raise UserError("the training dataset has no samples; check data.train")
-        self.order = order or Epochs(self.samples_per_epoch, seed, shuffle=shuffle)
+        self.order = order or Epochs(self.samples_per_epoch, seed or 0, shuffle=seed is not None)
         self.length_warmup = length_warmup
 
     def samples(self, step: int) -> np.ndarray:
         """The numbers of the samples of a step's global batch, over all epochs `[rows]`."""
         return np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
 
-    def indices(self, samples: np.ndarray) -> np.ndarray:
-        """Where in the dataset these samples are."""
-        return self.order(samples)
-
     def mine(self, step: int) -> np.ndarray:
         """The numbers of this rank's samples of a step."""
         each = -(-self.rows // self.ranks)
         return self.samples(step)[self.rank * each : (self.rank + 1) * each]
 
+    def read(self, step: int) -> np.ndarray:
+        """What this rank reads: one without rows the step's first sample, to have something of the right shape."""
+        mine = self.mine(step)
+        return mine if len(mine) else self.samples(step)[:1]
+
     def batch(self, step: int) -> Batch:
         """This rank's rows of the global batch of `step`, counted from 0."""
-        each, mine = -(-self.rows // self.ranks), self.mine(step)
-        # A rank without rows reads the step's first sample, to have something of the right shape to pad with.
-        read = mine if len(mine) else self.samples(step)[:1]
-        batch = collate(self.dataset, self.indices(read), read, rows=each, real=len(mine))
+        each, read, real = -(-self.rows // self.ranks), self.read(step), len(self.mine(step))
+        batch = collate(self.dataset, self.order(read), read, rows=each, real=real, layout=self.layout)
         if self.length_warmup is None:
             return batch
         length, expected = batch.tokens.shape[1], self.length_warmup.sequence_length
@@ -77,11 +80,9 @@ class BatchSource:
 
     def where(self, step: int) -> str:
         """Where this rank's samples of a step come from, in words."""
-        samples = self.mine(step)
-        if len(samples) == 0:
-            samples = self.samples(step)[:1]
+        samples = self.read(step)
         describe = getattr(self.dataset, "where", lambda index: f"sample {index} of {type(self.dataset).__name__}")
-        indices = self.indices(samples)
+        indices = self.order(samples)
         first, last = (describe(int(index)) for index in indices[[0, -1]])
         if len(samples) == 1:
             return f"sample {samples[0]:,}: {first}"
@@ -96,8 +97,6 @@ class BatchSource:
             UserError: a sample that is none, with its number; a worker that was killed, with what it read.
         """
         if workers > 0:
-            from weft.data.batches.workers import read_ahead
-
             yield from read_ahead(self, start, stop, workers)
             return
         for step in range(start, stop):
@@ -109,10 +108,20 @@ class ValidationBatches:
 
     Args:
         limit: only the first so many samples.
+        layout: what a sample consists of.
     """
 
-    def __init__(self, dataset: Dataset, *, rows: int, rank: int = 0, ranks: int = 1, limit: int | None = None):
-        self.dataset, self.rows, self.rank, self.ranks = dataset, rows, rank, ranks
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        rows: int,
+        rank: int = 0,
+        ranks: int = 1,
+        limit: int | None = None,
+        layout: Layout = PLAIN,
+    ):
+        self.dataset, self.rows, self.rank, self.ranks, self.layout = dataset, rows, rank, ranks, layout
         self.total = len(dataset) if limit is None else min(limit, len(dataset))
 
     def __len__(self) -> int:
@@ -124,4 +133,4 @@ class ValidationBatches:
             end = min(start + (rank + 1) * each, start + self.rows, self.total)
             mine = np.arange(start + rank * each, end, dtype=np.int64)
             read = mine if len(mine) else np.array([start])
-            yield collate(self.dataset, read, read, rows=each, real=len(mine))
+            yield collate(self.dataset, read, read, rows=each, real=len(mine), layout=self.layout)

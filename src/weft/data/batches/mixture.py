@@ -1,4 +1,4 @@
-"""Several datasets as one, and the order in which a mixture reads them. The shares are `weft.config.mixture`'s."""
+"""Several datasets as one, and the order in which a mixture reads them. The shares are `weft.mixing`'s."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.mixture import Phase
-from weft.data.batches.batch import Dataset, read_samples
+from weft.data.batches.layout import PLAIN, Layout
 from weft.data.batches.order import Epochs
-from weft.data.batches.permutation import mix
+from weft.data.batches.samples import Dataset, raise_unless_alike, read_samples
+from weft.data.permutation import mix
+from weft.errors import UserError
+from weft.mixing import Phase
 
 
 class Joined:
@@ -19,12 +20,13 @@ class Joined:
 
     Args:
         names: what to call them.
+        layout: what their samples consist of.
     """
 
     complete = True
 
-    def __init__(self, names: Sequence[str], datasets: Sequence[Dataset]):
-        self.names, self.datasets = list(names), list(datasets)
+    def __init__(self, names: Sequence[str], datasets: Sequence[Dataset], layout: Layout = PLAIN):
+        self.names, self.datasets, self.layout = list(names), list(datasets), layout
         self.sizes = [len(dataset) for dataset in datasets]
         for name, size in zip(names, self.sizes, strict=True):
             if size < 1:
@@ -38,7 +40,7 @@ class Joined:
         return {key: part[0] for key, part in self.read(np.array([index])).items()}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The parts of samples, stacked `[n, seq]`.
+        """The parts of samples, stacked `[n, seq]`, or `[n, sequences, seq]`; and their fields.
 
         Where only some sources tell documents apart, the rows of the others are one document each.
 
@@ -48,17 +50,14 @@ class Joined:
         chosen = np.searchsorted(self.starts, indices, side="right") - 1
         result: dict[str, np.ndarray] = {}
         for source in np.unique(chosen):
-            rows = np.flatnonzero(chosen == source)
-            found = read_samples(self.datasets[source], indices[rows] - self.starts[source])
+            here = np.flatnonzero(chosen == source)
+            found = read_samples(self.datasets[source], indices[here] - self.starts[source], self.layout)
             for key, part in found.items():
                 if key not in result:
-                    result[key] = np.zeros((len(indices), part.shape[1]), part.dtype)
-                if result[key].shape[1] != part.shape[1]:
-                    raise UserError(
-                        f"{self.names[source]} has sequences of {part.shape[1]} tokens where others have "
-                        f"{result[key].shape[1]}; all must be as long"
-                    )
-                result[key][rows] = part
+                    result[key] = np.zeros((len(indices), *part.shape[1:]), part.dtype)
+                told = f"{self.names[source]} has{' sequences of' * (key == 'tokens')}"
+                raise_unless_alike(told, key, part[0], result[key][0])
+                result[key][here] = part
         return result
 
     def sources(self, indices: np.ndarray) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from weft.data.batches.permutation import Permutation
+from weft.data.permutation import Permutation
 
 CHUNK = 2048  # places of an order that are worked out together
 

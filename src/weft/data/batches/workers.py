@@ -18,21 +18,22 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from weft.config.errors import UserError
 from weft.data.batches.batch import Batch
+from weft.errors import UserError
 
 T = TypeVar("T")
 
-# A socket's path has at most 107 bytes; below the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
-LONGEST_TMPDIR = 107 - 32
-
 
 class Source(Protocol):
-    """What is read ahead: `weft.data.batches.loader.BatchSource`, say."""
+    """Batches as a function of the step (`weft.data.batches.loader.BatchSource`)."""
 
     def batch(self, step: int) -> Batch: ...
 
     def where(self, step: int) -> str: ...
+
+
+# A socket's path has at most 107 bytes; below the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
+LONGEST_TMPDIR = 107 - 32
 
 
 def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[Batch]:

@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.conversations.layouts import BadRecord, Conversation, Layout, read_record
+from weft.data.conversations.layouts import Conversation, Layout, read_record
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateText, special_tokens
 from weft.data.documents import Document, Reject
 from weft.data.packing.encode import Encoded
+from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
 
 MEND = "; --chat-template with {% generation %} marks tells turns apart, and --train-on last may do"
 
@@ -154,10 +155,10 @@ class ConversationEncoder:
         for document in documents:
             try:
                 if not isinstance(document.value, dict):
-                    raise BadRecord("not a record")
+                    raise Unfit("not a record")
                 drafts += [self._draft(conversation) for conversation in read_record(document.value, self.spec.layout)]
                 lines.append(document.line)
-            except BadRecord as bad:
+            except Unfit as bad:
                 rejects.append(Reject(document.line, bad.reason, bad.hint))
         ids, lengths, mask = self._spans.encode([draft.text for draft in drafts], [draft.spans for draft in drafts])
         ids, lengths, mask = _close(ids, lengths, mask, tokenizer.eod_id, [draft.learn_end for draft in drafts])
@@ -199,7 +200,7 @@ class ConversationEncoder:
         beginning, with its end-of-turn token. The model stops there: white space that follows is never its to write.
 
         Raises:
-            BadRecord: the text does not tell.
+            Unfit: the text does not tell.
         """
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
         try:
@@ -210,8 +211,8 @@ class ConversationEncoder:
             start = len(before)
             if not (text.startswith(before) and after.startswith(before)):
                 start = _opening(self._template.render(messages[:number], tools, variables)[0], before, text)
-        except BadRecord as bad:
-            raise BadRecord(f"the chat template cannot render what is before a turn ({bad}){MEND}") from None
+        except Unfit as bad:
+            raise Unfit(f"the chat template cannot render what is before a turn ({bad}){MEND}") from None
         closed = after.rstrip()
         token = max((token for token in self._spans.added if closed.endswith(token)), key=len, default="")
         if text.startswith(after):
@@ -223,7 +224,7 @@ class ConversationEncoder:
         else:
             end = 0
         if start is None or start > end:
-            raise BadRecord(f"the chat template writes a turn anew when others follow{MEND}")
+            raise Unfit(f"the chat template writes a turn anew when others follow{MEND}")
         return start, end
 
     def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:

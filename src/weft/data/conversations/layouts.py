@@ -1,7 +1,6 @@
 """Records to messages: OpenAI's and ShareGPT's turns, alpaca, question and answer, pairs of preferences.
 
-A message is what chat templates expect: `{"role": "user", "content": "..."}`, with whatever else it came with
-(`tool_calls`, `name`, `reasoning_content`, ...). What is no conversation raises `BadRecord`.
+What is no conversation raises `Unfit`.
 """
 
 from __future__ import annotations
@@ -10,21 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from weft.config.errors import UserError
-
-Record = Mapping[str, Any]
-
-# Who speaks, by all the names that are about -> the name that templates know.
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("observation", "function_response", "tool_response", "tool_result"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "function_call"),
-}
-REASONING = ("reasoning_content", "thinking", "reasoning")
+from weft.data.conversations.messages import Record, needed, parsed, said, text_of, turns_of
+from weft.data.sources.values import Unfit
+from weft.errors import UserError
 
 # Layout -> what it reads -> the keys it may be under, the likeliest first. `--fields` says others.
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -66,14 +53,6 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         "tools": ("tools",),
     },
 }
-
-
-class BadRecord(Exception):
-    """A record that is no conversation. `reason` is one of few; `hint` tells more of this one."""
-
-    def __init__(self, reason: str, hint: str = ""):
-        self.reason, self.hint = reason, hint
-        super().__init__(reason)
 
 
 @dataclass(frozen=True)
@@ -178,11 +157,11 @@ def read_record(record: Record, layout: Layout) -> list[Conversation]:
     """The conversations of a record: one; of a preference two, the chosen and then the rejected.
 
     Raises:
-        BadRecord: it is no conversation of this layout.
+        Unfit: it is no conversation of this layout.
     """
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        raise BadRecord("'chat_template_kwargs' is not an object")
+        raise Unfit("'chat_template_kwargs' is not an object")
     tools = _tools(record, layout)
     if layout.name == "preferences":
         pair = _preferences(record, layout)
@@ -191,13 +170,13 @@ def read_record(record: Record, layout: Layout) -> list[Conversation]:
     if layout.name == "alpaca":
         messages = _alpaca(record, layout)
     elif layout.name == "pairs":
-        prompt, target = (_needed(record, layout.keys[part]) for part in ("input", "target"))
-        messages = _said(prompt, "user", layout.keys["input"])
+        prompt, target = (needed(record, layout.keys[part]) for part in ("input", "target"))
+        messages = said(prompt, "user", layout.keys["input"])
         start = len(messages)
-        messages += _said(target, "assistant", layout.keys["target"])
+        messages += said(target, "assistant", layout.keys["target"])
     else:
         key = layout.keys["messages"]
-        messages = _turns(_needed(record, key), key, layout.keys["role"], layout.keys["content"])
+        messages = turns_of(needed(record, key), key, layout.keys["role"], layout.keys["content"])
     head = _system(record, layout, messages)
     messages = head + messages
     return [Conversation(messages, _learned(messages, start + len(head)), tools, variables)]
@@ -207,30 +186,30 @@ def _learned(messages: list[dict], start: int) -> tuple[int, ...]:
     """The assistant's messages from `start` on, without those of weight 0 (OpenAI's way to leave a turn out)."""
     turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        raise BadRecord("no assistant turn" if start == 0 else "no assistant turn behind the prompt")
+        raise Unfit("no assistant turn" if start == 0 else "no assistant turn behind the prompt")
     for weight in (messages[i].get("weight") for i in turns):
         if weight is not None and (type(weight) not in (int, float) or weight not in (0, 1)):
-            raise BadRecord("a weight that is neither 0 nor 1", f"weight {str(weight)[:20]!r}: only 0 and 1 are known")
+            raise Unfit("a weight that is neither 0 nor 1", f"weight {str(weight)[:20]!r}: only 0 and 1 are known")
     learned = tuple(i for i in turns if messages[i].get("weight") != 0)
     if not learned:
-        raise BadRecord("every assistant turn has weight 0")
+        raise Unfit("every assistant turn has weight 0")
     return learned
 
 
 def _alpaca(record: Record, layout: Layout) -> list[dict]:
     keys = layout.keys
     messages = _history(record, keys["history"])
-    question = _with_input(_text(record, keys["instruction"]), record, keys["input"])
-    answer = _text(record, keys["output"])
+    question = _with_input(text_of(record, keys["instruction"]), record, keys["input"])
+    answer = text_of(record, keys["output"])
     return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _preferences(record: Record, layout: Layout) -> list[tuple[list[dict], int]]:
     """The chosen and the rejected messages, each with the number of messages that are their prompt."""
     keys = layout.keys
-    answers = [_said(_needed(record, keys[part]), "assistant", keys[part]) for part in ("chosen", "rejected")]
+    answers = [said(needed(record, keys[part]), "assistant", keys[part]) for part in ("chosen", "rejected")]
     if any(not messages for messages in answers):
-        raise BadRecord("no messages")
+        raise Unfit("no messages")
     # Both may hold the whole conversation: then a prompt beside them only repeats its beginning.
     if all(messages[0]["role"] in ("system", "developer", "user") for messages in answers):
         last = min(_last_answer(messages) for messages in answers)
@@ -238,23 +217,23 @@ def _preferences(record: Record, layout: Layout) -> list[tuple[list[dict], int]]
         while shared < last and answers[0][shared] == answers[1][shared]:
             shared += 1
         if shared == 0 or not any(message["role"] == "user" for message in answers[0][:shared]):
-            raise BadRecord("chosen and rejected share no prompt")
+            raise Unfit("chosen and rejected share no prompt")
         return [
             (head + messages, len(head) + shared)
             for messages in answers
             for head in [_system(record, layout, messages)]
         ]
     if record.get(keys["messages"]) is not None:
-        prompt = _said(record[keys["messages"]], "user", keys["messages"])
+        prompt = said(record[keys["messages"]], "user", keys["messages"])
     elif keys["prompt"] in record:
-        prompt = _said(_needed(record, keys["prompt"]), "user", keys["prompt"])
+        prompt = said(needed(record, keys["prompt"]), "user", keys["prompt"])
         if isinstance(record[keys["prompt"]], str):
             prompt[0]["content"] = _with_input(prompt[0]["content"], record, keys["input"])
             prompt = _history(record, keys["history"]) + prompt
     else:
-        raise BadRecord("no prompt: neither messages nor " + repr(keys["prompt"]))
+        raise Unfit("no prompt: neither messages nor " + repr(keys["prompt"]))
     if not prompt:
-        raise BadRecord("no messages")
+        raise Unfit("no messages")
     prompt = _system(record, layout, prompt) + prompt
     return [(prompt + messages, len(prompt)) for messages in answers]
 
@@ -263,80 +242,14 @@ def _last_answer(messages: list[dict]) -> int:
     return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
 
 
-def _said(value: Any, role: str, key: str) -> list[dict]:
-    """Text as a message of `role`; a message or a list of them, of either way to write them, as messages."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    turns = [value] if isinstance(value, dict) else value
-    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
-    names = ("from", "value") if "from" in first and "role" not in first else ("role", "content")
-    return _turns(turns, key, *names)
-
-
-def _turns(turns: Any, key: str, role_key: str, content_key: str) -> list[dict]:
-    if not isinstance(turns, list):
-        raise BadRecord(f"field {key!r} is not a list of messages")
-    if not turns:
-        raise BadRecord("no messages")
-    return [_message(turn, role_key, content_key) for turn in turns]
-
-
-def _message(turn: Any, role_key: str, content_key: str) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise BadRecord("a message is not an object")
-    said = turn.get(role_key)
-    if said is None:
-        raise BadRecord(f"a message without {role_key!r}")
-    role = ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise BadRecord("unknown role", f"{said!r}"[:60])
-    # Nulls are left out, as transformers does: templates take a missing key better than a null.
-    message = {"role": role} | {
-        ("content" if key == content_key else key): value
-        for key, value in turn.items()
-        if value is not None and key != role_key
-    }
-    if role == "function_call":
-        return _call(message)
-    content = message.get("content")
-    if isinstance(content, str):
-        return message
-    if content is None:
-        if role == "assistant" and any(message.get(key) for key in ("tool_calls", "function_call", *REASONING)):
-            return message
-        raise BadRecord(f"a message whose {content_key!r} is " + ("null" if content_key in turn else "missing"))
-    if not isinstance(content, list):
-        raise BadRecord(f"a message whose {content_key!r} is neither text nor a list of parts")
-    parts = []
-    for part in content:
-        if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        elif not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRecord("a message with a part that is not text", str(part)[:60])
-        parts.append(part)
-    return message | {"content": parts}
-
-
-def _call(message: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's function call, JSON in a text, as OpenAI's `tool_calls`."""
-    calls = _json(message.get("content"), "a function call that is not JSON")
-    calls = calls if isinstance(calls, list) else [calls]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise BadRecord("a function call without a name")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    rest = {key: value for key, value in message.items() if key not in ("role", "content")}
-    calls = [{"type": "function", "function": function} for function in functions]
-    return {"role": "assistant", "content": "", "tool_calls": calls} | rest
-
-
 def _tools(record: Record, layout: Layout) -> list[Any] | None:
     tools = record.get(layout.keys.get("tools", "tools"))
     if isinstance(tools, str) and tools.strip():
-        tools = _json(tools, "'tools' is not JSON")
+        tools = parsed(tools, "'tools' is not JSON")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRecord("'tools' is not a list of objects")
+        raise Unfit("'tools' is not a list of objects")
     return tools
 
 
@@ -346,7 +259,7 @@ def _system(record: Record, layout: Layout, messages: list[dict]) -> list[dict]:
     text = record.get(key)
     if text is None or text == "" or (messages and messages[0]["role"] in ("system", "developer")):
         return []
-    return [{"role": "system", "content": _text(record, key)}]
+    return [{"role": "system", "content": text_of(record, key)}]
 
 
 def _history(record: Record, key: str) -> list[dict]:
@@ -355,7 +268,7 @@ def _history(record: Record, key: str) -> list[dict]:
     turns = record.get(key) or []
     for turn in turns if isinstance(turns, list | tuple) else [turns]:
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
-            raise BadRecord(f"field {key!r} is not a list of [question, answer]")
+            raise Unfit(f"field {key!r} is not a list of [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages
 
@@ -364,26 +277,4 @@ def _with_input(text: str, record: Record, key: str) -> str:
     more = record.get(key)
     if more is None or more == "":
         return text
-    return f"{text}\n{_text(record, key)}"
-
-
-def _needed(record: Record, key: str) -> Any:
-    if key not in record:
-        raise BadRecord(f"no field {key!r}")
-    if record[key] is None:
-        raise BadRecord(f"field {key!r} is null")
-    return record[key]
-
-
-def _text(record: Record, key: str) -> str:
-    value = _needed(record, key)
-    if not isinstance(value, str):
-        raise BadRecord(f"field {key!r} is not text")
-    return value
-
-
-def _json(text: Any, reason: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except (orjson.JSONDecodeError, TypeError):
-        raise BadRecord(reason, str(text)[:60]) from None
+    return f"{text}\n{text_of(record, key)}"

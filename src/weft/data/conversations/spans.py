@@ -14,8 +14,8 @@ import orjson
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from weft.config.headers import tokenizer_file
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.headers import tokenizer_file
 
 Spans = Sequence[tuple[int, int]]  # [start, end) in characters of a text
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
-from weft.data.conversations.layouts import REASONING, BadRecord
+from weft.data.conversations.messages import REASONING
 from weft.data.conversations.named import NAMED
+from weft.data.sources.values import Unfit
+from weft.errors import UserError
+from weft.files import read_json
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template written for other data raises on a record: its own words are all that can be told of it.
@@ -208,7 +210,7 @@ class ChatTemplate:
             prompt: add the beginning of an assistant's turn (`add_generation_prompt`).
 
         Raises:
-            BadRecord: the template refuses the messages.
+            Unfit: the template refuses the messages.
         """
         template = self._plain if tools is None else self._with_tools
         marks = self._environment.marks  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,13 +232,13 @@ class ChatTemplate:
         except FAILURES as error:
             name = re.fullmatch(r"'(\w+_token)' is undefined", str(error))
             if name is not None:
-                raise BadRecord(
+                raise Unfit(
                     f"the chat template uses {name[1]}, which the tokenizer does not name; state it in "
                     "tokenizer_config.json"
                 ) from None
             told = " ".join(str(getattr(error, "message", None) or error).split())[:200]
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
-            raise BadRecord(f"the chat template refuses it: {kind}{told}") from None
+            raise Unfit(f"the chat template refuses it: {kind}{told}") from None
         return "".join(pieces), marks.spans
 
     def _renders_parts(self) -> bool:
@@ -245,7 +247,7 @@ class ChatTemplate:
                 self.render([{"role": "user", "content": content}])[0]
                 for content in ("a weft", [{"type": "text", "text": "a weft"}])
             ]
-        except BadRecord:
+        except Unfit:
             return False
         return both[0] == both[1]
 
@@ -298,7 +300,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.sandbox.SecurityError(f"a namespace's attribute may not begin with an underscore: {name}")
+        raise SecurityError(f"a namespace's attribute may not begin with an underscore: {name}")
 
 
 def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:

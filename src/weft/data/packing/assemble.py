@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
 from weft.data.documents import Counts
 from weft.data.packing.parts import Part, Plan, part_file, remove
+from weft.errors import UserError
 
 BLOCK = 4 << 20
 FILES = {
@@ -102,8 +102,8 @@ class Assembly:
         next: the part to append next.
         counts, notes: of all appended parts. `tokens`, `documents`: what was packed.
         exact, reason: whether the first part went through the reference library, and why, if nobody asked for it.
-        sources: path, size, sha256, documents and rejected of each file so far. The digest of a file that was read in
-            several units is that of their digests, written one after the other.
+        sources: path, size, sha256, documents and rejected of each file so far, and why it was skipped if it is no
+            text. The digest of a file that was read in several units is that of their digests, one after the other.
         first_digests, last_digests: of a shard: of the units of the first source and of the last.
     """
 
@@ -138,8 +138,9 @@ class Assembly:
         for entry, part in entries[:held]:
             self._account(part, entry["part"])
         for path in self.parts.iterdir():
-            if int(path.name.partition(".")[0]) < self.next:
-                path.unlink()
+            # A hidden file is one that a killed worker did not finish.
+            if path.name.startswith(".") or int(path.name.partition(".")[0]) < self.next:
+                path.unlink(missing_ok=True)
 
     def _entries(self, plan: Plan) -> Iterator[tuple[dict[str, Any], Part]]:
         with open(self._journal.path, "rb") as journal:
@@ -206,9 +207,11 @@ class Assembly:
             before[unit.path] = befores[-1] + counts.get("lines", 0)
         with open(part_file(self.parts, part.index, "rejects"), encoding="utf-8") as file:
             for row in file:
-                unit, line, reason = json.loads(row)
-                line = self.line(part, unit, line, befores[unit])
-                entry = {"path": part.units[unit].path, "line": line, "reason": reason}
+                unit, line, reason, last = json.loads(row)
+                entry = {"path": part.units[unit].path, "line": self.line(part, unit, line, befores[unit])}
+                if last is not None:
+                    entry["last_line"] = self.line(part, unit, last, befores[unit])
+                entry["reason"] = reason
                 self._files["rejects"].write(json.dumps(entry).encode() + b"\n")
 
     def _account(self, part: Part, content: dict[str, Any]) -> None:
@@ -228,6 +231,8 @@ class Assembly:
             source["size"] += counts.raw_bytes
             source["documents"] += counts.documents
             source["rejected"] += sum(counts.rejected.values())
+            for reason in counts.skipped_files:
+                source["skipped"] = reason
             self._digest.update(counts.sha256.encode())
             source["sha256"] = self._digest.hexdigest() if source["sha256"] else counts.sha256
             if self._lines_before is not None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.config.headers import tokenizer_file
 from weft.data.documents import Document, Reject
+from weft.headers import tokenizer_file
 
 if TYPE_CHECKING:
     import numpy as np

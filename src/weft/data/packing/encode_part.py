@@ -9,16 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.documents import Counts, Document, Reject
 from weft.data.packing.encode import Encoded, Encoder
 from weft.data.packing.parts import Job, Part, Stop, Unwritable, part_file
 from weft.data.sources import read
 from weft.data.stores.indexed import token_dtype
+from weft.errors import UserError
+from weft.files import replace_file
 
 BATCH = 2_000_000  # characters (of records: raw bytes) that one thread encodes at once; several share four times that
 FAILS = "the tokenizer fails on it"
@@ -105,7 +107,7 @@ class _Worker:
         """One unit's documents, into batches; full ones are encoded."""
         records, batch, owners, rejects = self._job.reading.records, self._batch, self._owners, self._rejects
         for item in read(self._part.units[number], self._job.reading, self._counts[number], self._on_bytes):
-            if type(item) is Reject:
+            if isinstance(item, Reject):
                 rejects.append((number, item))
                 if (self._job.fail and not item.on_purpose) or len(rejects) >= 4096:
                     self._flush()
@@ -139,9 +141,7 @@ class _Worker:
             "units": [{k: v for k, v in vars(counts).items() if v} for counts in self._counts],
         }
         try:
-            with open(self._path("json.partial"), "w", encoding="utf-8") as file:
-                json.dump(content, file)
-            os.replace(self._path("json.partial"), self._path("json"))
+            replace_file(Path(self._path("json")), json.dumps(content), durable=False)
         except OSError as error:
             raise Unwritable(error.strerror) from None
         self._on_progress(self._fresh_bytes, self._tokens - self._told_tokens)
@@ -220,7 +220,7 @@ class _Worker:
         try:
             for what, file in self._files.items():
                 array, dtype = streams[what]
-                data = memoryview(np.ascontiguousarray(array, dtype=dtype)).cast("B")
+                data = np.ascontiguousarray(array, dtype=dtype).data.cast("B")
                 while len(data):
                     data = data[file.write(data) :]
         except OSError as error:
@@ -229,7 +229,9 @@ class _Worker:
         self._documents += len(lengths)
 
     def _note(self) -> None:
-        rows = (json.dumps([number, reject.line, reject.reason]) + "\n" for number, reject in self._rejects)
+        rows = (
+            json.dumps([number, reject.line, reject.reason, reject.last]) + "\n" for number, reject in self._rejects
+        )
         try:
             with open(self._path("rejects"), "a" if self._noted else "w", encoding="utf-8") as file:
                 file.writelines(rows)

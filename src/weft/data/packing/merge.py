@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
-from weft.data.folders import STORE, check_out, exists_already, hidden_folder, publish
+from weft.data.folders import STORE, check_out, exists_already, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
+from weft.errors import UserError
+from weft.files import hidden_folder, read_json, unwritable
 from weft.observe.console import Console
 
 ALIKE = {
@@ -46,7 +46,7 @@ def merge(
         raise exists_already(out, STORE)
     for line in shard_warnings(stores):
         console.warning(line)
-    with hidden_folder(out) as folder:
+    with unwritable(out), hidden_folder(out) as folder:
         info = _write(stores, folder, console)
         publish(folder, out)
     return info
@@ -71,9 +71,9 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
             digests = [hashlib.sha256(), hashlib.sha256()]
             for start, stop, begin, end in spans(store.lengths):
                 for low in range(begin, end, BLOCK_TOKENS):  # a document may be longer than a block
-                    digests[0].update(store.tokens[low : min(low + BLOCK_TOKENS, end)])
+                    digests[0].update(store.tokens[low : min(low + BLOCK_TOKENS, end)].data)
                     if store.loss_mask is not None:
-                        digests[1].update(store.loss_mask[low : min(low + BLOCK_TOKENS, end)])
+                        digests[1].update(store.loss_mask[low : min(low + BLOCK_TOKENS, end)].data)
                 mask = None if store.loss_mask is None else store.loss_mask[begin:end]
                 writer.add(store.tokens[begin:end], store.lengths[start:stop], mask)
                 release(store.tokens, store.loss_mask)
@@ -149,6 +149,7 @@ def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
             sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
             documents=last.documents + source.documents,
             rejected=last.rejected + source.rejected,
+            skipped=last.skipped or source.skipped,
             cut=cut if cut.before or cut.after else None,
         )
     return joined
@@ -157,8 +158,8 @@ def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
 def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
     """What is odd about the shares that stores say they are: some missing, twice there, or in another order."""
     made = [read_json(store.path / "store.json").get("made_from") or {} for store in stores]
-    shards = [entry.get("shard") for entry in made]
-    if not all(shards) or len({(shard[1], entry.get("files")) for shard, entry in zip(shards, made, strict=True)}) != 1:
+    shards = [entry["shard"] for entry in made if entry.get("shard")]
+    if len(shards) < len(made) or len({(entry["shard"][1], entry.get("files")) for entry in made}) != 1:
         return []
     numbers, total = [shard[0] for shard in shards], shards[0][1]
     missing = sorted(set(range(1, total + 1)) - set(numbers))

@@ -9,21 +9,24 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.config.errors import UserError
 from weft.data.documents import Counts
-from weft.data.folders import STORE, check_out, partial_folder, publish
+from weft.data.folders import STORE, check_out, publish
 from weft.data.packing.assemble import Assembly
 from weft.data.packing.encode import Encoder, TextEncoder
 from weft.data.packing.parts import Job, Part, Plan, Stop, Unwritable, finished, remove
-from weft.data.packing.pool import InProcess, LocalPool, available_cores
+from weft.data.packing.pool import InProcess, LocalPool, Pool, available_cores
 from weft.data.packing.request import claim, request_of, up_to_date
-from weft.data.sources import Files, Reading, find_files, plan, read
+from weft.data.sources import Files, Reading, find_files, plan
 from weft.data.sources.find import summary
-from weft.data.sources.kinds import kind_of
+from weft.data.sources.format import holdings, mistake_at
 from weft.data.stores.stored import write_stored
+from weft.errors import UserError
+from weft.files import partial_path
+from weft.formatting import counted, progress
 from weft.observe.console import Console
 
 if TYPE_CHECKING:
@@ -60,12 +63,11 @@ class Packed:
 
 
 def pack(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     out: str | Path,
-    encoder: Encoder | Tokenizer | str | Path,
+    tokenizer: Encoder | Tokenizer | str | Path,
     *,
     reading: Reading | None = None,
-    files_from: str | Path | None = None,
     workers: int | None = None,
     on_error: Literal["fail", "skip"] = "fail",
     shard: tuple[int, int] | None = None,
@@ -76,11 +78,18 @@ def pack(
 ) -> Packed:
     """Encode all documents of `inputs` into the token store `out`.
 
-    The store's bytes depend on the input, `encoder` and `reading` alone. A call that is killed, interrupted or ended by
-    an error leaves what it has done in a hidden folder beside `out`, and the same call goes on from there.
+    >>> packed = weft.pack(["docs.jsonl"], tokenizer="tok", out="store")
+    >>> packed.info.documents
+    40
+
+    The store's bytes depend on the input, `tokenizer` and `reading` alone. A call that is killed, interrupted or ended
+    by an error leaves what it has done in a hidden folder beside `out`, and the same call goes on from there.
 
     Args:
-        encoder: an encoder; or a tokenizer or its folder, for texts that one end-of-document token each closes.
+        inputs: one, or several, of files, folders, and patterns such as "data/**/*.jsonl".
+        out: the store's folder.
+        tokenizer: a tokenizer or its folder, for texts that one end-of-document token each closes; or an encoder.
+        reading: how documents are taken out of files; default: of records the field "text".
         workers: processes; default: the cores that this process may use.
         on_error: what a document that cannot be read or encoded does: end the pack, or be counted and noted in
             `rejects.jsonl`. Of several, the first in the input is told.
@@ -94,15 +103,14 @@ def pack(
         UserError: no input, a document that cannot be read, another store at `out`, a full disk.
     """
     console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
-    if not hasattr(encoder, "identity"):
-        encoder = TextEncoder(encoder)  # type: ignore[arg-type]
-    files = find_files(inputs, files_from)
+    encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
+    files = find_files([inputs] if isinstance(inputs, str | Path) else inputs)
     # It may lie in a folder that is read: there, stores are left out. But what it would replace must be no input.
     check_out(out, STORE, (path for path in files if path.name in STORE.files), overwrite=overwrite)
     if os.path.lexists(out) and not overwrite:
-        request = request_of(encoder, reading, shard, range_bytes, files)  # type: ignore[arg-type]
+        request = request_of(encoder, reading, shard, range_bytes, files)
         return Packed(up_to_date(out, request, files))
-    work = _Pack(files, out, encoder, reading, shard, range_bytes, console)  # type: ignore[arg-type]
+    work = _Pack(files, out, encoder, reading, shard, range_bytes, console)
     return work.run(workers, on_error == "fail", overwrite, ray)
 
 
@@ -127,7 +135,7 @@ class _Pack:
         if self._streams and shard is not None:
             raise UserError(f"--shard {shard[0]}/{shard[1]}: the standard input cannot be cut into shares; name files")
         self._plan = Plan(units, range_bytes, shard)
-        self._folder = partial_folder(out)
+        self._folder = partial_path(out)
         self._lock: int | None = None
         self._bar: Any = None
         self._done = self._tokens = 0
@@ -142,7 +150,7 @@ class _Pack:
             self._lock = claim(self._folder, self._out, request, overwrite=overwrite, keep=not self._streams)
             if self._out.exists() and not overwrite:
                 raise UserError("was packed by another process meanwhile; --overwrite replaces it", self._out)
-            lines_before = self._lines_before if self._shard is not None else None
+            lines_before = partial(self._plan.lines_before, self._reading) if self._shard is not None else None
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
             self._go_on(assembly)
             had = (assembly.counts.bytes, assembly.tokens)
@@ -173,7 +181,7 @@ class _Pack:
         seconds, text = time.perf_counter() - self._began, assembly.counts.bytes
         return Packed(stored, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
 
-    def _open_pool(self, workers: int | None, fail: bool, ray: str | None) -> Any:
+    def _open_pool(self, workers: int | None, fail: bool, ray: str | None) -> Pool:
         cores = workers or available_cores()
         number = 1 if self._streams else min(cores, max(1, len(self._plan)))
         threads = 1 if ray is not None and not self._streams else max(1, cores // number)
@@ -207,9 +215,9 @@ class _Pack:
         with self._console.progress(size, "checking what is there", unit="B") as bar:
             assembly.go_on(self._plan, on_bytes)
         self._done = sum(self._plan.part(index).size for index in range(assembly.next))
-        self._console.line(f"going on: {self._done / 1e6:,.1f} of {self._plan.size / 1e6:,.1f} MB were packed before")
+        self._console.line(f"going on: {progress(self._done, self._plan.size, 'B')} were packed before")
 
-    def _fill(self, assembly: Assembly, pool: Any) -> bool:
+    def _fill(self, assembly: Assembly, pool: Pool) -> bool:
         """Append all parts, in order, as workers finish them.
 
         Returns:
@@ -255,27 +263,17 @@ class _Pack:
 
     def _append(self, assembly: Assembly, part: Part, content: dict[str, Any]) -> None:
         if not self._streams and self._plan.part(part.index).key != part.key:
-            raise UserError("changed while it was packed; the same command does it again", part)
+            raise UserError("changed while it was packed; the same command does it again", str(part))
         assembly.append(part, content)
 
     def _told(self, assembly: Assembly, part: Part, failure: BaseException) -> BaseException:
         """A worker's failure in the user's words."""
         if isinstance(failure, Stop):
             line = assembly.line(part, failure.unit, failure.line, failure.before)
-            return UserError(failure.what, part.units[failure.unit].path, line)
+            return mistake_at(failure.what, part.units[failure.unit], line)
         if isinstance(failure, Unwritable):
             return _unwritable(str(failure), self._out)
         return failure
-
-    def _lines_before(self) -> int:
-        """Lines of the share's first file that lie in other shares."""
-        seen = Counts()
-        for unit in self._plan.before:
-            counts = Counts()
-            for _ in read(unit, self._reading, counts):
-                pass
-            seen.add(counts)
-        return seen.lines
 
     def _leave(self, assembly: Assembly | None) -> None:
         """After an error: keep what is done, if anything is."""
@@ -293,7 +291,7 @@ class _Pack:
         if counts.documents == 0 and self._shard is None:
             shutil.rmtree(self._folder)
             reasons = _reasons(counts, self._files.left_out)
-            number = f"{len(self._files):,} file{'s' if len(self._files) > 1 else ''}"
+            number = counted(len(self._files), "file")
             raise UserError(f"no document in {number} ({reasons}); name files that hold {self._wanted()}")
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
@@ -333,10 +331,8 @@ class _Pack:
         """What the files should hold."""
         if self._reading.records:
             return "records of conversations"
-        forms = {kind_of(path, self._reading.format).partition(".")[0] for path in self._files}
-        if forms == {"text"}:
-            return "text"
-        return f"{'rows' if forms <= {'csv', 'tsv', 'parquet', 'arrow'} else 'records'} with text"
+        held = set(holdings(self._files, self._reading).values())
+        return "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
 
 
 def _unwritable(reason: str | None, out: Path) -> UserError:

@@ -12,8 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
-from weft.data.sources import Reading, Unit
+from weft.data.documents import Counts
+from weft.data.sources import Reading, Unit, read
+from weft.data.sources.format import source_format
 
 PART_UNITS = 256
 
@@ -37,8 +38,7 @@ class Part:
             return f"{first.path} and the {len(self.units) - 1:,} after it"
         if first.stop is None:
             return first.path
-        what = "bytes" if first.kind.startswith("json") else "row groups"
-        return f"{first.path} ({what} {last.start:,} to {last.stop:,})"
+        return f"{first.path} ({source_format(first.format).positions} {last.start:,} to {last.stop:,})"
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,21 @@ class Plan:
         if self.units:
             self._borders.append(len(self.units))
 
+    def lines_before(self, reading: Reading) -> int:
+        """Lines of the share's first file that lie in other shares; those are read."""
+        lines = 0
+        for unit in self.before:
+            counts = Counts()
+            for _ in read(unit, reading, counts):
+                pass
+            lines += counts.lines
+        return lines
+
     def __len__(self) -> int:
         return len(self._borders) - 1
 
     def part(self, index: int) -> Part:
-        """One part, as its files are now.
-
-        Raises:
-            UserError: one of them is gone.
-        """
+        """One part, as its files are now."""
         units = tuple(self.units[self._borders[index] : self._borders[index + 1]])
         facts = [[u.path, u.kind, u.start, u.stop, u.size, *_state(u.path)] for u in units]
         return Part(index, units, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
@@ -127,12 +133,10 @@ class Plan:
 
 def _state(path: str) -> tuple[int, int]:
     """A file's size and the time of its last change, in nanoseconds."""
-    if path == "-":
-        return 0, 0
     try:
         status = os.stat(path)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from None
+    except OSError:  # the standard input; or a file that reading will be a reject of
+        return 0, 0
     return status.st_size, status.st_mtime_ns
 
 

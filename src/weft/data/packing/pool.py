@@ -4,7 +4,6 @@ end with their parent and leave Ctrl-C to it."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -12,13 +11,14 @@ import subprocess
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
 from weft.data.packing.parts import Job, Part, Stop, Unwritable
+from weft.errors import UserError
+from weft.processes import die_with
 
 Outcome = tuple[int, BaseException | None]  # a part's number, and what went wrong with it (None: it is done)
 OnProgress = Callable[[int, int], None]  # is told new raw bytes and tokens
@@ -54,21 +54,45 @@ def _quotas() -> Iterator[int]:
                 break
 
 
-class InProcess:
-    """One worker that is this process itself: for small inputs, and for what no other process can read."""
+class Pool:
+    """What encodes parts.
 
-    deaths: tuple[str, ...] = ()
+    Attributes:
+        deaths: of workers whose part was done by another, in words.
+    """
+
+    deaths: Sequence[str] = ()
+
+    def room(self, remaining: int) -> bool:
+        """Whether a part can be submitted."""
+        raise NotImplementedError
+
+    def submit(self, part: Part) -> None:
+        """Have a part encoded."""
+        raise NotImplementedError
+
+    def wait(self, block: bool) -> list[Outcome]:
+        """What has ended since; with `block`, news of some worker is waited for."""
+        raise NotImplementedError
+
+    def dismiss(self) -> None:
+        """All is done: workers go while this process goes on."""
+
+    def close(self) -> None:
+        """End all workers; what they are at is not finished, and will be done anew."""
+
+
+class InProcess(Pool):
+    """One worker that is this process itself: for small inputs, and for what no other process can read."""
 
     def __init__(self, job: Job, encoder: Any, on_progress: OnProgress):
         self._job, self._encoder, self._on_progress = job, encoder, on_progress
         self._outcomes: list[Outcome] = []
 
     def room(self, remaining: int) -> bool:
-        """Whether a part can be submitted."""
         return not self._outcomes
 
     def submit(self, part: Part) -> None:
-        """Encode a part."""
         from weft.data.packing.encode_part import encode_part
 
         try:
@@ -78,15 +102,8 @@ class InProcess:
             self._outcomes.append((part.index, error))
 
     def wait(self, block: bool) -> list[Outcome]:
-        """What has ended since."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
-
-    def dismiss(self) -> None:
-        """Nobody is to be sent home."""
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
 
 class _Process:
@@ -129,14 +146,11 @@ class _Process:
         return self.process.wait()
 
 
-class LocalPool:
+class LocalPool(Pool):
     """Worker processes on this machine.
 
     A worker that dies (for want of memory, or in a library's crash) gets a successor, which does the part that it died
     in once more, one document at a time; if that one dies too, its document is named.
-
-    Attributes:
-        deaths: of workers whose part was done by another, in words.
     """
 
     def __init__(self, job: Job, encoder: Any, workers: int, on_progress: OnProgress):
@@ -155,12 +169,11 @@ class LocalPool:
             raise
 
     def room(self, remaining: int) -> bool:
-        """Whether a part can be submitted: a second one waits in each worker while there are plenty."""
-        depth = 2 if remaining > 3 * len(self._workers) else 1
+        depth = 2 if remaining > 3 * len(self._workers) else 1  # a second one waits while there are plenty
         return any(len(worker.parts) < depth and not worker.careful for worker in self._workers)
 
     def submit(self, part: Part) -> None:
-        """Give a part to the worker that has the least to do."""
+        # To the worker that has the least to do.
         self._give(min((w for w in self._workers if not w.careful), key=lambda w: len(w.parts)), part)
 
     def _give(self, worker: _Process, part: Part) -> None:
@@ -169,7 +182,6 @@ class LocalPool:
             worker.connection.send(part)
 
     def wait(self, block: bool) -> list[Outcome]:
-        """What has ended since; with `block`, news of some worker is waited for."""
         ready = wait([worker.connection for worker in self._workers], None if block else 0)
         outcomes: list[Outcome] = []
         for worker in [worker for worker in self._workers if worker.connection in ready]:
@@ -221,24 +233,13 @@ class LocalPool:
         self._replace(worker)
 
     def dismiss(self) -> None:
-        """All is done: the workers go while this process goes on."""
         for worker in self._workers:
             worker.process.kill()
 
     def close(self) -> None:
-        """End all workers; what they are at is not finished, and will be done anew."""
         self.dismiss()
         while self._workers:
             self._workers.pop().end()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent is gone: a killed parent tells nobody."""
-    if sys.platform.startswith("linux"):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it was gone before we asked
 
 
 def serve(handle: int, parent: int) -> None:
@@ -266,13 +267,13 @@ def serve(handle: int, parent: int) -> None:
             try:
                 encode_part(job, part, encoder, on_progress=on_progress, on_document=on_document if careful else None)
             except Exception as error:  # the parent tells it, at its turn
-                failure = _portable(error)
+                failure = portable(error)
             connection.send(("ended", failure))
     except (EOFError, OSError):  # the parent is gone, or has enough
         os._exit(0)
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error as it can travel: one that nobody expected keeps its traceback as text."""
     if isinstance(error, Stop | Unwritable | UserError):
         return error

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from typing import Any
 
-from weft.config.errors import UserError
-from weft.data.packing.parts import Job, Part, Stop, Unwritable
-from weft.data.packing.pool import OnProgress, Outcome
+from weft.data.packing.parts import Job, Part
+from weft.data.packing.pool import OnProgress, Outcome, Pool, portable
+from weft.errors import UserError
 
 
-class RayPool:
+class RayPool(Pool):
     """Workers on a Ray cluster: a task a part; Ray does the part of a lost machine again.
 
     Args:
@@ -25,10 +24,9 @@ class RayPool:
     def __init__(self, job: Job, encoder: Any, address: str, on_progress: OnProgress):
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a warning about GPUs, which are not used
         try:
-            import ray
+            import ray  # pyright: ignore[reportMissingImports] (an extra)
         except ImportError:
             raise UserError("--ray needs Ray, which is not installed: pip install 'weft-train[ray]'") from None
-        self.deaths: tuple[str, ...] = ()
         self._ray, self._on_progress = ray, on_progress
         self._own = not ray.is_initialized()
         if self._own:
@@ -44,15 +42,12 @@ class RayPool:
         self._parts: dict[Any, Part] = {}
 
     def room(self, remaining: int) -> bool:
-        """Whether a part can be submitted: some wait, so that no core does."""
-        return len(self._parts) < 2 * self._cores
+        return len(self._parts) < 2 * self._cores  # some wait, so that no core does
 
     def submit(self, part: Part) -> None:
-        """Give a part to the cluster."""
         self._parts[self._task.remote(self._shared, part)] = part
 
     def wait(self, block: bool) -> list[Outcome]:
-        """What has ended since; with `block`, one is waited for."""
         if not self._parts:
             return []
         ended, _ = self._ray.wait(list(self._parts), num_returns=1, timeout=None if block else 0)
@@ -69,11 +64,7 @@ class RayPool:
             outcomes.append((part.index, failure))
         return outcomes
 
-    def dismiss(self) -> None:
-        """Nobody is to be sent home."""
-
     def close(self) -> None:
-        """Cancel what is not done, and end a cluster that was started here."""
         for reference in self._parts:
             self._ray.cancel(reference, force=True)
         self._parts.clear()
@@ -98,8 +89,6 @@ def _encode(shared: tuple[Job, Any], part: Part) -> tuple[BaseException | None, 
 
     try:
         encode_part(job, part, encoder, on_progress=on_progress)
-    except (Stop, Unwritable, UserError) as error:
-        return error, tokens
     except Exception as error:  # the parent tells it, at its turn
-        return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error))), tokens
+        return portable(error), tokens
     return None, tokens

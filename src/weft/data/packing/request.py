@@ -12,18 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
 from weft.data.folders import STORE, exists_already
 from weft.data.packing.encode import Encoder
 from weft.data.sources import Reading
+from weft.errors import UserError
+from weft.files import read_json, replace_file
 
 
 def request_of(
     encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int, files: Sequence[Path]
 ) -> dict[str, Any]:
     """What a store is made by, as JSON: `made_from` in its `store.json`."""
-    facts = [[str(path), path.stat().st_size if path.is_file() else 0] for path in files]
+    facts = [[str(path), os.path.getsize(path) if os.path.isfile(path) else 0] for path in files]
     request = {
         "encoder": encoder.identity(),
         "reading": asdict(reading),
@@ -44,7 +44,7 @@ def up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dic
     if (out / "store.json").exists():
         stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
         if isinstance(stored, dict) and stored.get("made_from") == request:
-            newer = next((path for path in files if path.is_file() and path.stat().st_mtime_ns > written), None)
+            newer = next((path for path in files if os.path.isfile(path) and path.stat().st_mtime_ns > written), None)
             if newer is None:
                 return stored
             what = f" and is older than {newer}"
@@ -86,8 +86,7 @@ def claim(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, 
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
-            (folder / "request.partial").write_text(json.dumps(asked, indent=1), encoding="utf-8")
-            (folder / "request.partial").rename(file)
+            replace_file(file, json.dumps(asked, indent=1), durable=False)
         (folder / "parts").mkdir(exist_ok=True)
         (folder / "store").mkdir(exist_ok=True)
     except BaseException:

@@ -45,7 +45,7 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
         counts: `counts[s]` items have size `s`; those of size 0 are left out. No size is above `capacity`.
     """
     spaces: list[int] = []  # ascending: free space for which there are open sequences
-    open_: dict[int, list[tuple[_Pattern | None, int]]] = {}
+    open_: dict[int, list[tuple[_Pattern, int]]] = {}
     full: list[tuple[_Pattern, int]] = []
 
     def put(pattern: _Pattern, bins: int, space: int) -> None:
@@ -57,6 +57,7 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
             open_[space] = [(pattern, bins)]
             insort(spaces, space)
 
+    pattern: _Pattern | None
     for size in range(len(counts) - 1, 0, -1):
         left = int(counts[size])
         while left:

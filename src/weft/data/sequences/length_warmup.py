@@ -5,7 +5,7 @@ Li, Zhang & He, "The Stability-Efficiency Dilemma: Investigating Sequence Length
 
 from __future__ import annotations
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 
 
 class LengthWarmup:

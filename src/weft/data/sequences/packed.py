@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.sequences.packing_index import packing_index
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
+from weft.formatting import counted
 from weft.observe.console import Console
 
 
@@ -56,8 +57,8 @@ class PackedDataset:
         """What was packed, in a line."""
         left_out = f", {self.unlearnable:,} of one token left out" if self.unlearnable else ""
         return (
-            f"{self.store.path}: {self.store.num_documents:,} documents{left_out}, packed into {self.samples:,} "
-            f"sequences of {self.length:,}, {1 - self.efficiency:.2%} padding"
+            f"{self.store.path}: {counted(self.store.num_documents, 'document')}{left_out}, packed into "
+            f"{counted(self.samples, 'sequence')} of {self.length:,}, {1 - self.efficiency:.2%} padding"
         )
 
     def __len__(self) -> int:

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.folders import sync, sync_entry
 from weft.data.sequences.best_fit import Patterns, best_fit_decreasing
 from weft.data.stores.indexed import map_file, release
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
+from weft.files import hidden_folder, publish, sync_tree
 from weft.observe.console import Console
 
 VERSION = 1
@@ -140,23 +140,14 @@ def _make(place: Path, store: TokenStore, length: int, alone: bool, console: Con
     if alone:  # nobody else is at work here: what lies about was left by a process that was killed
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
-    partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.mkdir()
+    with hidden_folder(place, uuid.uuid4().hex) as partial:
         _write(partial, store, length, console)
-        sync(partial)
-        if place.exists() and _open(place, store, length) is None:  # another store's, or damaged
-            old = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
-            place.rename(old)
-            shutil.rmtree(old, ignore_errors=True)
-        try:
-            partial.rename(place)
+        sync_tree(partial)
+        try:  # what is there already is another store's, or damaged
+            publish(partial, place, replace=_open(place, store, length) is None)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # those: somebody else's, and alike
                 raise
-        sync_entry(place.parent)  # the name, too
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     made = _open(place, store, length)
     if made is None:
         raise OSError(errno.EIO, "it was changed while it was made")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.data.batches.batch import Dataset
+if TYPE_CHECKING:
+    from weft.data.batches.samples import Dataset
 
 
 class UnreadDataset:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
+from weft.formatting import counted
 
 
 class StoreDataset:
@@ -32,8 +33,8 @@ class StoreDataset:
         self.samples = (store.num_tokens - 1) // sequence_length
         if self.samples < 1:
             raise UserError(
-                f"{store.num_tokens:,} tokens are shorter than one sequence of {sequence_length} and the token after "
-                "it; shorten data.sequence_length or pack more text",
+                f"{counted(store.num_tokens, 'token is', 'tokens are')} shorter than one sequence of "
+                f"{sequence_length} and the token after it; shorten data.sequence_length or pack more text",
                 store.path,
             )
 

@@ -10,10 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from weft.config.errors import UserError
 from weft.data.folders import STORE, TOKENIZER
+from weft.errors import UserError
 
 STANDARD_INPUT = Path("-")
 Found = tuple[str, Path]  # where a file really lies, all links followed; and the path by which it was found
@@ -139,8 +138,9 @@ def _in_folder(top: Path, left_out: LeftOut) -> Iterator[Found]:
         try:
             with os.scandir(folder) as listing:
                 entries = {entry.name: entry for entry in listing}
-        except OSError as error:
-            _refuse(error)
+        except OSError:  # reading it will say what is wrong: its documents would be missing
+            found.append((folder, [(real, folder)]))
+            continue
         arrow = _saved_dataset(folder, entries)
         if arrow is not None:
             found.append((folder, [(os.path.realpath(path), path) for path in arrow]))
@@ -177,9 +177,7 @@ def _what(entry: os.DirEntry[str]) -> str:
     except FileNotFoundError:
         return "dangling link"
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            return "dangling link"
-        _refuse(error)
+        return "dangling link" if error.errno == errno.ELOOP else "file"  # reading it will say what is wrong
     return "pipe or device"
 
 
@@ -187,10 +185,6 @@ def _is_index(path: Path) -> bool:
     """Whether it is an index of the file beside it."""
     indexed = path.name.removesuffix(".index.npy").removesuffix(".index.json")
     return indexed != path.name and path.with_name(indexed).exists()
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise UserError(f"cannot be read: {error.strerror}; its documents would be missing", error.filename)
 
 
 def _saved_dataset(folder: Path, names: Collection[str]) -> list[Path] | None:

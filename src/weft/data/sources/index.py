@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
+from weft.errors import UserError
+from weft.files import new_file, read_json, replace_file
 
 CHUNK = 256 << 10  # stays in a core's cache
 LONG = 1024  # bytes of a line, from which on searching for the next end beats looking at every byte
@@ -39,30 +39,22 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
     """
     path = Path(path)
     target, about = index_path(path), _about(path)
-    partial = target.with_name(f".{target.name}.partial")
     try:
         about.unlink(missing_ok=True)  # it is written last: without it, there is no index
-        with open(path, "rb", buffering=0) as file, open(partial, "wb") as out:
+        with open(path, "rb", buffering=0) as file, new_file(target) as out:
             before = _state(file.fileno())
             out.write(_header(0))
             documents = -1  # the last offset is the end
             for offsets in _offsets(file, before["size"], on_bytes):
                 documents += len(offsets)
-                out.write(offsets)
+                out.write(offsets.data)
             if _state(file.fileno()) != before:
                 raise UserError("changed while it was indexed; start again when it is whole", path)
             out.seek(0)
             out.write(_header(documents + 1))
-            out.flush()
-            os.fsync(out.fileno())
-        partial.rename(target)
-        content = {"version": VERSION, "documents": documents, **before}
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        partial.rename(about)
+        replace_file(about, json.dumps({"version": VERSION, "documents": documents, **before}) + "\n")
     except OSError as error:
         raise UserError(f"cannot be indexed: {error.strerror}", error.filename or path) from None
-    finally:
-        partial.unlink(missing_ok=True)
     return documents
 
 

@@ -1,30 +1,43 @@
-"""One unit as a stream of documents and rejects, whatever its kind."""
+"""Files as units of work, and each unit as a stream of documents and rejects, whatever its format."""
 
 from __future__ import annotations
 
-import hashlib
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from weft.data.documents import Counts, Document, Reject
-from weft.data.sources.kinds import plan
+from weft.data.sources.find import STANDARD_INPUT
+from weft.data.sources.format import Tally, kind_of, source_format, users_code
 from weft.data.sources.reading import Reading, Unit
 from weft.data.sources.streams import Broken, Raw
-from weft.data.sources.tally import Tally
 
-# A format's module: `read(raw, reading, tally)` yields documents and rejects, and raises Broken.
-READERS = {
-    "jsonl": "weft.data.sources.lines",
-    "json": "weft.data.sources.json_list",
-    "text": "weft.data.sources.text",
-    "csv": "weft.data.sources.rows",
-    "tsv": "weft.data.sources.rows",
-    "parquet": "weft.data.sources.columns",
-    "arrow": "weft.data.sources.columns",
-}
+RANGE_BYTES = 64 << 20
+
+
+def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES) -> list[Unit]:
+    """The units of `files`, in order; the same for the same files, and cheap: sizes and Parquet's footers are read.
+
+    Args:
+        range_bytes: about how many bytes of a file that can be cut one unit is.
+    """
+    units: list[Unit] = []
+    for path in files:
+        whole = Unit(str(path), kind_of(path, reading.format), 0, None, 0)
+        try:
+            status = os.stat(path) if path != STANDARD_INPUT else None
+        except OSError:  # reading it will say what is wrong
+            status = None
+        if status is None or not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+            units.append(whole)
+            continue
+        whole = whole.part(0, None, status.st_size)
+        form = source_format(whole.format)
+        with users_code(type(form), whole.path):
+            units += [whole] if whole.packed else form.cut(whole, range_bytes)
+    return units
 
 
 def read(
@@ -32,23 +45,22 @@ def read(
 ) -> Iterator[Document | Reject]:
     """The documents of one unit in order, streamed with bounded memory, and its rejects in their places.
 
-    What is broken in the file is a Reject, never an exception; where the rest of the file cannot be read, the last
-    item is a Reject without a line.
+    What is broken in the file is a Reject, never an exception; where the file or the rest of it cannot be read, the
+    last item is a Reject without a line.
 
     Args:
         counts: fresh; it is whole when the stream has ended.
         on_bytes: is told how many more bytes on disk have been read.
 
     Raises:
-        UserError: the file cannot be opened or read, or is shorter than when it was planned.
+        UserError: the file is shorter than when it was planned; a format of the user's raised something.
     """
-    module = import_module(READERS[unit.kind.partition(".")[0]])
-    tally = Tally(counts)
-    with Raw(unit, counts, on_bytes) as raw:
-        try:
-            yield from module.read(raw, reading, tally)
-        except Broken as error:
-            yield tally.reject(None, error.reason, error.hint)
+    tally, form = Tally(counts), source_format(unit.format)
+    try:
+        with Raw(unit, counts, on_bytes) as file, users_code(type(form), unit.path):
+            yield from form.read(file, reading, tally)
+    except Broken as error:
+        yield tally.reject(None, error.reason, error.hint)
 
 
 def read_all(
@@ -57,17 +69,16 @@ def read_all(
     counts: Counts,
     *,
     on_reject: Callable[[Path, Reject], None] = lambda path, reject: None,
+    on_skip: Callable[[Path, str], None] = lambda path, reason: None,
     on_progress: Callable[[int], None] = lambda done: None,
-    on_file: Callable[[dict[str, Any]], None] = lambda seen: None,
 ) -> Iterator[Document]:
     """All documents of `files`, one file after the other; lines are those of the file.
 
     Args:
         counts: is filled unit by unit.
         on_reject: is told of each reject, with its line in the file; it may raise.
+        on_skip: is told of each file that holds no documents at all, and why.
         on_progress: is told how many bytes have been read.
-        on_file: is told of each file that has been read: path, size, sha256 (of a file in several units: of their
-            digests), documents.
     """
     done = 0
 
@@ -77,7 +88,7 @@ def read_all(
         on_progress(done)
 
     for path, units in groupby(plan(files, reading), key=lambda unit: unit.path):
-        file, digests = Counts(), []
+        file = Counts()
         for unit in units:
             seen = Counts()
             for item in read(unit, reading, seen, on_bytes):
@@ -88,7 +99,6 @@ def read_all(
                 else:
                     yield item
             file.add(seen)
-            digests.append(seen.sha256)
+        for reason in file.skipped_files:
+            on_skip(Path(path), reason)
         counts.add(file)
-        digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-        on_file({"path": path, "size": file.raw_bytes, "sha256": digest, "documents": file.documents})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import struct
+import io
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from itertools import chain
+from typing import Any, BinaryIO
 
-from weft.config.errors import UserError
 from weft.data.documents import Counts
 from weft.data.sources.reading import Unit
+from weft.data.sources.values import Unfit
+from weft.errors import UserError
 
 BLOCK = 128 << 10  # bytes read at once: they stay in a core's cache while they are digested and parsed
 HEAD = 1 << 20  # so much of a file tells what it is
@@ -39,7 +41,7 @@ class Raw:
                 sys.stdin.buffer if unit.path == "-" else open(unit.path, "rb", buffering=0)  # noqa: SIM115
             )
         except OSError as error:
-            raise UserError(f"cannot be read: {error.strerror}", unit.path) from None
+            raise Broken(f"cannot be read: {error.strerror}") from None
 
     def __enter__(self) -> Raw:
         return self
@@ -55,7 +57,7 @@ class Raw:
         try:
             return self.file.read(size)
         except OSError as error:
-            raise UserError(f"cannot be read: {error.strerror}", self.unit.path) from None
+            raise Broken(f"cannot be read: {error.strerror}") from None
 
     def note(self, raw: bytes | memoryview) -> None:
         """These bytes are the unit's: digest, count and show them."""
@@ -131,80 +133,92 @@ class Raw:
                 return
             yield block
 
+    def content(self, size: int = HEAD) -> tuple[bytes, Iterator[bytes]]:
+        """What the file begins with (`size` bytes or more, if there are so many), and all of it in blocks:
+        decompressed as its name or, of a stream, its first bytes say, without a mark (BOM) before UTF-8.
 
-def unpacked(raw: Raw, blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """`blocks` decompressed as the unit's kind says; of a stream without a name, as its first bytes say.
+        Raises:
+            Broken: (also from the iterator) it cannot be read, ends early or is damaged.
+        """
+        blocks, packed = self.blocks(), self.unit.packed
+        if self.unit.stream:
+            first, blocks = ahead(blocks, len(ZSTD))
+            packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
+        if packed:
+            blocks = _gunzip(blocks) if packed == "gz" else _unzstd(blocks)
+        first, blocks = ahead(blocks, size)
+        if first.startswith(BOM):
+            next(blocks)
+            first = first[len(BOM) :]
+            blocks = chain([first], blocks)
+        return first, blocks
 
-    Raises:
-        Broken: (from the iterator) the compressed file ends early or is damaged.
-    """
-    packed = raw.unit.kind.partition(".")[2]
-    if raw.unit.stream:
-        first = head(blocks, len(ZSTD))
-        packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
-        blocks = again(first, blocks)
-    return _gunzip(blocks) if packed == "gz" else _unzstd(blocks) if packed == "zst" else blocks
+    def open(self) -> BinaryIO:
+        """`content` as a file, for libraries that read from one."""
+        return io.BufferedReader(_Blocks(self.content()[1]), BLOCK)
 
 
-def again(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    """`rest` with `first`, which was taken off it, put back."""
-    if first:
-        yield first
-    yield from rest
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._rest = memoryview(block)
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def ahead(blocks: Iterator[bytes], size: int) -> tuple[bytes, Iterator[bytes]]:
+    """The first `size` bytes or more (fewer if there are no more), and all the blocks, which begin with them."""
+    first = next(blocks, b"")
+    while 0 < len(first) < size and (more := next(blocks, b"")):
+        first += more
+    return first, chain([first], blocks) if first else blocks
 
 
 def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    # zlib's own reading of gzip keeps what it has decompressed to itself where it finds the checksum wrong.
-    state, held, members = "between", b"", 0
-    inflate, checksum, size = zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
+    # The gzip module reads 8 KiB at a time, which takes a third longer.
+    member, members = None, 0
     for block in blocks:
         while block:
-            if state == "between":
+            if member is None:
                 block = block.lstrip(b"\0") if members else block  # padding behind members, as `gzip` allows
-                state, held = ("header", b"") if block else (state, held)
-            elif state == "header":
-                held += block
-                begin = _behind_header(held)
-                block = held[begin:] if begin else b""
-                if begin:
-                    state, inflate, checksum, size = "data", zlib.decompressobj(-zlib.MAX_WBITS), 0, 0
-            elif state == "data":
-                try:
-                    out = inflate.decompress(block, 4 * BLOCK)
-                except zlib.error as error:
-                    raise Broken("damaged gzip file", str(error)) from None
-                checksum, size = zlib.crc32(out, checksum), size + len(out)
-                block = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
-                if inflate.eof:
-                    state, held = "end", b""
-                if out:
-                    yield out
-            else:
-                held, block = held + block[: 8 - len(held)], block[8 - len(held) :]
-                if len(held) == 8:
-                    if held != struct.pack("<II", checksum, size & 0xFFFFFFFF):
-                        raise Broken("damaged gzip file: wrong checksum")
-                    state, members = "between", members + 1
-    if state != "between":
+                member, members = zlib.decompressobj(16 + zlib.MAX_WBITS) if block else None, members + 1
+                continue
+            before = member.copy()
+            try:
+                out = member.decompress(block, 4 * BLOCK)
+            except zlib.error as error:
+                yield _before_damage(before, block)
+                wrong = str(error).endswith(("incorrect data check", "incorrect length check"))
+                raise Broken("damaged gzip file" + (": wrong checksum" if wrong else ""), str(error)) from None
+            if out:
+                yield out
+            block, member = (member.unused_data, None) if member.eof else (member.unconsumed_tail, member)
+    if member is not None:
         raise Broken("truncated gzip file")
 
 
-def _behind_header(data: bytes) -> int:
-    """Where a gzip member's header (RFC 1952) ends; 0 if it is not all there."""
-    if not (GZIP + b"\x08").startswith(data[:3]) or len(data) > HEAD:
-        raise Broken("damaged gzip file", "no header of gzip's")
-    if len(data) < 10:
-        return 0
-    flags, at = data[3], 10
-    if flags & 4:  # extra fields
-        at += 2 + int.from_bytes(data[at : at + 2], "little")
-    for flag in (8, 16):  # a name; a comment
-        if flags & flag:
-            at = data.find(b"\0", at) + 1
-            if not at:
-                return 0
-    at += 2 * bool(flags & 2)  # the header's checksum
-    return at if at < len(data) else 0
+def _before_damage(member: Any, block: bytes) -> bytes:
+    """What zlib keeps to itself where it finds damage: all that it can make of a block whose end it refuses."""
+    found, good, bad = b"", 0, len(block)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        try:
+            found, good = member.copy().decompress(block[:middle]), middle
+        except zlib.error:
+            bad = middle
+    return found
 
 
 def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -230,23 +244,14 @@ def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise Broken("truncated zstd file")
 
 
-def head(blocks: Iterator[bytes], size: int) -> bytes:
-    """The first `size` bytes or more, taken off `blocks`; fewer if there are no more."""
-    first = next(blocks, b"")
-    while 0 < len(first) < size and (more := next(blocks, b"")):
-        first += more
-    return first
-
-
 def wide(first: bytes) -> bool:
     """Whether a file that begins so is in UTF-16, as the mark at its beginning says."""
     return first.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
-def without_bom(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """`blocks` without the mark that some editors write before UTF-8."""
-    yield head(blocks, len(BOM)).removeprefix(BOM)
-    yield from blocks
+def no_text(first: bytes) -> str:
+    """Why a file that begins so holds no text; empty if it may."""
+    return "UTF-16" if wide(first) else "binary" if b"\0" in first[:8192] else ""
 
 
 def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
@@ -276,6 +281,11 @@ def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
         yield None
     elif size:
         yield b"".join(begun)
+
+
+def too_long() -> Unfit:
+    """Why a document is none that is longer than any may be."""
+    return Unfit(f"longer than {LONGEST >> 20} MiB")
 
 
 def pieces(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:

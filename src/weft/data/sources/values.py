@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.data.sources.reading import Reading
-from weft.data.sources.template import template_parts
+import orjson
+
+from weft.data.sources.reading import Reading, template_parts
 
 Take = Callable[[Any], Any]
 
@@ -45,6 +46,12 @@ def taker(reading: Reading) -> Take:
     return fill
 
 
+def checking(reading: Reading, *, escaped: bool = False) -> Take:
+    """`taker`, whose values are `checked`."""
+    take = taker(reading)
+    return lambda record: checked(take(record), escaped=escaped)
+
+
 def text_at(record: Any, field: str) -> str:
     """The text at `field`, a key or a dotted path into nested records."""
     return as_text(_at(record, field), field)
@@ -64,8 +71,15 @@ def as_text(value: Any, field: str) -> str:
     return value
 
 
+def size_of(value: Any) -> int:
+    """UTF-8 bytes of a text, or of a record as JSON."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode("utf-8"))
+    return len(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
+
+
 def checked(value: Any, *, escaped: bool = False) -> Any:
-    """`value` if UTF-8 can hold it; lone surrogates it cannot.
+    """`value` if UTF-8 can hold it; it raises Unfit for lone surrogates, which it cannot.
 
     Args:
         escaped: bytes that are no UTF-8 were decoded as lone surrogates (Python's "surrogateescape").

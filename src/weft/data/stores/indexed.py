@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import HEADER, MAGIC, read_index_header
+from weft.errors import UserError
+from weft.headers import HEADER, MAGIC, read_index_header
 
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}

@@ -8,9 +8,10 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json, read_store_header
 from weft.data.stores.indexed import IndexedReader, map_file
+from weft.errors import UserError
+from weft.files import read_json
+from weft.headers import read_store_header
 
 
 class CutFile(BaseModel):
@@ -24,8 +25,8 @@ class CutFile(BaseModel):
 
 
 class SourceFile(BaseModel):
-    """One input file: its size in bytes, its sha256 (of a file read in several units: that of their digests), and the
-    documents and rejects that it gave."""
+    """One input file: its size in bytes, its sha256 (of a file read in several units: that of their digests), the
+    documents and rejects that it gave, and why it was skipped if it is no text at all."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     path: str
@@ -33,6 +34,7 @@ class SourceFile(BaseModel):
     sha256: str
     documents: int
     rejected: int = 0
+    skipped: str | None = None
     cut: CutFile | None = None
 
 

@@ -146,8 +146,8 @@ def _words(content: Any) -> tuple[Any, None, bool] | str:
     kinds = {part["type"] for part in parts if part}
     if kinds - {"NFC"}:
         return f"its normalizer is {', '.join(sorted(kinds))}, which was not verified with gigatoken"
-    given = content.get("pre_tokenizer") or {"type": "none"}
-    parts = given["pretokenizers"] if given["type"] == "Sequence" else [given]
+    given: dict[str, Any] = content.get("pre_tokenizer") or {"type": "none"}
+    parts: list[dict[str, Any]] = given["pretokenizers"] if given["type"] == "Sequence" else [given]
     last = parts[-1] if parts else {"type": "none"}
     unknown = "its pre-tokenizer was not verified with gigatoken"
     if last["type"] != "ByteLevel" or last.get("add_prefix_space", True):

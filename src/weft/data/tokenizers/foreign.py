@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json, read_tokenizer_header
 from weft.data.tokenizers.exactness import PATTERNS, spelled
+from weft.errors import UserError
+from weft.files import read_json
+from weft.headers import read_tokenizer_header
 
 EXTRA = "pip install 'weft-train[tokenizers]'"
 # What both libraries are compared on: blanks, line ends, digits, scripts, marks, emoji, control characters, runs.
@@ -92,9 +93,10 @@ def from_sentencepiece(file: Path) -> Imported:
     """
     try:
         import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2 as protocol
+        from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise UserError(f"SentencePiece models need {error.name}: {EXTRA}", file) from None
+    protocol: Any = sentencepiece_model_pb2  # its classes are made when it is imported
     model = protocol.ModelProto()
     try:
         model.ParseFromString(file.read_bytes())
@@ -106,31 +108,10 @@ def from_sentencepiece(file: Path) -> Imported:
         raise UserError("a word or character model; only BPE and unigram models can be imported", file)
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError("it keeps blanks behind words or as they are, for which tokenizer.json has no words", file)
-    pieces = [(piece.piece, piece.score) for piece in model.pieces]
     unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
     if unknown is None:  # an empty file is a model without pieces
         raise UserError("not a SentencePiece model (it has no piece for what is unknown)", file)
-    if spec.model_type == spec.BPE:
-        inner: dict[str, Any] = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": pieces[unknown][0],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": spec.byte_fallback,
-            "ignore_merges": False,
-            "vocab": {piece: id for id, (piece, _) in enumerate(pieces)},
-            "merges": _merges(
-                {
-                    piece.piece: (-piece.score, id)
-                    for id, piece in enumerate(model.pieces)
-                    if piece.type in (piece.NORMAL, piece.USER_DEFINED)
-                }
-            ),
-        }
-    else:
-        inner = {"type": "Unigram", "unk_id": unknown, "vocab": pieces, "byte_fallback": spec.byte_fallback}
+    inner = _pieces(model, unknown)
     added = [
         _added(id, piece.piece, special=piece.type != piece.USER_DEFINED)
         for id, piece in enumerate(model.pieces)
@@ -156,6 +137,31 @@ def from_sentencepiece(file: Path) -> Imported:
     kind = f"a SentencePiece {'BPE' if spec.model_type == spec.BPE else 'unigram'} model"
     eod = own.id_to_piece(own.eos_id()) if own.eos_id() >= 0 else None
     return Imported(content, kind, eod, "sentencepiece", lambda text: own.encode(text))
+
+
+def _pieces(model: Any, unknown: int) -> dict[str, Any]:
+    """The `model` of a tokenizer.json, of a SentencePiece ModelProto."""
+    spec = model.trainer_spec
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    if spec.model_type != spec.BPE:
+        return {"type": "Unigram", "unk_id": unknown, "vocab": pieces, "byte_fallback": spec.byte_fallback}
+    ranks = {
+        piece.piece: (-piece.score, id)
+        for id, piece in enumerate(model.pieces)
+        if piece.type in (piece.NORMAL, piece.USER_DEFINED)
+    }
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": pieces[unknown][0],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": spec.byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece: id for id, (piece, _) in enumerate(pieces)},
+        "merges": _merges(ranks),
+    }
 
 
 def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> Imported:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import read_tokenizer, tokenizer_file
 from weft.data.tokenizers.exactness import recipe_of
 from weft.data.tokenizers.fast_encoder import FastEncoder, joined
+from weft.errors import UserError
+from weft.headers import read_tokenizer, tokenizer_file
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,6 +42,10 @@ class Prompt:
 
 class Tokenizer:
     """A folder with a `tokenizer.json`, and `tokenizer_config.json` whose `eos_token` is the end-of-document token.
+
+    >>> tokenizer = weft.Tokenizer.load("tok")
+    >>> tokenizer.decode(tokenizer.encode("Kalo mi"))
+    'Kalo mi'
 
     Truncation and padding that a tokenizer.json asks for are left out: no text is cut short.
 

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from weft.config.errors import UserError
-from weft.data.folders import hidden_folder, publish
+from weft.data.folders import publish
 from weft.data.tokenizers.exactness import PATTERNS
+from weft.errors import UserError
+from weft.files import hidden_folder, unwritable
 
 THREAD = "weft-train-tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -142,7 +143,7 @@ def write_folder(
     config = {**config, "eos_token": eod}
     if special:
         config["additional_special_tokens"] = list(special)
-    with hidden_folder(out) as partial:
+    with unwritable(out), hidden_folder(out) as partial:
         (partial / "tokenizer.json").write_text(content, encoding="utf-8")
         stated = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (partial / "tokenizer_config.json").write_text(stated, encoding="utf-8")

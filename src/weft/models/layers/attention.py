@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.kernels.attention import alibi_slopes, attention
+from weft.kernels.attention import Scores, alibi_slopes, attention
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
 from weft.models.layers.own import own_part
@@ -45,15 +45,16 @@ class Attention(nn.Module):
         """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.norm_together:
-            q, k = self.q_norm(q), self.k_norm(k)
+        norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+        if norms is not None and self.norm_together:
+            q, k = norms[0](q), norms[1](k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         q = q.view(batch, seq, -1, self.head_dim)  # [batch, seq, heads, head_dim]
         k = k.view(batch, seq, -1, self.head_dim)
         v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, kv_heads, seq, head_dim]
-        if self.q_norm is not None and not self.norm_together:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if norms is not None and not self.norm_together:
+            q, k = norms[0](q), norms[1](k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if turn is not None:
             q, k = turn(q, k)
@@ -75,7 +76,8 @@ class Attend(nn.Module):
         self.dropout = config.attention_dropout
         # Seams: which of all heads are computed here, and which of those that this rank has parameters for.
         self.all_heads, self.heads, self.part = heads, slice(None), slice(None)
-        self.weights_dropout = None  # a seam: what `dropout` does, where not all weights are here
+        # A seam: what `dropout` does, where not all weights are here.
+        self.weights_dropout: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.own = own_part(chosen, "attention", config) if ":" in chosen else None
@@ -87,18 +89,10 @@ class Attend(nn.Module):
         slopes = None
         if self.alibi_bias_max is not None:
             slopes = alibi_slopes(self.all_heads, self.alibi_bias_max, q.device)[self.heads]
-        return attention(
-            q,
-            k,
-            v,
-            causal=True,
-            mask=mask,
-            dropout=self._dropout(q.device) if self.training else 0.0,
-            scale=self.scale,
-            softcap=self.softcap,
-            slopes=slopes,
-            sinks=None if self.sinks is None else self.sinks[self.part],
-        )
+        dropout = self._dropout(q.device) if self.training else 0.0
+        sinks = None if self.sinks is None else self.sinks[self.part]
+        scores = Scores(self.scale, self.softcap, slopes, sinks)
+        return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 
     def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
         """What drops weights in training: other devices than CPUs have kernels that do it by themselves."""

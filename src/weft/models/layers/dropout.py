@@ -21,7 +21,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        self.p, self.whole = p, None
+        self.p = p
+        self.whole: Whole | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[batch, seq, width]` -> `[batch, seq, width]`"""

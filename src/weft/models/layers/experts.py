@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from weft.config.model import ModelSection
 from weft.kernels.grouped import grouped_linear
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
+from weft.torch_private import in_backward
 
 SWIGLU_ALPHA = 1.702  # gpt-oss's: x * sigmoid(1.702 x) is close to gelu
 
@@ -30,7 +32,7 @@ class MixtureOfExperts(nn.Module):
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
         # A seam: experts may be on other ranks. How many rows are left is known to no compiler.
-        self.dispatch = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
+        self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,6 +59,10 @@ class Router(nn.Module):
         load: how many tokens have chosen each expert since it was last looked at, in training.
         lost: how many of them it had no room for.
     """
+
+    correction_bias: torch.Tensor | None
+    load: torch.Tensor
+    lost: torch.Tensor
 
     def __init__(self, width: int, config: ExpertsSection):
         super().__init__()
@@ -121,6 +127,7 @@ class Router(nn.Module):
 
     def _dropped(self, chosen: torch.Tensor) -> torch.Tensor:
         config, (batch, seq, each) = self.config, chosen.shape
+        assert config.capacity_factor is not None
         # Nothing is rounded up that is whole but for an error of the product.
         room = math.ceil(config.capacity_factor * seq * each / config.num_experts - 1e-9)
         had = torch.zeros(batch, seq, config.num_experts, dtype=torch.int32, device=chosen.device)
@@ -153,11 +160,15 @@ class Router(nn.Module):
             losses.append(config.router_aux_loss_coef * unequal)
         if config.router_z_loss_coef:
             losses.append(config.router_z_loss_coef * scores.logsumexp(-1).square().sum(1) / seq)
-        return (sum(losses) * shares).sum() if losses else None
+        return (torch.stack(losses).sum(0) * shares.to(losses[0].dtype)).sum() if losses else None
 
 
 class Experts(nn.Module):
     """Gated MLPs side by side, each weight stacked `[expert, out, in]`."""
+
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(self, width: int, inner: int, config: ExpertsSection, hidden_act: str):
         super().__init__()
@@ -173,7 +184,7 @@ class Experts(nn.Module):
         """`[rows, width]`, the first expert's first, with `ends` as `grouped_linear`'s -> `[rows, width]`."""
         gate, up = grouped_linear(x, self.gate_proj, ends), grouped_linear(x, self.up_proj, ends)
         own = None
-        if self.gate_bias is not None:
+        if self.gate_bias is not None and self.up_bias is not None:
             # By a product, not an index: its gradient is a product too, and no sum of one row after another.
             which = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
             own = F.one_hot(which, len(ends)).to(x.dtype)  # [rows, experts]
@@ -184,11 +195,11 @@ class Experts(nn.Module):
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         out = grouped_linear(inner, self.down_proj, ends)
-        return out if own is None else out + own @ self.down_bias
+        return out if own is None or self.down_bias is None else out + own @ self.down_bias
 
 
 def dispatch(
-    experts: nn.Module,
+    experts: Experts,
     x: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
@@ -225,7 +236,7 @@ def dispatch(
 
 def _recomputing() -> bool:
     """Whether a forward runs inside of backward, as activation checkpointing has it. Compiled code runs each once."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 class Permuted(torch.autograd.Function):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from weft.config.components import load_class
-from weft.config.errors import UserError
 from weft.config.own import OWN_PARTS
+from weft.errors import UserError
+
+MAKERS: WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = WeakKeyDictionary()  # how each part was made
 
 
 def own_part(type_: str, room: str, *arguments: Any) -> Any:
@@ -32,7 +36,7 @@ def own_part(type_: str, room: str, *arguments: Any) -> Any:
     if room in ("norm", "position") and not isinstance(part, nn.Module):
         raise UserError(f"model.{room}: {type_} is no nn.Module; derive the class from torch.nn.Module")
     if isinstance(part, nn.Module):
-        part.weft_make = make
+        MAKERS[part] = make
     return part
 
 
@@ -44,7 +48,7 @@ def own_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
     path = name.split(".")
     for depth in range(1, len(path)):
         prefix = ".".join(path[:depth])
-        make = getattr(model.get_submodule(prefix), "weft_make", None)
+        make = MAKERS.get(model.get_submodule(prefix))
         if make is not None:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(keyed(seed, prefix))

@@ -31,7 +31,8 @@ def turns_of(
     """
     if scheme is not None:
         turns = type(scheme).forward is not nn.Module.forward
-        return (partial(_by_scheme, scheme, positions) if turns else None,) * 2
+        own = partial(_by_scheme, scheme, positions) if turns else None
+        return own, own
     if config.position != "rope":
         return None, None
     table = rope_table(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling, lengths)

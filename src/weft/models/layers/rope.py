@@ -74,6 +74,12 @@ def switches(scaling: RopeScaling | None, length: int) -> bool:
     return length == scaling.original_max_position_embeddings + 1
 
 
+def _original(scaling: RopeScaling) -> int:
+    """Positions before the stretching: the config has them of all that ask."""
+    assert scaling.original_max_position_embeddings is not None
+    return scaling.original_max_position_embeddings
+
+
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Positions interpolated (Chen et al., 2023)."""
     return frequencies / scaling.factor, 1.0
@@ -81,7 +87,7 @@ def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Slow rotations slowed, fast ones left alone, a ramp between (Dubey et al., 2024)."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the first context
+    turns = _original(scaling) * frequencies / (2 * math.pi)  # within the first context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
@@ -92,7 +98,7 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tupl
     half = frequencies.shape[0]
 
     def index(turns: float) -> float:  # of the rotation that makes so many turns within the first context
-        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        wavelength = _original(scaling) / (turns * 2 * math.pi)
         return half * math.log(wavelength) / math.log(theta)
 
     low, high = index(scaling.beta_fast), index(scaling.beta_slow)
@@ -120,7 +126,7 @@ def _dynamic(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
     """A larger base for sequences beyond the first context, by their length (NTK-aware; Peng et al., 2023)."""
-    original, rotary_dim = scaling.original_max_position_embeddings, 2 * exponents.shape[0]
+    original, rotary_dim = _original(scaling), 2 * exponents.shape[0]
     lengths = lengths.clamp(min=original).to(exponents.dtype)
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
     base = theta * growth ** (rotary_dim / (rotary_dim - 2))
@@ -131,7 +137,7 @@ def _longrope(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
     """Each rotation slowed by a factor of its own: one set within the first context, one beyond (Ding et al., 2024)."""
-    original = scaling.original_max_position_embeddings
+    original = _original(scaling)
     short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
     factors = torch.where(lengths > original, long, short)  # [batch, 1, rotary_dim / 2]
     sharpened = scaling.attention_factor

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe.run import RunInfo, scalars
 
 _BATCH = 500  # metrics sent at once; MLflow takes 1,000
@@ -35,9 +35,9 @@ class MLflow:
         flush_seconds: float = 5.0,
     ):
         try:
-            from mlflow.entities import Metric, Param
-            from mlflow.exceptions import MlflowException
-            from mlflow.tracking import MlflowClient
+            from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+            from mlflow.exceptions import MlflowException  # pyright: ignore[reportMissingImports]
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("log.trackers: mlflow is not installed; pip install 'weft-train[mlflow]'") from error
         for noisy in ("alembic", "mlflow.store.db.utils"):  # every migration of a new database is told at INFO

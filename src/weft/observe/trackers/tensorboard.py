@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe.run import RunInfo, scalars
 
 

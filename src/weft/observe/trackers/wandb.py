@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import Any, Literal
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.observe.run import RunInfo, scalars
 
 
@@ -31,14 +31,15 @@ class WandB:
         tags: list[str] | None = None,
     ):
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("log.trackers: wandb is not installed; pip install 'weft-train[wandb]'") from error
-        self.failures = (wandb.Error,)
+        self._wandb: Any = wandb  # a type checker takes the name for this very file
+        self.failures = (self._wandb.Error,)
         identity = run.path / "wandb" / "run-id.txt"
         known = identity.read_text(encoding="utf-8").strip() if identity.exists() else None
         try:
-            self._run = wandb.init(
+            self._run = self._wandb.init(
                 project=project,
                 entity=entity,
                 group=group,
@@ -50,13 +51,12 @@ class WandB:
                 id=known if run.resumed_step is not None else None,
                 resume="allow" if run.resumed_step is not None and known else None,
                 # The bar is ours; and a second run of the same process (a sweep, a test) is a run of its own.
-                settings=wandb.Settings(silent=True, console="off"),
+                settings=self._wandb.Settings(silent=True, console="off"),
                 reinit="create_new",
             )
-        except wandb.Error as error:
+        except self.failures as error:
             reason = (str(error).strip().splitlines() or ["no reason given"])[0]
             raise UserError(f"log.trackers: wandb: {reason}; run `wandb login`, or set mode: offline") from error
-        self._wandb = wandb
         if mode != "disabled":
             identity.parent.mkdir(parents=True, exist_ok=True)
             identity.write_text(self._run.id + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.models.decoder import Decoder
 from weft.models.layers.experts import Router
 from weft.parallel.world import World
 
@@ -21,7 +22,7 @@ class ExpertBalance:
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.world = world
         # Of a pipeline's stages some may have none of the model's experts.
-        self.stages = world.stages if world.stages is not None and model.config.moe is not None else None
+        self.stages = world.stages if isinstance(model, Decoder) and model.config.moe is not None else None
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:

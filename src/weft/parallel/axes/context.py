@@ -14,13 +14,16 @@ Three ways, all exact and on any device:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
+from weft.config.mesh import exchangeable
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
@@ -30,8 +33,9 @@ from weft.models.layers.attention import Attend
 from weft.models.layers.experts import Router
 from weft.models.layers.rope import by_length
 from weft.parallel.axes.ring import ring_attention
-from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies
+from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies, sum_parts
 from weft.parallel.randomness import WeightsDropout, share_row
+from weft.parallel.state import ModelState
 
 
 def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
@@ -39,8 +43,22 @@ def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
     if chosen != "auto":
         return chosen
     groups = config.num_attention_heads if config.mla else config.kv_heads
-    exchangeable = all(max(1, heads // tp) % cp == 0 for heads in (config.num_attention_heads, groups))
-    return "all_to_all" if exchangeable else "all_gather"
+    return "all_to_all" if exchangeable((config.num_attention_heads, groups), tp, cp) else "all_gather"
+
+
+def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
+    """Have the decoder compute with this rank's tokens of each sequence, and its attention see all of them.
+
+    Assumes that `tp` has taken its heads. Leaves parameters alone: FSDP2 shards them over `dp_shard` x `cp`. The batch
+    is split by `Passes`, with the `Context` that is left in the state.
+    """
+    world = state.world
+    if world.shape.cp > 1 and isinstance(model, Decoder):
+        way = way_of(model.config, state.plan.parallel.context, world.shape.cp, world.shape.tp)
+        known = state.context  # of a pipeline's stage before
+        state.context = context = known if isinstance(known, Context) else Context(model.config, world.group("cp"), way)
+        context.apply(model, state)
+    return model
 
 
 class Context:
@@ -75,46 +93,44 @@ class Context:
         """The same rows, with this rank's tokens of each; `segments` stay those of all."""
         self.apart = batch.segments is not None
         places = self.places(batch.tokens.shape[1], self.apart, batch.tokens.device)
-        parts = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "weight", "positions")}
-        return Batch(**parts, segments=batch.segments, samples=batch.samples)
+        return replace(
+            batch.map_tokens(lambda t, dim: t.index_select(dim, places)),
+            segments=batch.segments,
+            share=1 / self.group.size(),
+            add_up=partial(sum_parts, group=self.group),
+        )
 
     def extra(self, batch: Batch) -> dict[str, Any]:
         """What the model is told of whole rows."""
         return {"lengths": batch.positions.amax(1) + 1} if self.by_length else {}
 
-    def apply(self, model: Decoder) -> None:
+    def apply(self, model: Decoder, state: ModelState) -> None:
         """Have attention and the balance of experts look at whole rows."""
         make = self._masks_of_rows if self.way == "all_to_all" else self._masks_of_queries
-        model.masks = partial(make, model, model.masks)
+        state.fill(model, "masks", "cp: of whole sequences", partial(make, model, model.masks))
         if self.way == "all_to_all":
             model.heads = self._head_part(model.heads, self.config.num_attention_heads)
         share_row(list(model.modules()), self._row)
         for module in model.modules():
             if isinstance(module, Attend):
-                self._attend(module)
+                self._attend(module, state)
             elif isinstance(module, Router):
-                module.over_rows, module.parts = partial(sum_copies, group=self.group), self.group.size()
-                module.of_rows = self._of_rows
+                over_rows = partial(sum_copies, group=self.group)
+                state.fill(module, "over_rows", "cp: all-reduce", over_rows)
+                state.fill(module, "of_rows", "cp: all-gather the choices", self._of_rows)
+                module.parts = self.group.size()
 
-    def _attend(self, module: Attend) -> None:
-        forward, group = module.forward, self.group
-        module.weights_dropout = WeightsDropout(module, None if self.way == "all_to_all" else self._row_and_keys)
-        if self.way != "all_to_all":
-
-            def call(q, k, v, mask=None):
-                if mask is None:
-                    return _round(q, k, v, module.scale, group)
-                return forward(q, gather(k, 2, group), gather(v, 2, group), mask)
-        else:
+    def _attend(self, module: Attend, state: ModelState) -> None:
+        if self.way == "all_to_all":
+            module.weights_dropout = WeightsDropout(module)
             start, stop, _ = module.heads.indices(module.all_heads)
             module.part = self._head_part(slice(None), stop - start)
             module.heads = self._head_part(module.heads, module.all_heads)
-
-            def call(q, k, v, mask=None):
-                q, k, v = (exchange(x, 1, 2, group) for x in (q, k, v))
-                return exchange(forward(q, k, v, mask), 2, 1, group)
-
-        module.forward = call
+            state.wrap(module, "cp: all-to-all, heads for tokens and back", partial(_exchanged, self.group))
+        else:
+            module.weights_dropout = WeightsDropout(module, self._row_and_keys)
+            label = "cp: keys and values by " + ("ring or all-gather" if self.way == "ring" else "all-gather")
+            state.wrap(module, label, partial(_gathered, self.group, module.scale))
 
     def _row(self, tokens: int) -> tuple[int, torch.Tensor]:
         """Of so many of a row's tokens: the row's length, and their places."""
@@ -174,6 +190,23 @@ class Context:
 
         full = make()
         return full, full if model.window is None else make(model.window)
+
+
+def _exchanged(group: dist.ProcessGroup, forward: Callable) -> Callable:
+    def call(q, k, v, mask=None):
+        q, k, v = (exchange(x, 1, 2, group) for x in (q, k, v))
+        return exchange(forward(q, k, v, mask), 2, 1, group)
+
+    return call
+
+
+def _gathered(group: dist.ProcessGroup, scale: float | None, forward: Callable) -> Callable:
+    def call(q, k, v, mask=None):
+        if mask is None:
+            return _round(q, k, v, scale, group)
+        return forward(q, gather(k, 2, group), gather(v, 2, group), mask)
+
+    return call
 
 
 def _round(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, group: dist.ProcessGroup):

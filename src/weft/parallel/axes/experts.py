@@ -7,9 +7,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
+from weft.models.decoder import Decoder
 from weft.models.layers.experts import Experts, MixtureOfExperts, Permuted
+from weft.models.sharding import decoder_sharding
+from weft.parallel.axes.tensor import placement
 from weft.parallel.collectives import exchange_rows
+from weft.parallel.parts import distribute_parameters
+from weft.parallel.state import ModelState
 
 
 class ExchangedExperts:
@@ -45,11 +51,28 @@ class ExchangedExperts:
         return exchange_rows(out, given, taken, self.group)
 
 
-def exchange_tokens(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have all mixtures of experts send tokens to the ranks of `ep`."""
+def shard_over_ep(model: nn.Module, state: ModelState) -> nn.Module:
+    """Shard the decoder's experts over `ep`, and have its mixtures send tokens to the ranks that have them.
+
+    Assumes that `tp` has left the experts' parameters plain. Leaves DTensors on the axes `ep` and, beside a `tp`, that;
+    FSDP2 shards them further, over the ranks with the same experts.
+    """
+    world = state.world
+    if world.experts is None or not isinstance(model, Decoder):
+        return model
+    table = decoder_sharding(model.config, world.shape.tp)
+
+    def placements(module: nn.Module, name: str, parameter: nn.Parameter) -> list[Placement] | None:
+        if not isinstance(module, Experts):
+            return None
+        return [Shard(0)] + ([placement(table, name, parameter)] if world.tensor is not None else [])
+
+    distribute_parameters(model, world.experts, placements)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.dispatch = partial(_dispatch, module.dispatch, group)
+            dispatch = partial(_dispatch, module.dispatch, world.experts.get_group("ep"))
+            state.fill(module, "dispatch", "ep: all-to-all, tokens to their experts and back", dispatch)
+    return model
 
 
 @torch.compiler.disable

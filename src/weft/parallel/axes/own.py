@@ -6,49 +6,82 @@ checked, and on CPUs the model is tried: a few tokens have to give what they gav
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import get_args
 
 import torch
 from torch import nn
 
-from weft.config.errors import UserError
 from weft.config.suggest import did_you_mean
+from weft.errors import UserError
 from weft.models.forward import forward_of
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import Cut, Kind, cut_of
-from weft.parallel.axes.tensor import cut_parameters, local_parts, share_parts
-from weft.parallel.world import World
+from weft.parallel.parts import LocalParameters
+from weft.parallel.state import ModelState
 
 TOLERANCE = 1e-3  # of the largest output: a wrong table is wrong by much more, other orders of sums by less
 
 
-def cut_own(model: nn.Module, world: World, sequence: int) -> None:
-    """Cut the matrices of a model that lies whole on the CPU, with its values, and have its parts talk accordingly.
+class CustomTrial:
+    """A custom model's table, checked, and on CPUs what the whole model gives for a few tokens.
 
     Args:
-        sequence: tokens per row; 0: not known.
+        model: whole, on the CPU, with its values.
 
     Raises:
         UserError: its class has no table, or one that does not fit the model.
     """
-    tp = world.tensor
-    table = world.agree(lambda: checked_table(model, tp.size()))
-    tokens = _tokens(model, table, tp.size(), sequence)
-    tried = world.device.type == "cpu"
-    zeros = _zeros(model) if tried else []
-    before = _outputs(model, tokens) if tried else None
-    share_parts(model, table, tp)
-    cut_parameters(model, table, tp)
-    if tried:
-        world.agree(lambda: _compare(model, tokens, before, tp.size()))
-        parameters = dict(model.named_parameters())
-        for name in zeros:
+
+    def __init__(self, model: nn.Module, state: ModelState):
+        self.model, self.state, self.ranks = model, state, state.world.shape.tp
+        self.table: dict[str, Cut] = state.world.agree(lambda: checked_table(model, self.ranks))
+        self.before: torch.Tensor | None = None
+        if state.world.device.type == "cpu":
+            self.tokens = _tokens(model, self.table, self.ranks, state.plan.sequence)
+            self.zeros = _zeros(model)
+            self.before = self.outputs()
+
+    @torch.no_grad()
+    def outputs(self) -> torch.Tensor:
+        """What the model gives in evaluation; it is left as it was, but for being in training."""
+        tokens, model = self.tokens, self.model
+        inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
+        if "labels" in inspect.signature(model.forward).parameters:
+            inputs["labels"] = tokens
+        try:
+            return LocalParameters(model, (), self.state).around(forward_of(model.eval()))(inputs)
+        finally:
+            model.train()
+
+    def compare(self) -> None:
+        """Once its parts are sharded. Raises UserError if the outputs are no longer what they were."""
+        before = self.before
+        if before is None:
+            return
+        self.state.world.agree(lambda: self._compare(before))
+        parameters = dict(self.model.named_parameters())
+        for name in self.zeros:
             parameters[name].detach().zero_()
+
+    def _compare(self, before: torch.Tensor) -> None:
+        model, over = self.model, f"cut over {self.ranks} ranks the model"
+        check = "check which modules are parts, which matrices are cut, and that biases after the sum are 'added'"
+        try:
+            after = self.outputs()
+        except Exception as error:
+            what = f"{over} fails{_place(model, error)}: {type(error).__name__}: {error}".splitlines()[0]
+            raise _wrong(model, f"{what}; {check}") from error
+        if before.shape != after.shape:
+            raise _wrong(model, f"{over} gives {list(after.shape)} in place of {list(before.shape)}; {check}")
+        apart, largest = (before - after).abs().max().item(), before.abs().max().item()
+        if not apart <= TOLERANCE * largest:
+            raise _wrong(model, f"{over} gives other outputs (by {apart:.2g}, of up to {largest:.2g}); {check}")
 
 
 def checked_table(model: nn.Module, ranks: int) -> dict[str, Cut]:
@@ -71,7 +104,8 @@ def checked_table(model: nn.Module, ranks: int) -> dict[str, Cut]:
 
 def _completed(table: dict[str, Cut]) -> dict[str, Cut]:
     """With what follows from a module's kind: all its parameters are cut by rows."""
-    by_rows = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in ("embedding", "head", "norm")}
+    kinds = ("embedding", "head", "norm")
+    by_rows: dict[str, Cut] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
     return by_rows | table
 
 
@@ -91,7 +125,7 @@ def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
     if "embedding" not in table.values():
         yield "it names no embedding; give the module that is given token ids: 'embedding'"
     whole = _completed(table)
-    cuts = {name: cut_of(whole, name) for name in parameters}
+    cuts: dict[str, Cut | None] = {name: cut_of(whole, name) for name in parameters}
     for name, parameter in parameters.items():
         yield from _of_parameter(name, parameter, cuts[name], ranks)
         for other, same in parameters.items():
@@ -111,7 +145,7 @@ def _of_parameter(name: str, parameter: nn.Parameter, cut: Cut | None, ranks: in
         yield f"parallel.tp: {ranks} does not divide dimension {cut} of {name}, which is {size}; change one of the two"
 
 
-def _of_module(name: str, module: nn.Module, kind: Cut | None, cuts: dict[str, Cut | None]) -> Iterator[str]:
+def _of_module(name: str, module: nn.Module, kind: Cut | None, cuts: Mapping[str, Cut | None]) -> Iterator[str]:
     inside = {key: cut for key, cut in cuts.items() if key.startswith(f"{name}.")}
     if kind == "added":
         yield f"{name} is a module, and 'added' is for parameters; name these"
@@ -133,6 +167,7 @@ def _of_module(name: str, module: nn.Module, kind: Cut | None, cuts: dict[str, C
 def _tokens(model: nn.Module, table: dict[str, Cut], ranks: int, sequence: int) -> torch.Tensor:
     """Two rows of ids from all over the vocabulary, `[2, seq]`."""
     words = next(m for name, m in model.named_modules() if name and cut_of(table, name) == "embedding")
+    assert isinstance(words, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
     return torch.arange(2 * seq).mul(7919).remainder(words.num_embeddings).view(2, seq)
 
@@ -148,39 +183,6 @@ def _zeros(model: nn.Module) -> list[str]:
     return found
 
 
-@torch.no_grad()
-def _outputs(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """What the model gives in evaluation; it is left as it was, but for being in training."""
-    inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
-    if "labels" in inspect.signature(model.forward).parameters:
-        inputs["labels"] = tokens
-    forward = model.forward
-    model.forward = local_parts(forward, model)
-    try:
-        return forward_of(model.eval())(inputs)
-    finally:
-        model.forward = forward
-        model.train()
-
-
-def _compare(model: nn.Module, tokens: torch.Tensor, before: torch.Tensor, ranks: int) -> None:
-    """Raises UserError if the outputs are no longer what they were."""
-    check = "check which modules are parts, which matrices are cut, and that biases after the sum are 'added'"
-    try:
-        after = _outputs(model, tokens)
-    except Exception as error:
-        where = _place(model, error)
-        what = f"cut over {ranks} ranks the model fails{where}: {type(error).__name__}: {error}".splitlines()[0]
-        raise _wrong(model, f"{what}; {check}") from error
-    if before.shape != after.shape:
-        what = f"cut over {ranks} ranks the model gives {list(after.shape)} in place of {list(before.shape)}"
-        raise _wrong(model, f"{what}; {check}")
-    apart, largest = (before - after).abs().max().item(), before.abs().max().item()
-    if not apart <= TOLERANCE * largest:
-        what = f"cut over {ranks} ranks the model gives other outputs (by {apart:.2g}, of up to {largest:.2g})"
-        raise _wrong(model, f"{what}; {check}")
-
-
 def _place(model: nn.Module, error: Exception) -> str:
     """` in my.py, line 3`: the last line of the model's own file that it came through."""
     file = inspect.getsourcefile(type(model))
@@ -190,10 +192,9 @@ def _place(model: nn.Module, error: Exception) -> str:
 
 def _wrong(model: nn.Module, what: str) -> UserError:
     """At the class's line, if that can be found."""
-    kind = type(model)
-    try:
+    kind, path, line = type(model), None, None
+    with contextlib.suppress(OSError, TypeError):
         path, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
-    except (OSError, TypeError):
-        path = line = None
-    inside = path is not None and path.startswith(os.getcwd() + os.sep)
-    return UserError(f"{kind.__name__}.weft_sharding: {what}", os.path.relpath(path) if inside else path, line)
+    if path is not None and path.startswith(os.getcwd() + os.sep):
+        path = os.path.relpath(path)
+    return UserError(f"{kind.__name__}.weft_sharding: {what}", path, line)

@@ -7,8 +7,7 @@ DualPipeV (DeepSeek-AI, 2024). A stage is a whole decoder without the layers of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +18,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from weft.config.mesh import SEVERAL_STAGES, ParallelSection
 from weft.config.model import ModelSection
-from weft.config.stages import rank_of_stage, stage_ranges, stages_of_rank
 from weft.data.batches.batch import Batch
 from weft.models.decoder import Decoder
+from weft.observe.status import alive
+from weft.parallel.objective import Objective, Totals
 from weft.parallel.parts import local
-from weft.parallel.passes import Asked, Passes
+from weft.parallel.passes import Passes
+from weft.parallel.ranks import mistake
+from weft.parallel.stages import rank_of_stage, stage_ranges, stages_of_rank
 from weft.parallel.world import World
 
 SCHEDULES = {
@@ -37,30 +39,30 @@ SCHEDULES = {
 }
 
 
-def split(section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype) -> Stages:
-    """This rank's stages, on the current device.
+def split(
+    section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype
+) -> dict[int, Decoder]:
+    """This rank's stages by their numbers, on the current device.
 
     Args:
         sequence: tokens per row, of which the cost of attention depends.
         dtype: of computing.
     """
     ranges = stage_ranges(section, parallel.model_copy(update={"pp": world.shape.pp}), sequence)
-    stages = []
+    stages = {}
     for number in stages_of_rank(parallel, world.place("pp"), world.shape.pp):
         stage = Decoder(section)
         stage.begins, stage.ends, stage.dtype = number == 0, number == len(ranges) - 1, dtype
-        stage.weft_stage = number
         for layer in range(section.num_hidden_layers):
             if layer not in ranges[number]:
-                stage.layers[layer] = None
-        if not stage.begins:
-            stage.embed_positions = None
+                setattr(stage.layers, str(layer), None)
+        elsewhere = [] if stage.begins else ["embed_positions"]
         if not stage.begins and not (stage.ends and section.tie_word_embeddings):
-            stage.embed_tokens = None
-        if not stage.ends:
-            stage.norm = stage.lm_head = None
-        stages.append(stage)
-    return Stages(stages)
+            elsewhere.append("embed_tokens")
+        for name in elsewhere if stage.ends else [*elsewhere, "norm", "lm_head"]:
+            setattr(stage, name, None)
+        stages[number] = stage
+    return stages
 
 
 class Stages(Decoder):
@@ -69,16 +71,18 @@ class Stages(Decoder):
     A tied head's matrix is the first stage's; the last one's copy of it is not seen here.
     """
 
-    def __init__(self, stages: Sequence[Decoder]):
+    def __init__(self, stages: Mapping[int, nn.Module]):
         nn.Module.__init__(self)
-        self.config = stages[0].config
-        self.stages = tuple(stages)
-        self.begins, self.ends = any(stage.begins for stage in stages), any(stage.ends for stage in stages)
-        self.embed_tokens = next((stage.embed_tokens for stage in stages if stage.begins), None)
-        for name in ("embed_positions", "norm", "lm_head"):
-            setattr(self, name, next((part for stage in stages if (part := getattr(stage, name)) is not None), None))
-        places = zip(*(stage.layers for stage in stages), strict=True)
-        self.layers = nn.ModuleList(next((layer for layer in place if layer is not None), None) for place in places)
+        own = [stage for stage in stages.values() if isinstance(stage, Decoder)]
+        self.config, self.dtype = own[0].config, own[0].dtype
+        self.stages = dict(zip(stages, own, strict=True))
+        self.begins, self.ends = any(stage.begins for stage in own), any(stage.ends for stage in own)
+        for name in ("embed_tokens", "embed_positions", "norm", "lm_head"):
+            of = [stage for stage in own if stage.begins] if name == "embed_tokens" else own
+            setattr(self, name, next((part for stage in of if (part := getattr(stage, name)) is not None), None))
+        places: Any = zip(*(stage.layers for stage in own), strict=True)
+        layers: list[Any] = [next((layer for layer in place if layer is not None), None) for place in places]
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
         raise RuntimeError("a part of a pipeline is run by its schedule")
@@ -86,7 +90,7 @@ class Stages(Decoder):
     def train(self, mode: bool = True) -> Stages:
         """As `nn.Module.train`, for the stages too."""
         super().train(mode)
-        for stage in self.stages:
+        for stage in self.stages.values():
             stage.train(mode)
         return self
 
@@ -94,15 +98,22 @@ class Stages(Decoder):
 class PipelinePasses(Passes):
     """A step's micro-batches through all stages, in the order of a schedule."""
 
-    def __init__(self, model: Stages, objective: Asked, world: World, parallel: ParallelSection):
+    model: Stages
+
+    def __init__(self, model: Stages, objective: Objective, world: World, parallel: ParallelSection):
         super().__init__(model, objective, world, parallel)
+        if self.compute is not None:
+            raise mistake(
+                f"objective: {type(objective).__name__}.compute calls the model, and with parallel.pp a schedule does; "
+                "give the objective `inputs` and `loss` (`prepare` may call the model), or set parallel.pp: 1"
+            )
         self.stages, self.group, self.ranks = model.stages, world.group("pp"), world.shape.pp
         self.count = self.ranks * len(self.stages)
+        self.hidden_dtype = torch.promote_types(model.dtype or torch.float32, torch.float32)
         self.schedules: dict[tuple, Any] = {}
         self.tied = TiedHead(model, world, parallel)
-        self.context = getattr(self.stages[0], "weft_context", None)
-        for stage in self.stages:
-            stage.forward = self._given_the_rest(stage.forward)
+        for stage in self.stages.values():
+            stage.register_forward_pre_hook(self._give_the_rest, with_kwargs=True)
 
     def train(
         self,
@@ -114,26 +125,49 @@ class PipelinePasses(Passes):
         factor: float = 1.0,
     ) -> torch.Tensor:
         """As `Passes.train`. Ranks of one pipeline call it with the same rows."""
-        self.total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        self.seed, self.weight, self.factor = seed, weight, factor
+        self.totals = Totals(self.scalars, self.world.device)
         size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
         self.micro_batches = [filled(micro_batch, size) for micro_batch in micro_batches]
-        self.given = [self.inputs(micro_batch, learned / factor) for micro_batch in self.micro_batches]
+        prepared = self.prepare(self.micro_batches)
+        self.seed, self.weight, self.factor = seed, weight, factor
+        self.given = [
+            self._given(*self.place(*both), learned / factor) for both in zip(self.micro_batches, prepared, strict=True)
+        ]
         schedule = self._schedule(len(micro_batches), size)
         rows = torch.arange(len(micro_batches)).repeat_interleave(size)  # which micro-batch each row is of
-        tokens = [torch.cat([own.tokens for _, own in self.given])] if self.model.begins else []
+        tokens = [torch.cat([inputs["tokens"] for inputs, _ in self.given])] if self.model.begins else []
         schedule.step(*tokens, number=rows, target=rows if self.model.ends else None, return_outputs=False)
         self.tied.add_gradients()
         self.given = []
-        return self.of_rows(self.total)
+        return self.of_rows(self.totals.vector)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """As `Passes.evaluate`: one stage after the other."""
-        inputs, own = self.inputs(batch, None)
+        totals = Totals(self.scalars, self.world.device)
+        batch, own = self.place(batch, self.prepare([batch])[0])
+        outputs = self._walk(self.complete(self.objective.inputs(own), batch, own, None), own)
+        if self.model.ends:
+            totals.add(self.objective.loss(outputs, own))
+        return self.of_rows(totals.vector)
+
+    def look(self, inputs: dict[str, Any], own: Batch) -> torch.Tensor:
+        """As `Passes.look`: the last stage sends its outputs to the others."""
+        found, dtype = self._walk(inputs, own), self.hidden_dtype
+        if inputs.get("labels") is not None:
+            shape = own.tokens.shape
+        else:
+            shape = (*own.tokens.shape, self.model.config.vocab_size or 0)
+        outputs = found.to(dtype) if self.model.ends else torch.empty(shape, dtype=dtype, device=self.world.device)
+        dist.broadcast(outputs.contiguous(), group=self.group, group_src=self.tied.last)
+        return outputs
+
+    def _given(self, batch: Batch, own: Batch, learned: float) -> tuple[dict[str, Any], Batch]:
+        return self.complete(self.objective.inputs(own), batch, own, learned), own
+
+    def _walk(self, inputs: dict[str, Any], own: Batch) -> torch.Tensor:
+        """A batch through the stages, one after the other; the outputs on the rank of the last one."""
         self.given, self.seed = [(inputs, own)], None
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        number, mine = torch.zeros(1, dtype=torch.int64), {stage.weft_stage: stage for stage in self.stages}
-        x = own.tokens
+        number, x = torch.zeros(1, dtype=torch.int64), inputs["tokens"]
         for place in range(self.count):
             holder, before = (rank_of_stage(self.parallel, n, self.ranks) for n in (place, place - 1))
             if place and holder != before and self.group.rank() in (holder, before):
@@ -142,33 +176,32 @@ class PipelinePasses(Passes):
                 else:
                     x = self._hidden(len(own.tokens), own.tokens.shape[1], self.world.device)
                     dist.recv(x, group=self.group, group_src=before)
-            if place in mine:
-                x = mine[place](x, number=number)
-        if self.model.ends:
-            total += self.objective.loss(x, own).detach()
-        return self.of_rows(total)
+            if place in self.stages:
+                x = self.stages[place](x, number=number)
+        return x
 
     def of_rows(self, total: torch.Tensor) -> torch.Tensor:
         """What the last stage has found, on all ranks."""
         dist.all_reduce(total, group=self.group)
         return super().of_rows(total)
 
+    @property
+    def roots(self) -> Sequence[nn.Module]:
+        """The modules that are called."""
+        return tuple(self.stages.values())
+
     def updated(self) -> None:
         """Weights have changed: by an update, or because they were filled in."""
         self.tied.copy_weights()
 
-    def _given_the_rest(self, forward: Callable) -> Callable:
-        """A stage's forward as a schedule calls it: what it needs besides is found by the micro-batch's number."""
-
-        @wraps(forward)
-        def call(x, number):
-            which = int(number[0])
-            inputs, _ = self.given[which]
-            if self.seed is not None:
-                self.seed(self.micro_batches[which])
-            return forward(x, **{key: value for key, value in inputs.items() if key != "tokens"})
-
-        return call
+    def _give_the_rest(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """What a stage needs beside a schedule's tensors is found by the micro-batch's number."""
+        which = int(named["number"][0])
+        inputs, _ = self.given[which]
+        if self.seed is not None:
+            alive()
+            self.seed(self.micro_batches[which])
+        return given, {key: value for key, value in inputs.items() if key != "tokens"}
 
     def _schedule(self, count: int, size: int) -> Any:
         """The schedule of so many micro-batches of so many rows."""
@@ -181,14 +214,14 @@ class PipelinePasses(Passes):
             stages = [
                 PipelineStage(
                     stage,
-                    stage.weft_stage,
+                    number,
                     self.count,
                     self.world.device,
                     input_args=ids if stage.begins else hidden,
                     output_args=out if stage.ends else hidden,
                     group=self.group,
                 )
-                for stage in self.stages
+                for number, stage in self.stages.items()
             ]
             name = self.parallel.schedule
             several = name in SEVERAL_STAGES
@@ -199,15 +232,14 @@ class PipelinePasses(Passes):
         return self.schedules[key]
 
     def _loss(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = self.objective.loss(outputs, self.given[int(target[0])][1])
-        self.total += loss.detach()
+        loss = self.totals.add(self.objective.loss(outputs, self.given[int(target[0])][1]))
         divided = loss / self.weight
         return divided if self.factor == 1.0 else divided * self.factor
 
     def _hidden(self, rows: int, tokens: int, device: torch.device | str) -> torch.Tensor:
         """Room for what goes from stage to stage: the residual stream, of which a tensor rank has its slice."""
         config = self.model.config
-        dtype = torch.promote_types(self.stages[0].dtype, torch.float32)
+        dtype = self.hidden_dtype
         return torch.empty(rows, tokens // self.world.shape.tp, config.hidden_size, dtype=dtype, device=device)
 
 
@@ -224,22 +256,23 @@ class TiedHead:
         if model.config.tie_word_embeddings:
             if model.embed_tokens is not None:
                 self.owner = model.embed_tokens
-            for stage in model.stages:
+            for stage in model.stages.values():
                 if stage.ends and not stage.begins:
                     self.copy = stage.embed_tokens
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Move the copy's gradient to the matrix."""
+        of_owner = None if self.owner is None else self.owner.weight.grad
         if self.copy is not None and self.copy.weight.grad is not None:
             grad = local(self.copy.weight.grad)
             self.copy.weight.grad = None
             if self.owner is None:
                 dist.send(grad.contiguous(), group=self.group, group_dst=self.first)
-            else:
-                local(self.owner.weight.grad).add_(grad)
-        elif self.owner is not None and self.last != self.first and self.owner.weight.grad is not None:
-            mine = local(self.owner.weight.grad)
+            elif of_owner is not None:
+                local(of_owner).add_(grad)
+        elif of_owner is not None and self.last != self.first:
+            mine = local(of_owner)
             grad = torch.empty_like(mine, memory_format=torch.contiguous_format)
             dist.recv(grad, group=self.group, group_src=self.last)
             mine.add_(grad)

@@ -12,11 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-# Where the fused kernel is, and what its backward wants besides.
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
-_CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+from weft.torch_private import flash_cpu, flash_cpu_backward, flash_cuda, flash_cuda_backward
 
 
 @torch.compiler.disable
@@ -39,11 +35,11 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale, group):
-        out = sums = None
-        for rows, keys, causal, (some_k, some_v) in _turns(torch.stack((k, v)), group):
+        out, sums = torch.Tensor(), torch.Tensor()  # the first turn gives them
+        for turn, (rows, keys, causal, (some_k, some_v)) in enumerate(_turns(torch.stack((k, v)), group)):
             one, one_sums, *_ = _forward(q[:, :, rows], some_k[:, :, keys], some_v[:, :, keys], causal, scale)
             one, one_sums = one.to(one_sums.dtype), one_sums.unsqueeze(-1)
-            if out is None:
+            if turn == 0:
                 out, sums = one, one_sums
                 continue
             before = sums[:, :, rows]
@@ -120,8 +116,8 @@ def _forward(q, k, v, causal, scale):
     """`[batch, heads, queries, head_dim]` and the logarithms of the softmax's sums `[batch, heads, queries]`."""
     k, v = (_for_all_heads(x, q.shape[1]) for x in (k, v))
     if q.device.type == "cpu":
-        return _CPU(q.contiguous(), k, v, 0.0, causal, scale=scale)
-    return _CUDA(q, k, v, 0.0, causal, scale=scale)
+        return flash_cpu(q.contiguous(), k, v, 0.0, causal, scale=scale)
+    return flash_cuda(q, k, v, 0.0, causal, scale=scale)
 
 
 def _backward(grad, q, k, v, out, sums, causal, scale):
@@ -130,11 +126,11 @@ def _backward(grad, q, k, v, out, sums, causal, scale):
     k, v = (_for_all_heads(x, q.shape[1]) for x in (k, v))
     grad, q, out, sums = (x.contiguous() for x in (grad, q, out, sums))
     if q.device.type == "cpu":
-        of_q, of_k, of_v = _CPU_BACKWARD(grad, q, k, v, out, sums, 0.0, causal, scale=scale)
+        of_q, of_k, of_v = flash_cpu_backward(grad, q, k, v, out, sums, 0.0, causal, scale=scale)
     else:
         none = torch.empty(0, dtype=torch.int64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
-        of_q, of_k, of_v = _CUDA_BACKWARD(grad, q, k, v, out, sums, *lengths, 0.0, causal, none, none, scale=scale)
+        of_q, of_k, of_v = flash_cuda_backward(grad, q, k, v, out, sums, *lengths, 0.0, causal, none, none, scale=scale)
     return of_q, *(x.unflatten(1, (heads, -1)).sum(2) for x in (of_k, of_v))
 
 

@@ -8,157 +8,119 @@ always one summand of its gradient.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend, Attention
 from weft.models.layers.experts import Experts, MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.norm import RMSNorm
-from weft.models.sharding import Cut, cut_of
+from weft.models.sharding import Cut, cut_of, decoder_sharding
+from weft.parallel.axes.own import CustomTrial
 from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
+from weft.parallel.parts import distribute_parameters
 from weft.parallel.randomness import WeightsDropout, share_row
+from weft.parallel.state import ModelState
+from weft.torch_private import overlap_tensor_parallel
 
 SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between parts
 
 
-def cut_parameters(
-    model: nn.Module, table: dict[str, Cut], tp: DeviceMesh | None, experts: DeviceMesh | None = None
-) -> None:
-    """Make parameters DTensors, cut as the table says. All ranks have the same values, if they have any.
+def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
+    """Shard matrices over `tp` by the model's table, and have its parts communicate accordingly.
 
-    Args:
-        tp: the axis `tp`; None: there is none, and only experts are cut.
-        experts: the axes `ep` and, beside a `tp`, that: experts' first dimension is cut over `ep`.
+    Assumes plain parameters, of a model that is not the decoder with their values. Leaves DTensors on the axis `tp`,
+    but for experts that are sharded over `ep`, and between the parts of a layer a slice of each sequence on every rank.
     """
-    # Whole values are wanted now and then, for samples and by optimizers of matrices: every rank would tell each time
-    # that they take two gatherings.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            cut = cut_of(table, f"{path}.{name}".lstrip("."))
-            if parameter not in replaced:
-                along = Shard(cut) if isinstance(cut, int) and parameter.ndim else Replicate()
-                mesh, placements = tp, [along]
-                if experts is not None and isinstance(module, Experts):
-                    mesh, placements = experts, [Shard(0)] + ([along] if tp is not None else [])
-                whole = parameter.detach()
-                if mesh is not None:
-                    whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                replaced[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            setattr(module, name, replaced[parameter])
-            if tp is not None and cut == "added":
-                module.weft_shares = {**getattr(module, "weft_shares", {}), name: 1 / tp.size()}
+    tp, world = state.world.tensor, state.world
+    if tp is None:
+        return model
+    if state.plan.parallel.async_tp:
+        world.agree(lambda: overlap(tp.get_group()))
+    if isinstance(model, Decoder):
+        share_decoder(model, decoder_sharding(model.config, tp.size()), state)
+        return model
+    trial = CustomTrial(model, state)
+    share_parts(model, trial.table, state)
+    if "head" not in trial.table.values():
+        state.wrap(model, "tp: all-gather the output's sequence", partial(_whole_output, tp.get_group()))
+    trial.compare()
+    return model
 
 
-def local_part(parameter: DTensor) -> torch.Tensor:
-    """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
-    placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
+def placement(table: dict[str, Cut], name: str, parameter: nn.Parameter) -> Placement:
+    """Of a parameter on `tp`."""
+    cut = cut_of(table, name)
+    return Shard(cut) if isinstance(cut, int) and parameter.ndim else Replicate()
 
 
-def local_parts(
-    forward: Callable,
-    unit: nn.Module,
-    apart: Collection[nn.Module] = (),
-    *,
-    part_of: Callable[[DTensor], torch.Tensor] = local_part,
-) -> Callable:
-    """`forward`, with this rank's parts in the place of all DTensors that are parameters of `unit`.
-
-    Args:
-        unit: one of FSDP2's, whose parameters are gathered when `forward` is called.
-        apart: modules inside it that are units of their own.
-        part_of: gives the part.
-    """
-    others = {id(module) for one in apart for module in one.modules()}
-    places = [
-        (module, name, getattr(module, "weft_shares", {}).get(name))
-        for module in unit.modules()
-        if id(module) not in others
-        for name, parameter in module.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor)
-    ]
-
-    @functools.wraps(forward)
-    def call(*arguments, **named):
-        before = [module._parameters[name] for module, name, _ in places]
-        try:
-            for (module, name, share), parameter in zip(places, before, strict=True):
-                part = part_of(parameter)
-                module._parameters[name] = part if share is None else part * share
-            return forward(*arguments, **named)
-        finally:
-            for (module, name, _), parameter in zip(places, before, strict=True):
-                module._parameters[name] = parameter
-
-    return call if places else forward
-
-
-def overlap(tp: DeviceMesh) -> None:
-    """Have Inductor cut gatherings, sums and the products beside them into pieces that overlap (async TP).
+def overlap(group: dist.ProcessGroup) -> None:
+    """Have Inductor split collectives and the products beside them into pieces that overlap (async TP).
 
     Raises:
         UserError: the GPUs do not reach one another's memory.
     """
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
     try:
-        enable_symm_mem_for_group(tp.get_group().group_name)
+        overlap_tensor_parallel(group.group_name)
     except RuntimeError as error:
         raise UserError(
             f"parallel.async_tp: these GPUs do not reach one another's memory ({error}); remove it"
         ) from error
 
 
-def share_parts(model: nn.Module, table: dict[str, Cut], tp: DeviceMesh) -> None:
-    """Have each module that the table names gather and sum over the ranks of `tp`."""
-    group, rank = tp.get_group(), tp.get_local_rank()
+def share_parts(model: nn.Module, table: dict[str, Cut], state: ModelState) -> None:
+    """Shard what the table names, and have each of its modules gather and sum over the ranks of `tp`."""
+    tp, elsewhere = state.world.tensor, Experts if state.world.experts is not None else ()
+    assert tp is not None
+
+    def placements(module: nn.Module, name: str, parameter: nn.Parameter) -> list[Placement] | None:
+        # FSDP2 shards no scalars: they are replicated over all ranks at once (`replicate_scalars`).
+        left = isinstance(module, elsewhere) or not parameter.ndim
+        return None if left else [placement(table, name, parameter)]
+
+    distribute_parameters(model, tp, placements)
     for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            if cut_of(table, f"{path}.{name}".lstrip(".")) == "added":
+                state.shares[module, name] = 1 / tp.size()
         kind = cut_of(table, path) if path else None
-        if kind == "part":
-            module.forward = _part(module, module.forward, group)
-        elif kind == "embedding":
-            module.forward = _embedding(module, group)
-        elif kind == "positions":
-            module.forward = _sliced(module.forward, group)
-        elif kind == "head":
-            module.forward = _head(module.forward, group)
-        elif kind == "norm":
-            module.forward = _norm(module, group)
+        if isinstance(kind, str) and kind in _WRAPPERS:
+            wrapper, label = _WRAPPERS[kind]
+            state.wrap(module, f"tp: {label}", partial(wrapper, module, tp.get_group()))
+
+
+def share_decoder(model: Decoder, table: dict[str, Cut], state: ModelState) -> None:
+    """`share_parts`, and what the decoder has seams for: heads, dropout, and the split vocabulary."""
+    share_parts(model, table, state)
+    tp = state.world.tensor
+    assert tp is not None
+    group, rank, ranks = tp.get_group(), tp.get_local_rank(), tp.size()
+    for module in model.modules():
         if isinstance(module, Attend):
-            each = module.all_heads // tp.size()
-            module.heads = slice(rank * each, (rank + 1) * each)
+            each = module.all_heads // ranks
+            state.fill(module, "heads", f"tp: heads / {ranks}", slice(rank * each, (rank + 1) * each))
             module.weights_dropout = WeightsDropout(module)
         elif isinstance(module, LatentAttention):
-            module.heads //= tp.size()
-        elif isinstance(module, Attention) and module.kv_heads % tp.size():
-            head = rank * module.kv_heads // tp.size()
+            state.fill(module, "heads", f"tp: heads / {ranks}", module.heads // ranks)
+        elif isinstance(module, Attention) and module.kv_heads % ranks:
+            head = rank * module.kv_heads // ranks
             rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
-            for of in (module.k_proj, module.v_proj):
-                of.forward = _rows(of, rows)
-    if isinstance(model, Decoder):
-        each = model.config.num_attention_heads // tp.size()
-        model.heads = slice(rank * each, (rank + 1) * each)
-        share_row([model.embedding_dropout], lambda tokens: slice_of(tokens, group))
-        model.token_logprobs = _token_logprobs(model.token_logprobs, group)
-        model.logits = _logits(group)
-    elif "head" not in table.values():
-        model.forward = _whole_output(model.forward, group)
+            for linear in (module.k_proj, module.v_proj):
+                state.wrap(linear, "tp: one head of a replicated matrix", partial(_rows, linear, rows))
+    each = model.config.num_attention_heads // ranks
+    model.heads = slice(rank * each, (rank + 1) * each)
+    share_row([model.embedding_dropout], lambda tokens: slice_of(tokens, group))
+    state.fill(model, "token_logprobs", "tp: split vocabulary", _token_logprobs(model.token_logprobs, group))
+    state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
 
 
 def slice_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
@@ -169,7 +131,7 @@ def slice_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
 # A module of the table, in other words: the closures below keep to functions that torch.compile can follow.
 
 
-def _part(module: nn.Module, forward: Callable, group: dist.ProcessGroup) -> Callable:
+def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     """All tokens in, a summand out. A balance of experts is reckoned by every rank: each adds its share of it."""
     balances, ranks = isinstance(module, MixtureOfExperts), group.size()
 
@@ -182,14 +144,18 @@ def _part(module: nn.Module, forward: Callable, group: dist.ProcessGroup) -> Cal
     return call
 
 
-def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable:
+def _embedding(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     """The rows of ids that are here, zero for the others, summed."""
-    first = group.rank() * (module.num_embeddings // group.size())
+    assert isinstance(module, nn.Embedding)
+    rows = module.num_embeddings // group.size()
+    first = group.rank() * rows
+    padding = module.padding_idx
+    padding = padding - first if padding is not None and padding // rows == group.rank() else None
 
     def call(ids):
         own = ids - first
         elsewhere = (own < 0) | (own >= module.weight.shape[0])
-        found = F.embedding(own.masked_fill(elsewhere, 0), module.weight)
+        found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, padding)
         out = scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
         # What is not awaited before it enters compiled code gets a wrong gradient from there (PyTorch 2.13).
         return out.clone() if out.requires_grad else out
@@ -197,14 +163,14 @@ def _embedding(module: nn.Module, group: dist.ProcessGroup) -> Callable:
     return call
 
 
-def _sliced(forward: Callable, group: dist.ProcessGroup) -> Callable:
+def _sliced(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     def call(positions):
         return forward(positions.chunk(group.size(), -1)[group.rank()])  # `[seq]` or `[batch, seq]`
 
     return call
 
 
-def _rows(module: nn.Linear, rows: slice) -> Callable:
+def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
     """Some rows of a map that is whole on all ranks."""
 
     def call(x):
@@ -213,7 +179,7 @@ def _rows(module: nn.Linear, rows: slice) -> Callable:
     return call
 
 
-def _norm(module: nn.Module, group: dist.ProcessGroup) -> Callable:
+def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     """The RMS norm of a vector whose parts the ranks have."""
     assert isinstance(module, RMSNorm)
 
@@ -256,16 +222,26 @@ def _logits(group: dist.ProcessGroup) -> Callable:
     return call
 
 
-def _head(forward: Callable, group: dist.ProcessGroup) -> Callable:
+def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     def call(x):
         return gather_copies(forward(gather(x, SEQUENCE, group)), -1, group)
 
     return call
 
 
-def _whole_output(forward: Callable, group: dist.ProcessGroup) -> Callable:
-    @functools.wraps(forward)
+def _whole_output(group: dist.ProcessGroup, forward: Callable) -> Callable:
+    @wraps(forward)
     def call(*arguments, **named):
         return gather_copies(forward(*arguments, **named), SEQUENCE, group)
 
     return call
+
+
+# Kind in a model's table -> wrapper (module, group, forward), and what it is called in a picture of the model.
+_WRAPPERS: dict[str, tuple[Callable[[nn.Module, dist.ProcessGroup, Callable], Callable], str]] = {
+    "part": (_part, "all-gather the sequence, reduce-scatter the output"),
+    "embedding": (_embedding, "rows of the split vocabulary, reduce-scatter"),
+    "positions": (_sliced, "this rank's slice of the sequence"),
+    "head": (_head, "all-gather the sequence, all-gather the logits"),
+    "norm": (_norm, "all-reduce the mean square"),
+}

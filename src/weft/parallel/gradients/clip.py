@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.parallel.parts import local
+from weft.torch_private import foreach_norm, foreach_scale
 
 
 class NothingToScatter:
@@ -62,7 +63,7 @@ def clip_gradients(
     device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), parts[0].device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes, values in together.items():
-        subtotal = torch.stack(torch._foreach_norm(values)).to(torch.float64).square().sum().to(device)
+        subtotal = torch.stack(foreach_norm(values)).to(torch.float64).square().sum().to(device)
         for mesh, dim in axes:
             if mesh.size(dim) > 1:
                 dist.all_reduce(subtotal, group=mesh.get_group(dim))
@@ -71,5 +72,5 @@ def clip_gradients(
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().item()
     if max_norm is not None and norm > max_norm:
-        torch._foreach_mul_(parts, max_norm / norm)
+        foreach_scale(parts, max_norm / norm)
     return norm

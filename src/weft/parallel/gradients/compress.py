@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.config.compress import CompressSection
+from weft.config.mesh import CompressSection
 from weft.models.layers.own import keyed
 from weft.parallel.parts import local
 from weft.parallel.world import World
+from weft.torch_private import compute_local_shape_and_global_offset
 
 PREFIX = "compress."
 _WORTH = 2  # a matrix is told by its factors if they have so many times fewer numbers
@@ -54,7 +55,7 @@ class PowerSGD:
     """Sums gradients over the copies of a model.
 
     Args:
-        model: from `parallelize`: its gradients are summed over all axes but `dp_replicate`.
+        model: from `build_sharded_model`: its gradients are summed over all axes but `dp_replicate`.
         dtype: that gradients are told in which are not compressed.
         seed: of the first Q.
 
@@ -70,10 +71,10 @@ class PowerSGD:
             world.place("dp_replicate"),
             world.shape.dp_replicate,
         )
-        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.matrices = {name: _matrix(p) for name, p in self.trained.items() if worth(p.shape, self.rank)}
-        self.q: dict[str, DTensor] = {}
-        self.error: dict[str, DTensor] = {}
+        self.q: dict[str, Tensor] = {}
+        self.error: dict[str, Tensor] = {}
         self.filled: dict[str, Tensor] = {}
 
     @property

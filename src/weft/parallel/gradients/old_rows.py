@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.parallel.parts import local
+from weft.torch_private import compute_local_shape_and_global_offset
 
 
 def freeze_all_but_rows(model: nn.Module, first: int) -> None:
@@ -34,22 +34,22 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
         raise UserError(
             "training.only_rows_from is the built-in decoder's: of another model it is not known what rows are"
         )
-    rows = model.embed_tokens.num_embeddings
+    rows = model.config.vocab_size or 0
     if first >= rows:
         raise UserError(
             f"training.only_rows_from: {first:,}, and the model has rows 0 to {rows - 1:,}; `weft resize` adds new ones"
         )
     model.requires_grad_(False)
-    model.embed_tokens.requires_grad_(True)
-    if model.lm_head is not None:
-        model.lm_head.requires_grad_(True)
+    for table in (model.embed_tokens, model.lm_head):  # of a pipeline's stages not all have them
+        if table is not None:
+            table.requires_grad_(True)
 
 
 class OldRows:
     """The rows below `first` of all trained parameters, of which this rank may hold some, all or none.
 
     Args:
-        model: from `parallelize`, with `freeze_all_but_rows` done.
+        model: from `build_sharded_model`, with `freeze_all_but_rows` done.
         first: the first row that is trained; None: all are, and nothing here does anything.
     """
 

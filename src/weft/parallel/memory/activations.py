@@ -7,21 +7,25 @@ operations, the results; backward runs its forward again, taking those in place 
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from weft.config.errors import UserError
+from weft.errors import UserError
 from weft.parallel.memory.budget import ATTENTION, Key, choose, draws, name_of
+from weft.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    detached_with_version,
+    set_activation_budget,
+    tree_map_only,
+    version_of,
+)
 
 _EXPENSIVE = ATTENTION | {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
@@ -46,7 +50,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     """
     kind, _, amount = mode.partition("-")
     if compile:
-        _tell_compiler(float(amount) if kind == "budget" else 1.0)
+        set_activation_budget(float(amount) if kind == "budget" else 1.0, _drawn, __file__)
     if kind == "every":
         if int(amount) > of:
             raise UserError(
@@ -63,28 +67,9 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
 
 
-def _tell_compiler(share: float) -> None:
-    """What share to keep; it holds for all that this process compiles from now on."""
-    import torch._functorch.config
-    import torch._inductor.config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    class KeepRandom(CustomGraphPass):
-        """Has the compiler keep what is drawn at random: to meet a budget it would draw anew (PyTorch 2.13), and
-        backward would not belong to forward any more."""
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for node in graph.nodes:
-                if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-
-        def uuid(self) -> bytes:
-            return get_hash_for_files((__file__,))
-
-    torch._functorch.config.activation_memory_budget = share
-    torch._inductor.config.joint_custom_post_pass = KeepRandom() if share < 1 else None
-    # It warns of operations in place inside of what is computed again; ours are none whose result backward needs.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+def _drawn(node: torch.fx.Node) -> bool:
+    """What the compiler is to keep: to meet a budget it would draw anew (PyTorch 2.13), unlike forward."""
+    return draws(node.target, node.args, node.kwargs)
 
 
 def _expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -191,17 +176,16 @@ class _Give(_Counting):
 
 class _Version:
     def __init__(self, tensor: Tensor):
-        self.tensor, self.number = tensor, tensor._version
+        self.tensor, self.number = tensor, version_of(tensor)
 
 
 def _with_version(tensor: Tensor) -> _Version:
     # Detached, or the graph would hold what holds the graph; but counting with it what is written in place.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return _Version(tensor.detach())
+    return _Version(detached_with_version(tensor))
 
 
 def _unchanged(op: Any, value: _Version) -> Tensor:
-    if value.tensor._version != value.number:
+    if version_of(value.tensor) != value.number:
         raise UserError(
             f"training.activation_checkpointing: the model writes in place over a result of {name_of(op)} that was to "
             "be kept; set full or none"

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from weft.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_of, tree_leaves
 
 Key = tuple[Any, int]  # an operation, and how many of its kind went before
 
@@ -35,14 +34,14 @@ _PARTS = 1024  # that a budget is counted in
 
 def name_of(op: Any) -> str:
     """`aten::mm` of `torch.ops.aten.mm.default`."""
-    return op._schema.name if isinstance(op, OpOverload) else op.name()
+    return schema_of(op).name if isinstance(op, OpOverload) else op.name()
 
 
 def draws(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
     """Whether an operation draws random numbers. If it is not run again, those after it would draw its numbers."""
     if not isinstance(op, OpOverload):
         return False
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(schema_of(op).arguments):
         if argument.name == "dropout_p":
             return bool(arguments[place] if place < len(arguments) else named.get("dropout_p", argument.default_value))
     return torch.Tag.nondeterministic_seeded in op.tags
@@ -66,7 +65,7 @@ def choose(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], s
             forward(*arguments, **named)
     finally:
         recorder.put_back()
-    given = sum({_storage(x): x.untyped_storage().nbytes() for x in own}.values())
+    given = sum({storage_of(x): x.untyped_storage().nbytes() for x in own}.values())
     saved = given + sum(recorder.saved.values())
     return most_valuable(recorder.results(), int(share * saved) - given)
 
@@ -126,8 +125,8 @@ class _Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """For autograd's hook. Parameters and what other blocks have too are not made here, and do not count."""
-        if _storage(tensor) in self.maker:
-            self.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_of(tensor) in self.maker:
+            self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             self.needed = len(self.operations)
         return tensor.detach()  # itself, it would hold the graph that holds it
 
@@ -136,15 +135,15 @@ class _Recorder(TorchDispatchMode):
         if not isinstance(op, OpOverload):
             return op(*args, **kwargs)
         for tensor in _written(op, args, kwargs):
-            if _storage(tensor) in self.maker:
-                self.maker[_storage(tensor)].may_be_kept = False
+            if storage_of(tensor) in self.maker:
+                self.maker[storage_of(tensor)].may_be_kept = False
             else:
-                self.before.setdefault(_storage(tensor), (tensor, tensor.clone()))
+                self.before.setdefault(storage_of(tensor), (tensor, tensor.clone()))
         out = op(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
-        known = {_storage(x) for x in inputs}
-        made = {_storage(x): x.untyped_storage().nbytes() for x in outputs if _storage(x) not in known}
-        keep = bool(made) and not op._schema.is_mutable and not draws(op, args, kwargs)
+        known = {storage_of(x) for x in inputs}
+        made = {storage_of(x): x.untyped_storage().nbytes() for x in outputs if storage_of(x) not in known}
+        keep = bool(made) and not schema_of(op).is_mutable and not draws(op, args, kwargs)
         keep = keep and name_of(op) not in _COPIES and not name_of(op).startswith(_COMMUNICATION)
         operation = _Operation((op, self.count[op]), _cost(op, args, kwargs, out, inputs, outputs), made, keep)
         self.count[op] += 1
@@ -164,19 +163,15 @@ class _Recorder(TorchDispatchMode):
         return [Result(one.key, sum(one.made.values()), one.cost) for one in needed]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _written(op: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
-    if not op._schema.is_mutable:
+    if not schema_of(op).is_mutable:
         return []
     found = []
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(schema_of(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(argument.name))
     return _tensors(found)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from weft.parallel.parts import local
+from weft.torch_private import tree_map_only
 
 HOST = torch.device("cpu")
 _PIECE = 128 << 20  # bytes of parameters that are updated at a time; AdamW's state is twice as much
@@ -39,9 +39,8 @@ def home(offload: str, device: torch.device) -> torch.device:
 def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Have buffers on `device`, wherever parameters are: FSDP2 brings only those."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, piece: int = _PIECE) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.config.errors import UserError
-from weft.config.headers import MAGIC, read_json
 from weft.data.stores.foreign.foreign import Foreign
+from weft.errors import UserError
+from weft.files import read_json
+from weft.headers import MAGIC
 
 
 def detect(path: Path) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import FLOAT_CODES, HEADER, read_megatron_index
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, DTYPES, map_file, release, spans
+from weft.errors import UserError
+from weft.headers import FLOAT_CODES, HEADER, read_megatron_index
 
 
 def open_megatron(path: Path, format: str = "megatron") -> Foreign:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.indexed import BLOCK_TOKENS, map_file, release
+from weft.errors import UserError
 
 
 def open_nanogpt(path: Path, dtype: str = "uint16") -> Foreign:

@@ -1,30 +1,27 @@
 """Modalities' `.pbin`: 8 bytes length of the data, 4 bytes size of a token (both little-endian), the data, and a
 pickled list of (offset, length) in bytes, one tuple for each document.
 
-A pickle is a program. This one is not run: only the few instructions that make a list of pairs of whole numbers are
-understood, and any other one is refused.
+A pickle is a program. This one may make lists, tuples and numbers: to name anything that could be called is refused.
 """
 
 from __future__ import annotations
 
-import pickletools
-from array import array
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, map_file, release, spans
+from weft.errors import UserError
 
 HEAD = 12
-MARK = object()
 
 
 def open_pbin(path: Path) -> Foreign:
-    """Open a `.pbin`. Its index is read into memory: 16 bytes a document.
+    """Open a `.pbin`. Its index is read into memory: some 150 bytes a document while it is read, then 16.
 
     Raises:
         UserError: not such a file, a damaged one, or an index that is more than a list of pairs of numbers.
@@ -63,67 +60,31 @@ def open_pbin(path: Path) -> Foreign:
     return Foreign("pbin", path, int(sizes.sum()), len(sizes), int(np.iinfo(dtype).max), blocks)
 
 
+class _PlainValues(pickle.Unpickler):
+    """Makes lists, tuples and numbers; whatever would import or call anything is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"the name {module}.{name}")
+
+
 def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
     """A pickled list of pairs of whole numbers, int64 `[pairs, 2]`; nothing is executed.
 
     Raises:
         UserError: it is anything else.
     """
-    flat = array("q")  # the pairs that are in the list already
-    stack: list = []  # whole numbers, pairs, marks, and `flat` where the list is
     try:
-        for code, argument, _ in pickletools.genops(file):
-            name = code.name
-            if name in ("PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
-                continue
-            if name in ("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "INT", "LONG"):
-                stack.append(argument)
-            elif name == "MARK":
-                stack.append(MARK)
-            elif name in ("TUPLE2", "TUPLE"):
-                pair = (stack.pop(-2), stack.pop())
-                if not all(type(number) is int for number in pair) or (name == "TUPLE" and stack.pop() is not MARK):
-                    raise ValueError("a tuple of other than two whole numbers")
-                stack.append(pair)
-            elif name in ("EMPTY_LIST", "LIST") and flat not in stack and not flat:
-                pairs = _above_mark(stack) if name == "LIST" else []
-                stack.append(flat)
-                _extend(flat, pairs)
-            elif name == "APPENDS":
-                pairs = _above_mark(stack)
-                _extend(_last(stack), pairs)
-            elif name == "APPEND":
-                pair = stack.pop()
-                _extend(_last(stack), [pair])
-            elif name == "STOP" and len(stack) == 1 and stack[0] is flat:
-                return np.frombuffer(flat, np.int64).reshape(-1, 2) if flat else np.zeros((0, 2), np.int64)
-            else:
-                raise ValueError(f"the instruction {name}")
-    except (ValueError, IndexError, OverflowError, TypeError) as error:
-        told = str(error) or "broken off"
-        what = f"its index is not a list of (offset, length), but has {told}; not read any further"
-        raise UserError(what, path) from None
-    raise UserError("its index is broken off; the file is damaged", path)
-
-
-def _above_mark(stack: list) -> list:
-    above = []
-    while (item := stack.pop()) is not MARK:
-        above.append(item)
-    return above[::-1]
-
-
-def _last(stack: list) -> array:
-    if type(stack[-1]) is not array:
-        raise ValueError("something added to what is no list")
-    return stack[-1]
-
-
-def _extend(flat: array, pairs: list) -> None:
-    for pair in pairs:
-        if type(pair) is not tuple:
-            raise ValueError("an element that is no pair")
-        flat.extend(pair)
+        pairs = _PlainValues(file).load()
+        if not isinstance(pairs, list) or not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
+            raise ValueError("other things than pairs")
+        if not all(type(number) is int for pair in pairs for number in pair):
+            raise ValueError("pairs of other than whole numbers")
+        return np.array(pairs, np.int64).reshape(-1, 2)
+    except EOFError:
+        raise UserError("its index is broken off; the file is damaged", path) from None
+    except Exception as error:  # damage makes the library raise nearly any
+        what = f"its index is not a list of (offset, length), but has {str(error) or 'nothing that can be read'}"
+        raise UserError(f"{what}; not read any further", path) from None
 
 
 def write_index(file: BinaryIO, lengths: Iterator[np.ndarray]) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.foreign.nanogpt import id_dtype
+from weft.errors import UserError
+from weft.files import read_json
 
 # LitData numbers the dtypes of tensors and of arrays, each its own way.
 TENSORS = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64"}

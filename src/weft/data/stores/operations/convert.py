@@ -7,21 +7,21 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, hidden_folder, publish, sync
+from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, publish
 from weft.data.stores.foreign.foreign import Documents, Foreign
 from weft.data.stores.foreign.formats import detect, open_foreign
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, token_dtype
-from weft.data.stores.operations.making import up_to_date, write_info
+from weft.data.stores.operations.making import Output, up_to_date, write_info
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
-from weft.observe.console import Console
+from weft.errors import UserError
+from weft.files import hidden_folder, sync_tree, unwritable
 
 LONGEST = 1 << 27  # tokens of a document that is cut out of a stream: it has to be in memory
-TARGETS = ("weft", "megatron", "nanogpt", "pbin")
 
 
 @dataclass(frozen=True)
@@ -52,35 +52,23 @@ class Vocabulary:
 
 
 def convert(
-    path: Path,
-    out: Path,
-    to: str,
-    vocabulary: Vocabulary,
-    *,
-    source_format: str | None = None,
-    dtype: str | None = None,
-    field: str | None = None,
-    recut: bool = False,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
+    path: Path, output: Output, to: str, vocabulary: Vocabulary, *, source: Foreign | None = None, recut: bool = False
 ) -> Converted:
     """Write the documents of a store in another format.
 
     To `weft`, each document is closed with one end-of-document token if it is not already; else ids stay as they are.
 
     Args:
-        out: a folder (weft), the prefix of two files (megatron), or a file (nanogpt, pbin).
+        output: its path is a folder (weft), the prefix of two files (megatron), or a file (nanogpt, pbin); what is
+            there is replaced only if it is of the format that is written.
         vocabulary: needed for `weft`; its size is checked against every id, wherever it is known.
+        source: what `open_foreign` gave for `path`.
         recut: forget the input's documents and cut its stream of tokens behind each end-of-document token.
-        tokenizer: counts the bytes of the text.
-        overwrite: replace what is there if it is of the format that is written; never anything else.
 
     Raises:
-        UserError: not a store, an id outside of the vocabulary (with its document), something else at `out`.
+        UserError: not a store, an id outside of the vocabulary (with its document), something else at the output.
     """
-    source = open_foreign(path, source_format, dtype=dtype, field=field)
-    console = console or Console(speaks=False)
+    source, out = source or open_foreign(path), output.path
     cut = recut or source.documents is None
     masked = False
     if source.format == "weft":
@@ -96,33 +84,33 @@ def convert(
         raise UserError("to cut the documents anew, name the --tokenizer or --eod")
     if not 0 <= (vocabulary.eod_id or 0) < (vocabulary.size or 1 << 62):
         raise UserError(f"--eod {vocabulary.eod_id}: not an id of a vocabulary of {vocabulary.size:,}")
+    check_name(out)
+    # A folder of another tool's may be the one that all is in, such as ".".
+    read = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
+    check_apart(out, [path, *read] if source.format == "weft" else read)
+    if to == "weft":
+        return _to_weft(path, output, vocabulary, source, cut)
+    for end in (".bin", ".idx") if to == "megatron" else ("",):
+        _check_file(out.with_name(out.name + end), to, output.overwrite, read)
+    # A store of ours is Megatron's files already.
+    if to == "megatron" and not cut and source.format in ("weft", "megatron"):
+        return replace(_linked(source, out), mask_lost=masked)
+    write: dict[str, Callable] = {"megatron": _to_megatron, "nanogpt": _to_nanogpt, "pbin": _to_pbin}
+    made = write[to](source, out, vocabulary, _documents(source, vocabulary, cut, output))
+    return replace(made, mask_lost=masked)
 
-    with console.progress(source.tokens if source.tokens >= 0 else None, "converting", unit="token") as bar:
 
-        def documents(close: bool) -> Iterator[Documents]:
-            blocks = _cut(source, vocabulary.eod_id) if cut else source.blocks()
-            done = number = 0
-            for ids, lengths in blocks:
-                _check(source, ids, lengths, number, vocabulary.size)
-                done += len(ids)
-                number += len(lengths)
-                yield _closed(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
-                bar.update(done)
-
-        check_name(out)
-        # A folder of another tool's may be the one that all is in, such as ".".
-        read = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
-        check_apart(out, [path, *read] if source.format == "weft" else read)
-        if to == "weft":
-            return _to_weft(source, path, out, vocabulary, documents(True), cut, tokenizer, overwrite)
-        taken = [out.with_name(out.name + end) for end in (".bin", ".idx")] if to == "megatron" else [out]
-        for file in taken:
-            _check_file(file, to, overwrite, source)
-        # A store of ours is Megatron's files already.
-        if to == "megatron" and not cut and source.format in ("weft", "megatron"):
-            return replace(_linked(source, out), mask_lost=masked)
-        write: dict[str, Callable] = {"megatron": _to_megatron, "nanogpt": _to_nanogpt, "pbin": _to_pbin}
-        return replace(write[to](source, out, vocabulary, documents(False)), mask_lost=masked)
+def _documents(
+    source: Foreign, vocabulary: Vocabulary, cut: bool, output: Output, *, close: bool = False
+) -> Iterator[Documents]:
+    """The source's documents, checked, and each closed if that is asked for; progress is shown."""
+    done = number = 0
+    with output.console.progress(source.tokens if source.tokens >= 0 else None, "converting", unit="token") as bar:
+        for ids, lengths in _cut(source, vocabulary.eod_id) if cut else source.blocks():
+            _check(source, ids, lengths, number, vocabulary.size)
+            done, number = done + len(ids), number + len(lengths)
+            yield _closed(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
+            bar.update(done)
 
 
 def _check(source: Foreign, ids: np.ndarray, lengths: np.ndarray, number: int, size: int | None) -> None:
@@ -183,27 +171,22 @@ def _cut(source: Foreign, eod_id: int | None) -> Iterator[Documents]:
         yield rest, np.array([len(rest)])
 
 
-def _to_weft(source, path, out, vocabulary: Vocabulary, documents, cut, tokenizer, overwrite) -> Converted:
+def _to_weft(path: Path, output: Output, vocabulary: Vocabulary, source: Foreign, cut: bool) -> Converted:
+    out, size, eod_id = output.path, vocabulary.size or 0, vocabulary.eod_id or 0
     made_from = {"operation": "convert", "format": source.format, "size": source.path.stat().st_size,
-                 "vocab_size": vocabulary.size, "eod_id": vocabulary.eod_id, "recut": cut,
-                 "tokenizer": vocabulary.digest}  # fmt: skip
+                 "vocab_size": size, "eod_id": eod_id, "recut": cut, "tokenizer": vocabulary.digest}  # fmt: skip
     old = TokenStore.open(path).info if source.format == "weft" else None
     if old is not None:
         if old.mask_sha256 is not None or old.kind != "text":
             raise UserError("already a store of Weft's, with a loss mask that converting would lose; copy it", path)
         made_from["bin_sha256"] = old.bin_sha256
     # The content of another tool's files is not known before they are read: what is there is never taken for it.
-    check_out(out, STORE, overwrite=overwrite)
-    up_to_date(out, made_from, overwrite, reusable=False)
-    with hidden_folder(out) as folder:
-        writer = IndexedWriter(folder / "tokens", token_dtype(vocabulary.size or 0))
-        info = StoreInfo(
-            tokenizer_digest=vocabulary.digest, vocab_size=vocabulary.size or 0, eod_id=vocabulary.eod_id or 0,
-            dtype=str(writer.dtype), documents=0, tokens=0, bytes=None, bin_sha256="", idx_sha256="",
-        )  # fmt: skip
-        counter = TextBytes(tokenizer, info) if tokenizer is not None else None
-        text_bytes = 0
-        for ids, lengths in documents:
+    check_out(out, STORE, overwrite=output.overwrite)
+    up_to_date(out, made_from, output.overwrite, reusable=False)
+    counter = TextBytes(output.tokenizer, vocabulary.digest, size) if output.tokenizer is not None else None
+    with unwritable(out), hidden_folder(out) as folder:
+        writer, text_bytes = IndexedWriter(folder / "tokens", token_dtype(size)), 0
+        for ids, lengths in _documents(source, vocabulary, cut, output, close=True):
             writer.add(ids, lengths)
             if counter is not None:
                 text_bytes += counter.count(ids, lengths)
@@ -214,12 +197,10 @@ def _to_weft(source, path, out, vocabulary: Vocabulary, documents, cut, tokenize
             path=str(path), size=source.path.stat().st_size, sha256=old.bin_sha256 if old else "",
             documents=writer.documents,
         )  # fmt: skip
-        info = info.model_copy(
-            update={
-                "documents": writer.documents, "tokens": writer.tokens, "empty_documents": writer.empty,
-                "bytes": text_bytes if counter is not None else None, "sources": [origin],
-                "bin_sha256": writer.digest.hexdigest(), "idx_sha256": idx,
-            }
+        info = StoreInfo(
+            tokenizer_digest=vocabulary.digest, vocab_size=size, eod_id=eod_id, dtype=str(writer.dtype),
+            documents=writer.documents, tokens=writer.tokens, bytes=text_bytes if counter is not None else None,
+            empty_documents=writer.empty, bin_sha256=writer.digest.hexdigest(), idx_sha256=idx, sources=[origin],
         )  # fmt: skip
         write_info(folder, info, made_from)
         publish(folder, out)
@@ -230,7 +211,7 @@ def _to_weft(source, path, out, vocabulary: Vocabulary, documents, cut, tokenize
 def _linked(source: Foreign, out: Path) -> Converted:
     """The pair of files under another name; copied where the disk is another one."""
     linked = True
-    with hidden_folder(out.with_name(out.name + ".bin")) as folder:
+    with unwritable(out), hidden_folder(out.with_name(out.name + ".bin")) as folder:
         for end in (".bin", ".idx"):
             try:
                 os.link(source.path.with_suffix(end), folder / f"out{end}")
@@ -243,7 +224,7 @@ def _linked(source: Foreign, out: Path) -> Converted:
 
 def _to_megatron(source: Foreign, out: Path, vocabulary: Vocabulary, documents) -> Converted:
     dtype = token_dtype(vocabulary.size if vocabulary.size is not None else source.largest + 1)
-    with hidden_folder(out.with_name(out.name + ".bin")) as folder:
+    with unwritable(out), hidden_folder(out.with_name(out.name + ".bin")) as folder:
         writer = IndexedWriter(folder / "out", dtype)
         for ids, lengths in documents:
             writer.add(ids, lengths)
@@ -252,47 +233,61 @@ def _to_megatron(source: Foreign, out: Path, vocabulary: Vocabulary, documents) 
     return Converted("megatron", writer.documents, writer.tokens)
 
 
-def _to_nanogpt(source: Foreign, out: Path, vocabulary: Vocabulary, documents) -> Converted:
-    count = tokens = 0
-    with hidden_folder(out) as folder, open(folder / "out", "wb") as file:
-        for ids, lengths in documents:
-            for start in range(0, len(ids), BLOCK_TOKENS):
-                part = ids[start : start + BLOCK_TOKENS]
-                if int(part.max()) > 65535:
-                    raise UserError(f"id {int(part.max())} does not fit into nanoGPT's 16 bits", source.path)
-                file.write(np.ascontiguousarray(part, "<u2").data)
-            count, tokens = count + len(lengths), tokens + len(ids)
-        file.close()
+def _to_nanogpt(source: Foreign, out: Path, vocabulary: Vocabulary, documents: Iterator[Documents]) -> Converted:
+    with unwritable(out), hidden_folder(out) as folder:
+        with open(folder / "out", "wb") as file:
+            count, tokens = _write_ids(file, documents, 2, "nanoGPT", source)
         _publish(folder, out, ("",))
     return Converted("nanogpt", count, tokens)
 
 
-def _to_pbin(source: Foreign, out: Path, vocabulary: Vocabulary, documents) -> Converted:
+def _to_pbin(source: Foreign, out: Path, vocabulary: Vocabulary, documents: Iterator[Documents]) -> Converted:
     from weft.data.stores.foreign.pbin import write_index
 
     largest = vocabulary.size - 1 if vocabulary.size is not None else source.largest
     width = 1 if largest < 256 else 2 if largest < 65536 else 4
-    count = tokens = 0
-    with hidden_folder(out) as folder, open(folder / "out", "w+b") as file, open(folder / "lengths", "w+b") as waiting:
-        file.write((0).to_bytes(8, "little") + width.to_bytes(4, "little"))
-        for ids, lengths in documents:
-            for start in range(0, len(ids), BLOCK_TOKENS):
-                file.write(np.ascontiguousarray(ids[start : start + BLOCK_TOKENS], f"<u{width}").data)
-            waiting.write((lengths * width).astype("<i8").tobytes())
-            count, tokens = count + len(lengths), tokens + len(ids)
-        waiting.seek(0)
-        write_index(file, (np.frombuffer(data, "<i8") for data in iter(lambda: waiting.read(1 << 24), b"")))
-        file.seek(0)
-        file.write((tokens * width).to_bytes(8, "little"))
-        file.close()
+    with unwritable(out), hidden_folder(out) as folder:
+        with open(folder / "out", "w+b") as file, open(folder / "lengths", "w+b") as waiting:
+            file.write((0).to_bytes(8, "little") + width.to_bytes(4, "little"))
+            count, tokens = _write_ids(file, documents, width, "Modalities", source, waiting)
+            waiting.seek(0)
+            write_index(file, (np.frombuffer(data, "<i8") for data in iter(lambda: waiting.read(1 << 24), b"")))
+            file.seek(0)
+            file.write((tokens * width).to_bytes(8, "little"))
         _publish(folder, out, ("",))
     return Converted("pbin", count, tokens)
 
 
-def _check_file(file: Path, to: str, overwrite: bool, source: Foreign) -> None:
+def _write_ids(
+    file: BinaryIO,
+    documents: Iterator[Documents],
+    width: int,
+    tool: str,
+    source: Foreign,
+    lengths_file: BinaryIO | None = None,
+) -> tuple[int, int]:
+    """Write ids of so many bytes end to end, and the documents' lengths in bytes into a file of their own.
+
+    Returns:
+        How many documents there are, and how many tokens.
+    """
+    count = tokens = 0
+    for ids, lengths in documents:
+        for start in range(0, len(ids), BLOCK_TOKENS):
+            part = ids[start : start + BLOCK_TOKENS]
+            if (largest := int(part.max())) >= 1 << 8 * width:
+                raise UserError(f"id {largest} does not fit into {tool}'s {8 * width} bits", source.path)
+            file.write(np.ascontiguousarray(part, f"<u{width}").data)
+        if lengths_file is not None:
+            lengths_file.write((lengths * width).astype("<i8").tobytes())
+        count, tokens = count + len(lengths), tokens + len(ids)
+    return count, tokens
+
+
+def _check_file(file: Path, to: str, overwrite: bool, read: list[Path]) -> None:
     """A file can be made; one that is there is replaced only if it is what is written."""
     check_parent(file)
-    check_apart(file, [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)])
+    check_apart(file, read)
     if not os.path.lexists(file):
         return
     try:
@@ -309,6 +304,6 @@ def _check_file(file: Path, to: str, overwrite: bool, source: Foreign) -> None:
 
 def _publish(folder: Path, out: Path, ends: tuple[str, ...]) -> None:
     """Files called `out` get their names; the index of two comes last, so that whoever sees it sees all."""
-    sync(folder)
+    sync_tree(folder)
     for end in ends:
         os.replace(folder / f"out{end}", out.with_name(out.name + end))

@@ -9,27 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.stores.indexed import release
 from weft.data.stores.operations.groups import Groups
-from weft.data.stores.operations.making import Made, Part, arguments_of, make
+from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
 from weft.data.stores.operations.near import NearDuplicates
 from weft.data.stores.operations.reading import open_items, scan
 from weft.data.stores.operations.split import digests
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
 from weft.observe.console import Console
 
 
 def dedup(
     path: str | Path,
-    out: Path,
+    output: Output,
     *,
     near: bool = False,
     threshold: float = 0.8,
     ngram: int = 5,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
 ) -> Made:
     """Write a store without its duplicates, and `duplicates.jsonl`: document, duplicate_of, similarity.
 
@@ -47,21 +44,20 @@ def dedup(
     else:
         how = {"exact": True}
     items = store.num_documents // store.info.item_documents
-    console = console or Console(speaks=False)
 
-    def fill(parts: list[Part]) -> None:
-        work = parts[0].folder / "work"
+    def fill(part: Part) -> None:
+        work = part.folder / "work"
         work.mkdir()
         first_of = np.memmap(work / "first_of", np.int64, "w+", shape=(items,))
         if near:
-            similarity = NearDuplicates(store, work, threshold, ngram, console).find(first_of)
+            similarity = NearDuplicates(store, work, threshold, ngram, output.console).find(first_of)
         else:
-            similarity = _exact(store, work, first_of, console)
-        _write(store, parts[0], first_of, similarity, "near duplicates" if near else "duplicates", console)
+            similarity = _exact(store, work, first_of, output.console)
+        _write(store, part, first_of, similarity, "near duplicates" if near else "duplicates", output.console)
         shutil.rmtree(work)
 
     made_from = arguments_of(store, "dedup", **how)
-    return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]
+    return make(store, output, made_from, fill)
 
 
 def _exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Console):

@@ -12,26 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.stores.operations.making import Made, Part, arguments_of, make
+from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
 from weft.data.stores.operations.reading import Block, open_items, scan
 from weft.data.stores.operations.text_bytes import open_tokenizer
-from weft.data.stores.store import StoreInfo
-from weft.observe.console import Console
+from weft.errors import UserError
 
 Test = Callable[[np.ndarray, int], bool]  # a document's ids without its end, its number -> whether it is kept
 
 
 def filter_store(
     path: str | Path,
-    out: Path,
+    output: Output,
     *,
     min_tokens: int | None = None,
     max_tokens: int | None = None,
     function: str | None = None,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
 ) -> Made:
     """Keep the documents that pass all tests; how many did not, and why, is in `store.json`.
 
@@ -51,18 +46,17 @@ def filter_store(
     for name, number in (("min", min_tokens), ("max", max_tokens)):
         if number is not None and number < 0:
             raise UserError(f"--{name}-tokens {number}: 0 or more; the end-of-document token does not count")
-    test = _load(function, store.info, tokenizer) if function is not None else None
-    console = console or Console(speaks=False)
+    test = _load(function, store.info.tokenizer_digest, output.tokenizer) if function is not None else None
 
-    def fill(parts: list[Part]) -> None:
-        with console.progress(store.num_tokens, "filtering", unit="token") as bar:
+    def fill(part: Part) -> None:
+        with output.console.progress(store.num_tokens, "filtering", unit="token") as bar:
             for block in scan(store, bar.update):
                 keep = np.ones(len(block.lengths) // step, bool)
 
                 def drop(passed: np.ndarray, reason: str, keep: np.ndarray = keep) -> None:
                     failed = keep & ~passed.reshape(-1, step).all(1)
                     if failed.any():
-                        parts[0].left_out[reason] += step * int(np.count_nonzero(failed))
+                        part.left_out[reason] += step * int(np.count_nonzero(failed))
                         keep &= ~failed
 
                 if min_tokens is not None:
@@ -72,12 +66,12 @@ def filter_store(
                 if test is not None:
                     drop(_tested(block, test, np.repeat(keep, step)), f"left out by {function}")
                 if keep.any():
-                    parts[0].add(block.choose(np.repeat(keep, step)))
+                    part.add(block.choose(np.repeat(keep, step)))
 
     limits = {"min_tokens": min_tokens, "max_tokens": max_tokens, "function": function}
     made_from = arguments_of(store, "filter", **limits)
     # A function may have changed since: its store is made again, never taken for what it would give now.
-    return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite, reusable=function is None)[0]
+    return make(store, output, made_from, fill, reusable=function is None)
 
 
 def _tested(block: Block, test: Test, wanted: np.ndarray) -> np.ndarray:
@@ -88,7 +82,7 @@ def _tested(block: Block, test: Test, wanted: np.ndarray) -> np.ndarray:
     return passed
 
 
-def _load(function: str, info: StoreInfo, tokenizer: str | Path | None) -> Test:
+def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Test:
     """The user's function, with its failures told in one line."""
     module, _, name = function.partition(":")
     if not module or not name:
@@ -106,7 +100,7 @@ def _load(function: str, info: StoreInfo, tokenizer: str | Path | None) -> Test:
     wants_text = next(iter(inspect.signature(found).parameters), None) == "text"
     if wants_text and tokenizer is None:
         raise UserError(f"--function {function} takes text; name the --tokenizer to decode with")
-    decoder = open_tokenizer(tokenizer, info) if wants_text and tokenizer is not None else None
+    decoder = open_tokenizer(tokenizer, digest) if wants_text and tokenizer is not None else None
 
     def test(ids: np.ndarray, number: int) -> bool:
         given = ids if decoder is None else decoder.decode(ids.tolist())

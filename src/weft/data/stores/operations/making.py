@@ -7,20 +7,37 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import read_json
-from weft.data.folders import STORE, check_apart, check_out, exists_already, hidden_folder, publish, sync
+from weft.data.folders import STORE, check_apart, check_out, exists_already, publish
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.operations.reading import Block
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.stored import write_stored
+from weft.errors import UserError
+from weft.files import hidden_folder, read_json, sync_tree, unwritable
+from weft.observe.console import Console
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a new store goes, and how it is made.
+
+    Attributes:
+        path: its folder.
+        tokenizer: counts the bytes of the text; without it they are known only where all documents are kept.
+        overwrite: replace a store that is there; never anything else.
+    """
+
+    path: Path
+    tokenizer: str | Path | None = None
+    overwrite: bool = False
+    console: Console = field(default_factory=lambda: Console(speaks=False))
 
 
 @dataclass(frozen=True)
@@ -98,25 +115,37 @@ class Part:
 
 def make(
     source: TokenStore,
+    output: Output,
+    made_from: dict[str, Any],
+    fill: Callable[[Part], None],
+    *,
+    reusable: bool = True,
+) -> Made:
+    """Make a store out of `source`; see `make_all`."""
+    fill_all = lambda parts: fill(parts[0])  # noqa: E731
+    return make_all(source, output, [(output.path, made_from)], fill_all, reusable=reusable)[0]
+
+
+def make_all(
+    source: TokenStore,
+    output: Output,
     outs: Sequence[tuple[Path, dict[str, Any]]],
     fill: Callable[[list[Part]], None],
     *,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
     reusable: bool = True,
 ) -> list[Made]:
     """Make stores out of `source`: each appears by one rename when all are on disk, or not at all.
 
     Args:
+        output: how; its path is that of `outs`, if there is one.
         outs: folders, and what each is made from (`arguments_of`): one that is there already is not made again.
         fill: puts the documents into the parts, one for each of `outs`.
-        tokenizer: counts the bytes of the text; without it they are known only where all documents are kept.
-        overwrite: replace stores that are there; never anything else.
         reusable: whether a store made from the same is as good as a new one.
 
     Raises:
         UserError: another folder is there, nothing is left for a part, or a full disk.
     """
+    tokenizer, overwrite = output.tokenizer, output.overwrite
     for number, (out, _) in enumerate(outs):
         check_out(out, STORE, [source.path], overwrite=overwrite)
         check_apart(out, [other for other, _ in outs[:number]], "other --out")
@@ -126,8 +155,9 @@ def make(
     if all(there):
         return [Made(out, info, None) for (out, _), info in zip(outs, there, strict=True) if info is not None]
     began = time.perf_counter()
-    counter = TextBytes(tokenizer, source.info) if tokenizer is not None else None
-    with ExitStack() as stack:
+    info = source.info
+    counter = None if tokenizer is None else TextBytes(tokenizer, info.tokenizer_digest, info.vocab_size)
+    with ExitStack() as stack, unwritable(outs[-1][0]):
         folders = [stack.enter_context(hidden_folder(out)) for out, _ in outs]
         parts = [Part(source, folder, counter) for folder in folders]
         fill(parts)
@@ -138,7 +168,7 @@ def make(
                 raise UserError(f"no document would be left ({why}); nothing was written", out)
             infos.append(part.finish())
             write_info(part.folder, infos[-1], made_from)
-            sync(part.folder)  # all of them before the first one gets its name
+            sync_tree(part.folder)  # all of them before the first one gets its name
         for folder, (out, _) in zip(folders, outs, strict=True):
             publish(folder, out)
     seconds = time.perf_counter() - began

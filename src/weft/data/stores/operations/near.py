@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.batches.permutation import mix
+from weft.data.permutation import mix
 from weft.data.stores.indexed import release
 from weft.data.stores.operations.groups import Groups
 from weft.data.stores.operations.reading import Block, read_parts, scan
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
 from weft.observe.console import Console
 
 PERMUTATIONS, SEED = 128, 42
@@ -62,16 +62,14 @@ class NearDuplicates:
         if not 1 <= ngram <= LONGEST_NGRAM:
             raise UserError(f"--ngram {ngram}: a number from 1 to {LONGEST_NGRAM} is needed")
         try:
-            import rensa  # noqa: F401
+            _rensa()
         except ImportError:
             raise UserError("near duplicates need rensa; pip install 'weft-train[dedup]'") from None
 
     @staticmethod
     def settings() -> dict[str, Any]:
         """What the result depends on besides the caller's arguments."""
-        from rensa import RMinHash
-
-        return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(RMinHash.ALGORITHM_VERSION)}
+        return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(_rensa().ALGORITHM_VERSION)}
 
     def find(self, first_of: np.ndarray):
         """Say of each item which is the first of its cluster: `first_of` int64 `[items]`.
@@ -119,9 +117,7 @@ class NearDuplicates:
                 release(self.signatures, self.keys, first_of)
 
     def _put(self, first: int, hashes: np.ndarray, offsets: np.ndarray) -> None:
-        from rensa import RMinHash
-
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, PERMUTATIONS, SEED)
+        matrix = _rensa().digest_matrix_from_flat_token_hashes(hashes, offsets, PERMUTATIONS, SEED)
         rows = np.array(matrix.to_rows(), np.uint32)
         self.signatures[first : first + len(rows)] = rows
         bands = rows[:, : self.bands * self.rows].reshape(len(rows), self.bands, self.rows)
@@ -148,6 +144,13 @@ class NearDuplicates:
             numbers, group = numbers[~linked], group[~linked]
             if not len(numbers):
                 return
+
+
+def _rensa() -> Any:
+    """rensa's signatures; the package comes without types."""
+    from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
+
+    return RMinHash
 
 
 def rows_per_band(threshold: float) -> int:

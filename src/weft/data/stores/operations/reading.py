@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from weft.config.errors import UserError
 from weft.data.stores.indexed import release, spans
 from weft.data.stores.store import TokenStore
+from weft.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read_parts(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np.
         starts, sizes: of each place, in bytes.
     """
     array = np.empty(int(sizes.sum()) // dtype.itemsize, dtype)
-    room, at = memoryview(array).cast("B"), 0
+    room, at = array.data.cast("B"), 0
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         file.seek(start)
         end = at + size

@@ -6,25 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.batches.permutation import Permutation
-from weft.data.stores.operations.making import Made, Part, arguments_of, make
+from weft.data.permutation import Permutation
+from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
 from weft.data.stores.operations.reading import open_items, scan
-from weft.observe.console import Console
+from weft.errors import UserError
 
 NOT_DRAWN = "not drawn"
 
 
 def sample(
     path: str | Path,
-    out: Path,
+    output: Output,
     *,
     documents: int | None = None,
     fraction: float | None = None,
     seed: int = 0,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
 ) -> Made:
     """Draw so many documents, each as likely as any other, without putting back; they keep their order.
 
@@ -47,14 +43,13 @@ def sample(
     if not 0 < wanted <= items:
         raise UserError(f"{wanted:,} of {items:,} cannot be drawn; ask for 1 to {items:,}", path)
     order = Permutation(items, seed)
-    console = console or Console(speaks=False)
 
-    def fill(parts: list[Part]) -> None:
-        with console.progress(store.num_tokens, "drawing", unit="token") as bar:
+    def fill(part: Part) -> None:
+        with output.console.progress(store.num_tokens, "drawing", unit="token") as bar:
             for block in scan(store, bar.update):
                 first = block.first // step
                 drawn = order(np.arange(first, first + len(block.lengths) // step)) < wanted
-                parts[0].add_some(block, np.repeat(drawn, step), NOT_DRAWN)
+                part.add_some(block, np.repeat(drawn, step), NOT_DRAWN)
 
     made_from = arguments_of(store, "sample", documents=wanted * step, seed=seed)
-    return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]
+    return make(store, output, made_from, fill)

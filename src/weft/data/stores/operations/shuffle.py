@@ -9,23 +9,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from weft.data.batches.permutation import Permutation
+from weft.data.permutation import Permutation
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, release
-from weft.data.stores.operations.making import Made, Part, arguments_of, make
+from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
 from weft.data.stores.operations.reading import Block, open_items, read_parts
 from weft.data.stores.store import TokenStore
-from weft.observe.console import Console
 
 
-def shuffle(
-    path: str | Path,
-    out: Path,
-    *,
-    seed: int = 0,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
-) -> Made:
+def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> Made:
     """Write the documents of a store in another order; pairs stay together.
 
     The order is a keyed permutation, so it is never in memory as a whole. Documents are read where they lie: a store
@@ -37,22 +28,21 @@ def shuffle(
     store = open_items(path)
     step = store.info.item_documents
     order = Permutation(store.num_documents // step, seed)
-    console = console or Console(speaks=False)
 
-    def fill(parts: list[Part]) -> None:
+    def fill(part: Part) -> None:
         with ExitStack() as stack:
             names = ["tokens.bin"] + ["loss_mask.bin"] * (store.loss_mask is not None)
-            files = [stack.enter_context(open(store.path / name, "rb", buffering=0)) for name in names]
-            bar = stack.enter_context(console.progress(store.num_tokens, "shuffling", unit="token"))
+            files: list[BinaryIO] = [stack.enter_context(open(store.path / name, "rb", buffering=0)) for name in names]
+            bar = stack.enter_context(output.console.progress(store.num_tokens, "shuffling", unit="token"))
             for start in range(0, order.n, BLOCK_DOCUMENTS // step):
                 items = order(np.arange(start, min(start + BLOCK_DOCUMENTS // step, order.n)))
                 numbers = (items[:, None] * step + np.arange(step)).reshape(-1)
                 for block in _gather(store, files, numbers):
-                    parts[0].add(block)
-                bar.update(parts[0].writer.tokens)
+                    part.add(block)
+                bar.update(part.writer.tokens)
 
     made_from = arguments_of(store, "shuffle", seed=seed)
-    return make(store, [(out, made_from)], fill, tokenizer=tokenizer, overwrite=overwrite)[0]
+    return make(store, output, made_from, fill)
 
 
 def _gather(store: TokenStore, files: list[BinaryIO], numbers: np.ndarray) -> Iterator[Block]:

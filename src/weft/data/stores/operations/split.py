@@ -8,23 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.data.stores.operations.making import Made, Part, arguments_of, make
+from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make_all
 from weft.data.stores.operations.reading import Block, open_items, scan
-from weft.observe.console import Console
+from weft.errors import UserError
 
 ELSEWHERE = "in another part"
 
 
 def split(
-    path: str | Path,
-    outs: Sequence[Path],
-    fractions: Sequence[float],
-    *,
-    seed: int = 0,
-    tokenizer: str | Path | None = None,
-    overwrite: bool = False,
-    console: Console | None = None,
+    path: str | Path, output: Output, outs: Sequence[Path], fractions: Sequence[float], *, seed: int = 0
 ) -> list[Made]:
     """Send each document to a part by a keyed hash of its ids.
 
@@ -32,6 +24,7 @@ def split(
     the seed (it is the same in a larger store too), and copies of it are all in one part.
 
     Args:
+        output: how; the folders are `outs`.
         fractions: one for each of `outs`; their sum is 1.
 
     Raises:
@@ -44,10 +37,9 @@ def split(
     store = open_items(path)
     step = store.info.item_documents
     limits = np.cumsum(fractions)[:-1]
-    console = console or Console(speaks=False)
 
     def fill(parts: list[Part]) -> None:
-        with console.progress(store.num_tokens, "splitting", unit="token") as bar:
+        with output.console.progress(store.num_tokens, "splitting", unit="token") as bar:
             for block in scan(store, bar.update):
                 keys = np.frombuffer(b"".join(digests(block, step, seed)), "<u8")[::2]
                 belongs = np.searchsorted(limits, (keys >> np.uint64(11)) / 2.0**53, side="right")
@@ -58,13 +50,13 @@ def split(
         (out, arguments_of(store, "split", fractions=list(fractions), part=number, seed=seed))
         for number, out in enumerate(outs)
     ]
-    return make(store, made, fill, tokenizer=tokenizer, overwrite=overwrite)
+    return make_all(store, output, made, fill)
 
 
 def digests(block: Block, step: int = 1, seed: int = 0) -> Iterator[bytes]:
     """16 bytes for each item, of its documents' ids: BLAKE2b, whose collisions nobody can find."""
     start = hashlib.blake2b(digest_size=16, key=seed.to_bytes(8, "little", signed=True))
-    data = memoryview(np.ascontiguousarray(block.tokens)).cast("B")
+    data = np.ascontiguousarray(block.tokens).data.cast("B")
     ends = (np.cumsum(block.lengths) * block.tokens.itemsize).tolist()
     begin = 0
     for number in range(step - 1, len(ends), step):

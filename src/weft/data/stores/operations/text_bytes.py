@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import tokenizer_file
-from weft.data.stores.store import StoreInfo
 from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
+from weft.headers import tokenizer_file
 
 PIECE = 1 << 20  # tokens looked up at once
 
@@ -22,9 +21,9 @@ class TextBytes:
         UserError: no such tokenizer, or not the store's.
     """
 
-    def __init__(self, tokenizer: str | Path, info: StoreInfo):
-        self.tokenizer = open_tokenizer(tokenizer, info)
-        self._table = byte_table(tokenizer_file(tokenizer), info.vocab_size)
+    def __init__(self, tokenizer: str | Path, digest: str | None, vocab_size: int):
+        self.tokenizer = open_tokenizer(tokenizer, digest)
+        self._table = byte_table(tokenizer_file(tokenizer), vocab_size)
 
     def count(self, tokens: np.ndarray, lengths: np.ndarray) -> int:
         """Bytes of the documents' text; each one's last token is its end and has none."""
@@ -40,15 +39,15 @@ class TextBytes:
         return total - int(self._table[tokens[np.cumsum(lengths) - 1]].sum())
 
 
-def open_tokenizer(path: str | Path, info: StoreInfo) -> Tokenizer:
-    """The tokenizer at `path`, if it is the one that packed the store.
+def open_tokenizer(path: str | Path, digest: str | None) -> Tokenizer:
+    """The tokenizer at `path`, if it is the one that packed the store, as far as the store says which one that is.
 
     Raises:
         UserError: it is another one, or there is none.
     """
     tokenizer = Tokenizer.load(path)
-    if info.tokenizer_digest not in (None, tokenizer.digest):
-        raise UserError(f"the store was packed with another tokenizer ({info.tokenizer_digest[:16]}); name that", path)
+    if digest not in (None, tokenizer.digest):
+        raise UserError(f"the store was packed with another tokenizer ({digest[:16]}); name that", path)
     return tokenizer
 
 

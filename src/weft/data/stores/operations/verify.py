@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.errors import UserError
-from weft.config.headers import HEADER, read_json
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, map_file, release, spans
 from weft.data.stores.store import TokenStore
 from weft.data.stores.stored import BESIDE, as_bytes, file_digest, own_digest
+from weft.errors import UserError
+from weft.files import read_json
+from weft.headers import HEADER
 from weft.observe.console import Console
 
 TOLD = 3  # problems of one kind that are told one by one

@@ -1,0 +1,1 @@
+"""The source formats, one file each: a class `Format` (see weft.data.sources.format)."""

@@ -1,0 +1,23 @@
+"""A copy of a tokenizer's folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from weft.headers import BESIDE_TOKENIZER, tokenizer_file
+
+TEMPLATES = "additional_chat_templates"  # NAME.jinja each, beside chat_template.jinja
+
+
+def copy_tokenizer(path: str | Path, into: Path) -> None:
+    """Copy what makes a tokenizer's folder, and nothing else that lies there (a model's weights)."""
+    file = tokenizer_file(path)
+    into.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, into / "tokenizer.json")
+    for name in (*BESIDE_TOKENIZER, "chat_template.jinja", "chat_template.json"):
+        if (file.parent / name).exists():
+            shutil.copy(file.parent / name, into / name)
+    for template in sorted((file.parent / TEMPLATES).glob("*.jinja")):
+        (into / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copy(template, into / TEMPLATES / template.name)

@@ -1,0 +1,70 @@
+"""Phi-3 (Abdin et al., 2024): Llama with a sliding window, and matrices that are stored fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.errors import UserError
+from weft.families import llama
+from weft.families.mapping import Weight, read, same, size, write
+from weft.families.rotations import read_rope, write_rope
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+MODEL_TYPE = "phi3"
+KEYS = same("head_dim", "hidden_act", "sliding_window", hidden_dropout="resid_pdrop", embedding_dropout="embd_pdrop")
+DEFAULTS = llama.DEFAULTS | {
+    "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+}  # fmt: skip
+_QKV, _FUSED = "model.layers.{n}.self_attn.qkv_proj", ("q", "kv", "kv")
+_GATE_UP = "model.layers.{n}.mlp.gate_up_proj"
+WEIGHTS = (
+    *(
+        weight
+        for weight in llama.WEIGHTS
+        if not weight.ours.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+    ),
+    Weight("layers.{n}.attention.q_proj", _QKV, part=(0, _FUSED)),
+    Weight("layers.{n}.attention.k_proj", _QKV, part=(1, _FUSED)),
+    Weight("layers.{n}.attention.v_proj", _QKV, part=(2, _FUSED)),
+    Weight("layers.{n}.mlp.gate_proj", _GATE_UP, part=(0, ("inner", "inner"))),
+    Weight("layers.{n}.mlp.up_proj", _GATE_UP, part=(1, ("inner", "inner"))),
+)
+
+
+def from_hf(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
+    config = dict(config)
+    for key in ("rope_parameters", "rope_scaling"):
+        given = config.get(key)
+        if isinstance(given, dict) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
+            config[key] = given | {"rope_type": "longrope"}  # what older files, and transformers, mean by these
+    rope = read_rope(config, DEFAULTS, partial=1.0)
+    kind = rope["rope_scaling"]["rope_type"] if "rope_scaling" in rope else "longrope"
+    if kind != "longrope":
+        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported for Phi-3, only 'longrope'")
+    return {"family": "phi3", **read(config, KEYS, DEFAULTS), **rope}
+
+
+def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the config.json that transformers loads."""
+    written, scaling, longest = write(keys, KEYS) | write_rope(keys), keys["rope_scaling"], None
+    if scaling is not None:
+        longest = scaling["original_max_position_embeddings"]
+        follows = keys["max_position_embeddings"] / (longest or 1)
+        if scaling["attention_factor"] is None and scaling["factor"] == follows:
+            # Before transformers 5 there must be these keys and no others; the rest follows from the lengths.
+            lists = {key: written["rope_scaling"].get(key) for key in ("short_factor", "long_factor")}
+            written["rope_scaling"] = {"type": scaling["rope_type"], **lists}
+    return written | {"original_max_position_embeddings": longest or keys["max_position_embeddings"]}
+
+
+_MINI = {"family": "phi3", "vocab_size": 32064, "max_position_embeddings": 4096, "sliding_window": 2047}
+_PHI4 = {"family": "phi3", "vocab_size": 100352, "max_position_embeddings": 16384, "rope_theta": 250000.0}
+PRESETS = {
+    # Phi-3 mini and medium with 4k positions: 3.82B and 14.0B parameters. Phi-4: 14.7B.
+    "phi3-mini": _MINI | size(3072, 32, 32, None, 8192),
+    "phi3-medium": _MINI | size(5120, 40, 40, 10, 17920),
+    "phi4": _PHI4 | size(5120, 40, 40, 10, 17920),
+}

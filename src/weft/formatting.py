@@ -1,0 +1,128 @@
+"""Numbers as people read them: counts, amounts, bytes, durations and rates. All of Weft's output goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_AMOUNTS = ((1e12, "T", 2), (1e9, "B", 2), (1e6, "M", 1), (1e3, "k", 1))
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_METRICS = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number of things: `1 document`, `12,345 documents`; `plural` where it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
+    """A list that may be long: `a, b and 3 more`; `a; b; and 3 more` with "; " between."""
+    more = f"{between.strip(', ')} and {len(items) - most:,} more" if len(items) > most else ""
+    return between.join(items[:most]) + more
+
+
+def amount(number: float, full: float = 1e3) -> str:
+    """A large number in short: `640`, `30.7k`, `134.1M`, `8.03B`; every digit of one below `full`."""
+    for limit, letter, digits in _AMOUNTS:
+        if number >= max(limit, full):
+            return f"{number / limit:,.{digits}f}{letter}"
+    return f"{number:,}"
+
+
+def cell(value: Any) -> str:
+    """A table's cell: a measured number has four significant digits, or all of its whole part if that has more."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def tick(value: float) -> str:
+    """A number beside an axis: `0`, `3e-4`, `0.25`, `12.5`, `1,500`, `12k`, `3.5M`."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if size >= limit:
+            return f"{value / limit:.4g}{letter}"
+    return f"{value / 1e3:.4g}k" if size >= 1e4 else f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def byte_size(number: float, unit: str | None = None) -> str:
+    """Bytes: `640 B`, `30.7 kB`, `1.2 GB`; in a given `unit` with one digit (`0.3 MB`), in GB with two."""
+    if unit is not None:
+        limit = next(limit for limit, name in _BYTES if name == unit)
+        return f"{number / limit:,.{2 if limit >= 1e9 else 1}f} {unit}"
+    for limit, name in _BYTES:
+        if number >= limit:
+            return f"{number / limit:,.4g} {name}"
+    return f"{number:,.0f} B"
+
+
+def progress(done: int, total: int | None, unit: str) -> str:
+    """How much is done: `120`, `120/1000`, or of the unit B `1.5/4.0 MB`."""
+    if unit == "B":
+        return f"{done / 1e6:,.1f}{'' if total is None else f'/{total / 1e6:,.1f}'} MB"
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def duration(seconds: float) -> str:
+    """A stretch of time: `0.8s`, `45s`, `1m20s`, `2h05m`, `3d04h`."""
+    if seconds < 0.95:
+        return f"{max(seconds, 0):.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24}d{hours % 24:02d}h"
+
+
+def timing(seconds: float) -> str:
+    """A measured time: `3.21 ms`, `12.5 s`."""
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def rate(per_second: float, unit: str) -> str:
+    """A speed: `12.3 MB/s` (of the unit B), `2.5 s/step`, `8.1 steps/s`, `12,345 tokens/s`."""
+    if unit == "B":
+        return f"{byte_size(per_second, 'MB')}/s"
+    if 0 < per_second < 1:
+        return f"{1 / per_second:,.1f} s/{unit}"
+    return f"{per_second:,.0f} {unit}s/s" if per_second >= 10 else f"{per_second:.1f} {unit}s/s"
+
+
+def flops_rate(per_second: float) -> str:
+    """Arithmetic by the second: `989.4 TFLOP/s`, `120 GFLOP/s`."""
+    return f"{per_second / 1e12:,.1f} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:,.0f} GFLOP/s"
+
+
+def metric(name: str, value: Any) -> str:
+    """A metric with its name: `loss 3.412`, `lr 3.0e-04`, `12,345 tokens/s`, `MFU 41.3%`."""
+    if name.endswith("_per_second") and isinstance(value, int | float):
+        shown = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+        return f"{shown} {_METRICS.get(name, name.removesuffix('_per_second') + '/s')}"
+    if name.endswith("lr") and isinstance(value, float):
+        shown = f"{value:.1e}"
+    elif name == "mfu" and isinstance(value, float):
+        return f"MFU {value:.1%}"
+    elif isinstance(value, float):
+        shown = f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
+    elif isinstance(value, int) and not isinstance(value, bool):
+        shown = f"{value:,}"
+    else:
+        shown = str(value)
+    return f"{_METRICS.get(name, name).replace('_', ' ')} {shown}"
+
+
+def percent(part: float, whole: float) -> str:
+    """A share: `12.34%`; of nothing, `0.00%`."""
+    return f"{100 * part / (whole or 1):.2f}%"

@@ -1,0 +1,279 @@
+"""Every private name of PyTorch that Weft uses: with the reason, and with what happens where PyTorch has it no more.
+
+No other file of Weft uses a private name of torch (`tests/test_torch_private.py` looks), and the same test asks for
+each name of `NAMES`: a version of PyTorch that lacks one fails there, with the reason, and not in a training step. All
+were seen in PyTorch 2.11 and 2.13. Where a public name does the same as fast, Weft uses that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "compute_local_shape_and_global_offset",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+
+class PrivateName(NamedTuple):
+    """A name of torch that its authors may take away.
+
+    Attributes:
+        name: `module:attribute.attribute`.
+        reason: why a public name does not do.
+        without: what happens, or has to be done, where it is gone.
+    """
+
+    name: str
+    reason: str
+    without: str
+
+
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+_FLASH = "the fused attention kernel with its log-sum-exp and its backward: the public call returns the output alone"
+_NO_FLASH = "document attention on CPUs and ring attention fail; a plain softmax with its sums takes its place"
+_DISPATCH = "sees each operator under autograd; the public TorchFunctionMode sees calls above it, without backward's"
+_TREE = "maps nested containers as FSDP2 and checkpoint do; there is no public pytree in 2.11"
+
+NAMES = (
+    PrivateName("torch.nn:Module._parameters", "puts a plain tensor in a parameter's place: setattr refuses one, and "
+                "functional_call takes 10 times as long", "wrap forwards in torch.func.functional_call"),
+    PrivateName("torch.nn:Module._modules", "a shell of a Transformers model with two other children, without running "
+                "its constructor", "the head of a Transformers model is called by its own forward (slower)"),
+    PrivateName("torch.distributed.tensor:DTensor._spec", "DTensor(local, spec) takes 1/20 of the time of from_local",
+                "use DTensor.from_local"),
+    PrivateName("torch:Tensor._version", "tells whether a tensor was written in place", "casts of parameters are not "
+                "kept between forwards, and kept activations are not checked for writes"),
+    PrivateName("torch:UntypedStorage._cdata", "the identity of a storage; data_ptr() is 0 for all empty and meta ones",
+                "use data_ptr(), wrong for empty tensors"),
+    PrivateName("torch._ops:OpOverload._schema", "names, arguments and mutability of an operator", "activation "
+                "checkpointing by budget or selection cannot tell operators apart"),
+    PrivateName("torch.ops:aten._foreach_norm", "norms of many tensors in one kernel; get_total_norm of "
+                "torch.nn.utils adds them up in float32, Weft in float64", "one vector_norm per gradient"),
+    PrivateName("torch.ops:aten._foreach_mul_", "scales many gradients in one kernel; "
+                "clip_grads_with_norm_ divides by norm + 1e-6", "one mul_ per gradient"),
+    PrivateName("torch:_C._current_graph_task_id", "whether a forward runs inside of backward (recomputation)",
+                "routers count recomputed tokens twice"),
+    PrivateName("torch:_C._SetExcludeDispatchKeyGuard", "detaches a tensor that still counts in-place writes",
+                "a write over a kept activation is not noticed"),
+    PrivateName("torch.utils._python_dispatch:TorchDispatchMode", _DISPATCH, "no selective or budgeted checkpointing"),
+    PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass", "finds the plain tensors of a subclass",
+                "checkpoints refuse tensor subclasses other than DTensor"),
+    PrivateName("torch.utils._pytree:tree_map_only", _TREE, "write the recursion over tuples, lists and dicts"),
+    PrivateName("torch.utils._pytree:tree_leaves", _TREE, "write the recursion over tuples, lists and dicts"),
+    PrivateName("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "which rows of a DTensor this "
+                "rank holds, for FSDP2's strided shards too", "compute it from mesh and placements"),
+    PrivateName(f"{_FUNCTIONAL}:all_to_all_single_autograd", "differentiable, and compiled without a graph break; "
+                "those of torch.distributed.nn are neither", "write autograd functions over torch.distributed"),
+    PrivateName(f"{_FUNCTIONAL}:all_reduce", "as all_to_all_single_autograd", "as all_to_all_single_autograd"),
+    PrivateName(f"{_FUNCTIONAL}:wait_tensor", "as all_to_all_single_autograd", "as all_to_all_single_autograd"),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention", _FLASH, _NO_FLASH),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_backward", _FLASH, _NO_FLASH),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", _FLASH, _NO_FLASH),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu_backward", _FLASH, _NO_FLASH),
+    PrivateName("torch._inductor.config:_micro_pipeline_tp", "async tensor parallelism has no public switch",
+                "parallel.async_tp is refused"),
+    PrivateName("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "as _micro_pipeline_tp",
+                "parallel.async_tp is refused"),
+    PrivateName("torch._functorch.config:activation_memory_budget", "what share of activations compiled code keeps",
+                "activation_checkpointing: budget-X is refused under compile"),
+    PrivateName("torch._inductor.config:joint_custom_post_pass", "keeps random numbers under that budget", "refuse "
+                "dropout beside it: backward would draw anew"),
+    PrivateName("torch._inductor.custom_graph_pass:CustomGraphPass", "as joint_custom_post_pass", "as it"),
+    PrivateName("torch._inductor.custom_graph_pass:get_hash_for_files", "as joint_custom_post_pass", "as it"),
+    PrivateName("torch.distributed.tensor:_redistribute.clear_redistribute_planner_cache", "DTensor's plans name "
+                "process groups of an earlier mesh", "a process cannot train twice on a mesh"),
+    PrivateName("torch.distributed.tensor.debug:_clear_sharding_prop_cache", "as clear_redistribute_planner_cache",
+                "a process cannot train twice on a mesh"),
+    PrivateName("torch.testing._internal.distributed.fake_pg:FakeStore", "a process group whose other ranks are not "
+                "there", "`weft profile --structure` shows meshes of one rank alone"),
+)  # fmt: skip
+
+
+def missing() -> list[str]:
+    """What this PyTorch lacks of `NAMES`, with what each is for."""
+    return [
+        f"torch {torch.__version__} has no {one.name.replace(':', '.')}; Weft needs it: {one.reason}. Without it: "
+        f"{one.without}"
+        for one in NAMES
+        if not _exists(one.name)
+    ]
+
+
+def _exists(name: str) -> bool:
+    kind, _, attribute = name.partition(":")[2].partition(".")
+    instances = {"Module": nn.Module(), "OpOverload": torch.ops.aten.mm.default}
+    if kind == "DTensor":
+        return attribute in (*DTensor.__annotations__, *getattr(DTensor, "__slots__", ()))
+    if kind in instances and attribute:
+        return hasattr(instances[kind], attribute)
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# ---- tensors, parameters and operators
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, to put other tensors in their places."""
+    return module._parameters
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own children by name."""
+    return module._modules
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of this rank's `local`, placed as another is."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return tensor._version
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's memory, for as long as that lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def schema_of(op: OpOverload) -> Any:
+    """An operator's name, arguments and mutability."""
+    return op._schema
+
+
+def foreach_norm(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The L2 norm of each."""
+    return torch.ops.aten._foreach_norm(tensors)
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply each in place."""
+    torch.ops.aten._foreach_mul_(tensors, factor)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor whose version goes on to count in-place writes to the original."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+# ---- fused attention with its log-sum-exp
+
+flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+# ---- collectives that autograd and torch.compile follow; PyTorch 2.13 has new names for three of them
+
+all_gather_autograd = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter_autograd = (
+    getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
+)
+all_to_all_autograd = functional.all_to_all_single_autograd
+all_reduce = functional.all_reduce
+wait_tensor = functional.wait_tensor
+
+
+# ---- switches of the whole process
+
+
+def overlap_tensor_parallel(group_name: Any) -> None:
+    """Have Inductor decompose collectives and the matrix products beside them, so that they overlap (async TP).
+
+    Raises:
+        RuntimeError: the GPUs do not reach one another's memory.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group_name)
+
+
+def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: str) -> None:
+    """Set what share of activations code that is compiled from now on keeps for backward.
+
+    Args:
+        must_keep: of a node of the graph: its result is saved whatever the budget is.
+        file: where `must_keep` is defined: Inductor's cache is keyed by its text.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class Keep(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.nodes:
+                if node.op == "call_function" and must_keep(node):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+        def uuid(self) -> bytes:
+            return get_hash_for_files((file,))
+
+    torch._functorch.config.activation_memory_budget = share
+    torch._inductor.config.joint_custom_post_pass = Keep() if share < 1 else None
+    # It warns of in-place operations under recomputation; backward needs the result of none of Weft's.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+
+def silence_redistribution() -> None:
+    """Full values are wanted now and then, in two collectives each: every rank would warn of that each time."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def forget_groups() -> None:
+    """Have DTensor plan anew: what it caches of an earlier mesh of this process names groups that are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    infos = getattr(_redistribute, "_gen_transform_infos", None)
+    if infos is not None and hasattr(infos, "cache_clear"):
+        infos.cache_clear()
+
+
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Be rank 0 of ranks that are not there: collectives return at once, with memory as it was."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_groups()

@@ -1,0 +1,63 @@
+"""Early stopping: end the run when held-out data say that it no longer gets better."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from weft.train.callbacks import Callback, State
+
+
+class EarlyStopping(Callback):
+    """Stops after `patience` validations in a row without an improvement. The run ends with a checkpoint.
+
+    Args:
+        patience: validations without an improvement.
+        min_delta: an improvement is a metric that is lower than the best one by more than this.
+        metric: which of the validation's metrics; the lower, the better.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience: Annotated[int, Ge(1)] = 3,
+        min_delta: Annotated[float, Ge(0)] = 0.0,
+        metric: str = "validation_loss",
+    ):
+        self.patience, self.min_delta, self.metric = patience, min_delta, metric
+        self.best, self.waited = math.inf, 0
+
+    def begin(self, state: State) -> None:
+        """A run that was stopped early stays so, unless it is given more patience."""
+        if state.config.data.validation is None:
+            raise state.mistake("callbacks: early_stopping needs validations; set data.validation")
+        self._stop_if_due(state)
+
+    def validated(self, state: State) -> None:
+        """Compare with the best validation so far."""
+        if self.metric not in state.metrics:
+            found = ", ".join(name for name in state.metrics if name.startswith("validation_"))
+            raise state.mistake(
+                f"callbacks: early_stopping.metric: a validation has no {self.metric!r}; it has {found}"
+            )
+        value = float(state.metrics[self.metric])
+        if value < self.best - self.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self._stop_if_due(state)
+
+    def _stop_if_due(self, state: State) -> None:
+        if self.waited >= self.patience:
+            state.request_stop(f"{self.metric} has not improved on {self.best:.4f} in {self.waited} validations")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and the validations since."""
+        return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.best = math.inf if state["best"] is None else float(state["best"])
+        self.waited = int(state["waited"])

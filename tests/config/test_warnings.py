@@ -1,0 +1,79 @@
+"""Keys that are legal and have no effect, or that this machine refuses: each is a line that says what to do."""
+
+import pytest
+from config_cases import RUN, load
+
+from weft.config import warnings as module
+from weft.config.mesh import MeshShape, least_ranks, mesh_shape
+from weft.config.warnings import warnings
+
+
+def told(*overrides, mesh=None, text=RUN):
+    config = load(text, *overrides)
+    return warnings(config, mesh or mesh_shape(config.parallel, least_ranks(config.parallel)), open_data=False)
+
+
+def test_a_plain_run_has_none():
+    assert told() == []
+    assert told("parallel={pp: 2, dp_replicate: 2, schedule: gpipe}") == []
+    assert told("parallel.context=ring", "parallel.cp=2") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["data.validation=null", "validation.tokens=64"],
+            "validation.tokens: no effect without data.validation",
+        ),
+        (["data.validation=null", "validation.every=2"], "validation.every: no effect without"),
+        (["data.validation=store"], "data.validation: store is training data as well, so its loss does not tell"),
+        (["data.validation={a: ./store, b: heldout}"], "data.validation.a: ./store is training data as well"),
+        (["data.validation={a: heldout, b: ./heldout}"], "data.validation.b: ./heldout is data.validation.a as well"),
+        (["parallel.schedule=gpipe"], "parallel.schedule: no effect, for parallel.pp is 1; remove the key, or set pp"),
+        (["parallel.context=ring"], "parallel.context: no effect, for parallel.cp is 1; remove the key, or set cp"),
+        (["parallel.reshard_after_forward=3"], "parallel.reshard_after_forward: 3 has no effect, for one rank has all"),
+        (["parallel.pp=2", "parallel.reduce_gradients=every"], "parallel.reduce_gradients: every sums gradients with"),
+        (
+            ["parallel.pp=2", "parallel.zero_stage=2"],
+            "parallel.zero_stage: 2 sums gradients with every micro-batch",
+        ),
+    ],
+)
+def test_keys_without_effect(overrides, said):
+    (found,) = told(*overrides)
+    assert found.startswith(said)
+
+
+def test_what_follows_from_the_number_of_ranks():
+    shape = MeshShape(dp_shard=3)
+    assert told("parallel.reshard_after_forward=3", mesh=shape) == []
+    assert told("data.validation=null", "validation.every=2", "samples.prompts=[a]") == []  # samples too
+
+
+@pytest.mark.parametrize("visible", [False, True])
+def test_what_a_cpu_refuses(visible, monkeypatch):
+    looked_for = module._gpu_visible
+    monkeypatch.setattr(module, "_gpu_visible", lambda: visible)
+    keys = [
+        "training.dtype=auto",
+        "training.fp8=true",
+        "training.compile=true",
+        "parallel.tp=2",
+        "parallel.async_tp=true",
+    ]
+    said = "no GPU is visible on this machine, and `weft train` refuses the key on a CPU"
+    assert told(*keys) == ([] if visible else [f"training.fp8: {said}", f"parallel.async_tp: {said}"])
+    if visible:
+        assert "training.fp8 without training.compile" in told("training.dtype=auto", "training.fp8=true")[0]
+        monkeypatch.setattr(module, "_gpu_visible", looked_for)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert len(told(*keys)) == 2
+
+
+def test_check_prints_them(capsys):
+    from weft.cli.main import main
+
+    load(RUN)
+    assert main(["config", "check", "run.yaml", "--no-data", "parallel.schedule=gpipe"]) == 0
+    assert "parallel.schedule: no effect" in " ".join(capsys.readouterr().err.split())

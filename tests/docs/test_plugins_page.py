@@ -1,0 +1,57 @@
+"""docs/plugins.md is true: its files are installed as a package, and its commands run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import weft
+from weft import plugins
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+
+
+def install(folder: Path) -> None:
+    """What `pip install ./my_package` leaves: the package, and a .dist-info with its entry points."""
+    points = re.search(r"```toml\n\[project.entry-points.\"weft.plugins\"\]\n(.*?)```", PAGE, re.S)[1]
+    points = re.sub(r"\s*#.*", "", points).replace('"', "")
+    info = folder / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[weft.plugins]\n{points}\n")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "__init__.py").touch()
+    for name, text in zip(("count", "shapes"), re.findall(r"```python\n(.*?)```", PAGE, re.S), strict=True):
+        (folder / "my_package" / f"{name}.py").write_text(text)
+
+
+def test_the_pages_export_target_runs(tmp_path, monkeypatch):
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    model.save_pretrained(tmp_path / "hf")
+    plugins._installed.cache_clear()
+    assert weft.export_model(tmp_path / "hf", tmp_path / "table", to="shapes", separator=",") == "12 tensors"
+    plugins._installed.cache_clear()
+    lines = (tmp_path / "table").read_text().splitlines()
+    assert {line.split(",")[0] for line in lines} == set(model.state_dict())
+
+
+def test_the_pages_verb_runs(tmp_path):
+    install(tmp_path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+
+    def weft(*arguments):
+        command = [sys.executable, "-m", "weft", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+    assert weft("count", "abc").stdout == "3\n"
+    assert weft("data", "count", "abc").stdout == "3\n"
+    done = weft("count", "a1")
+    assert (done.returncode, done.stderr) == (2, "'a1' is no word; give letters only\n")

@@ -1,0 +1,78 @@
+"""An objective on pairs with fields of its own and forwards beside the usual one, and data for it."""
+
+import numpy as np
+from torch.nn.functional import logsigmoid
+
+from weft.objectives import Field, Loss
+
+PARTS = ("tokens", "positions", "segments", "labels")
+
+
+class Pairs:
+    """Two sequences a sample, with a margin of each, a picture, and a log-probability of each token."""
+
+    def __init__(self, *, count: int = 64, length: int = 32):
+        self.count, self.length = count, length
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        chooser = np.random.default_rng([11, index])
+        return {
+            "tokens": chooser.integers(0, 256, (2, self.length)),
+            "weight": (chooser.random((2, self.length)) < 0.7).astype(np.float32),
+            "reference": -chooser.random((2, self.length)),
+            "margin": chooser.random(2),
+            "picture": chooser.integers(0, 255, (2, 3, 4)),
+        }
+
+
+class Preference:
+    """The chosen sequence is to be likelier than the rejected one, counted from the reference (Rafailov et al., 2023).
+
+    So that every seam counts, the margin, the picture and what `prepare` found take part in it.
+    """
+
+    sequences_per_sample = 2
+    scalars = ("accuracy", "chosen")
+
+    def __init__(self):
+        self.fields = {
+            "reference": Field(seq_dim=0, dtype="float64"),
+            "margin": Field(dtype="float64"),
+            "picture": Field(dtype="uint8"),
+        }
+
+    def inputs(self, batch):
+        return {part: getattr(batch, part) for part in PARTS}
+
+    def weight(self, batch):
+        return batch.by_sample(batch.sequence_weight)[:, 0].sum()
+
+    def prepare(self, forward, batch):
+        assert batch.tokens.shape == batch.extra["reference"].shape
+        return {"old": forward(self.inputs(batch))}
+
+    def loss(self, outputs, batch):
+        counts = batch.by_sample(batch.sequence_weight)[:, 0]
+        each = (outputs - batch.extra["reference"] + 0.3 * batch.extra["old"]) * batch.weight
+        score = batch.by_sample(batch.sum_tokens(each) - batch.extra["margin"])
+        bright = batch.by_sample(batch.extra["picture"].double().mean((1, 2)) / 255)
+        apart = 0.3 * (score[:, 0] - score[:, 1]) + bright[:, 0]
+        scalars = {
+            "accuracy": (((apart > 0) * counts).sum(), counts.sum()),
+            "chosen": ((score[:, 0] * counts).sum(), counts.sum()),
+        }
+        return Loss(-(logsigmoid(apart) * counts).sum(), scalars)
+
+
+class Twice(Preference):
+    """The same by two forwards with gradient, of which the mean is taken."""
+
+    prepare = None
+
+    def compute(self, forward, batch):
+        batch.extra["old"] = forward(self.inputs(batch)).detach()
+        both = forward(self.inputs(batch)), forward(self.inputs(batch))
+        return self.loss((both[0] + both[1]) / 2, batch)

@@ -1,0 +1,64 @@
+"""An objective with fields, pairs, scalars and further forwards gives one process's numbers on every mesh."""
+
+import json
+
+import numpy as np
+import pytest
+from compare import Run, compare
+from matrix import WITHIN, Case, ranks_of, write_run
+from pool import RanksFailed
+
+PAIRS = {"type": "objective_parts:Pairs"}
+SCALARS = ("accuracy", "chosen", "validation_accuracy", "validation_chosen")
+
+
+def train(runner, name, mesh, *, micro=2, objective="Preference"):
+    """Two steps of shorter rows, then one of whole pairs and a validation."""
+    file = write_run(
+        runner.folder,
+        Case("dense", "plain", mesh),
+        name=name,
+        objective={"type": f"objective_parts:{objective}"},
+        data={"train": PAIRS, "validation": {**PAIRS, "count": 5}, "length_warmup": {"start": 8, "steps": 2}},
+        # 5 pairs a step: 10 sequences
+        training={"batch_tokens": 10 * 32, "micro_batch_size": micro},
+        validation={"every": 3, "micro_batch_size": 2},
+    )
+    runner.pool.run(file, ranks_of(mesh), fresh=True, seconds=60)
+    return Run(runner.folder / name)
+
+
+def scalars(run):
+    lines = list(map(json.loads, (run.path / "metrics.jsonl").read_text().splitlines()))
+    return np.array([line[name] for line in lines for name in SCALARS if name in line])
+
+
+@pytest.fixture(scope="module")
+def one(runner):
+    run = train(runner, "pairs-alone", {}, micro=5)
+    assert run.metrics["learned_tokens"].tolist() == [20, 10, 5]  # 5 pairs in 4 and in 2 pieces, then whole
+    assert scalars(run).shape == (2 + 2 + 4,)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro", "objective"),
+    [
+        ({}, 1, "Twice"),
+        ({"dp_shard": 2, "cp": 2}, 3, "Twice"),
+        ({"cp": 2, "tp": 2, "context": "all_gather"}, 2, "Preference"),
+        ({"pp": 2}, 2, "Preference"),
+        ({"pp": 2, "cp": 2, "schedule": "zbv_zero_bubble"}, 1, "Preference"),
+    ],
+    ids=str,
+)
+def test_pairs_on_a_mesh_are_those_of_one_process(runner, one, mesh, micro, objective):
+    run = train(runner, "pairs-on-a-mesh", mesh, micro=micro, objective=objective)
+    difference = compare(one, run)
+    assert difference.largest <= WITHIN, difference.wrong()
+    assert scalars(run) == pytest.approx(scalars(one), rel=0, abs=WITHIN)
+
+
+def test_several_forwards_with_gradient_are_refused_with_a_pipeline(runner):
+    with pytest.raises(RanksFailed, match=r"Twice\.compute calls the model, and with parallel\.pp a schedule does"):
+        train(runner, "refused", {"pp": 2}, objective="Twice")
