@@ -123,8 +123,8 @@ def measure(size: str, steps: int, threads: int) -> dict:
     from weft.parallel.gradients.scaling import LossScale
     from weft.parallel.world import start_world
     from weft.train import trainer
+    from weft.train.custom_metrics import Metrics
     from weft.train.loop import Learner, Loop
-    from weft.train.measures import Metrics
     from weft.train.recorder import Recorder
 
     work = HERE / "work"

@@ -54,7 +54,7 @@ def work(asked: dict) -> None:
     from weft.config.model import ModelSection
     from weft.models.build import build_model
     from weft.parallel.apply import fill
-    from weft.train.choices import keep_freed_memory
+    from weft.train.auto_settings import keep_freed_memory
 
     keep_freed_memory()
     on_mesh = weft(asked)

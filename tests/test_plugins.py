@@ -113,7 +113,7 @@ def test_an_entry_point_of_no_kind_is_told_where_its_name_is_unknown(site):
 
 def test_the_kinds_are_those_whose_parts_have_short_names():
     from weft.config.components import ROOMS
-    from weft.config.own import OWN_PARTS
+    from weft.config.custom_components import OWN_PARTS
 
     assert set(plugins.KINDS) == {"verb", "source", "export"} | (set(ROOMS) - set(OWN_PARTS.values()))
 

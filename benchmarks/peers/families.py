@@ -130,7 +130,7 @@ def write_folder(family: str, device: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from weft.models.huggingface import config_of
+    from weft.models.huggingface_weights import config_of
 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config_of(section(family, device)) | {"dtype": "bfloat16"}))

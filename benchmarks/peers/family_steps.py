@@ -21,7 +21,7 @@ def work(asked: dict) -> None:
     wait_briefly()  # before torch loads
     import torch
 
-    from weft.train.choices import keep_freed_memory
+    from weft.train.auto_settings import keep_freed_memory
 
     torch.set_num_threads(asked["threads"])
     keep_freed_memory()
@@ -62,15 +62,15 @@ def weft_model(asked: dict, folder: Path):
     import torch
 
     from weft.checkpoint.huggingface.folder import section_of
-    from weft.checkpoint.huggingface.foreign import fill_foreign
+    from weft.checkpoint.huggingface.transformers_files import fill_foreign
     from weft.checkpoint.load import load
-    from weft.config.foreign import ForeignModelSection
     from weft.config.mesh import ParallelSection
+    from weft.config.transformers_model import ForeignModelSection
     from weft.models.forward import forward_of
     from weft.parallel.apply import build_sharded_model
-    from weft.parallel.state import ModelPlan
+    from weft.parallel.model_state import ModelPlan
     from weft.parallel.world import start_world
-    from weft.train.choices import DTYPES
+    from weft.train.auto_settings import DTYPES
 
     foreign = asked["peer"] == "foreign"
     if foreign:

@@ -75,8 +75,8 @@ def work(asked: dict) -> None:
 
 def weft_way(asked: dict):
     """The call to be measured, with what it needs imported."""
-    import weft.checkpoint.huggingface.import_
-    import weft.checkpoint.model
+    import weft.checkpoint.huggingface.import_model
+    import weft.checkpoint.load_model
     import weft.export.hf
     import weft.models.build
     import weft.observe.console
@@ -118,9 +118,9 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
     from weft.checkpoint.huggingface.folder import groups
     from weft.checkpoint.tensor_file import Entry, cut, write_safetensors
     from weft.config.model import ModelSection
-    from weft.families.folder import CONFIG, INDEX
+    from weft.families.config_json import CONFIG, INDEX
     from weft.models.decoder import Decoder
-    from weft.models.huggingface import config_of, invert, tensors
+    from weft.models.huggingface_weights import config_of, invert, tensors
 
     checked = ModelSection(**section)
     with torch.device("meta"):

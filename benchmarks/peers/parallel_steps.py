@@ -27,7 +27,7 @@ def work(asked: dict) -> None:
     import torch
     import torch.distributed as dist
 
-    from weft.train.choices import keep_freed_memory
+    from weft.train.auto_settings import keep_freed_memory
 
     torch.set_num_threads(asked["threads"])
     keep_freed_memory()
@@ -77,21 +77,21 @@ def weft(asked: dict):
     """Weft's model, or transformers' under `type: hf`, on a mesh."""
     import torch
 
-    from weft.checkpoint.huggingface.foreign import fill_foreign
+    from weft.checkpoint.huggingface.transformers_files import fill_foreign
     from weft.checkpoint.load import load
-    from weft.config.foreign import ForeignModelSection
     from weft.config.mesh import ParallelSection
     from weft.config.model import ModelSection
+    from weft.config.transformers_model import ForeignModelSection
     from weft.data.batches.batch import Batch
     from weft.objectives.pretrain import Pretrain
     from weft.parallel.apply import build_sharded_model
     from weft.parallel.axes.pipeline import PipelinePasses
     from weft.parallel.fp8 import raise_unless_usable
     from weft.parallel.gradients.clip import clip_gradients
+    from weft.parallel.model_state import ModelPlan
     from weft.parallel.passes import Passes
-    from weft.parallel.state import ModelPlan
     from weft.parallel.world import start_world
-    from weft.train.choices import DTYPES
+    from weft.train.auto_settings import DTYPES
 
     folder, foreign = asked.get("folder"), asked.get("foreign", False)
     if foreign:

@@ -29,15 +29,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     __version__: str
-    from weft.checkpoint.huggingface.import_ import import_model
-    from weft.checkpoint.model import load_model
+    from weft.checkpoint.huggingface.import_model import import_model
+    from weft.checkpoint.load_model import load_model
     from weft.config.run import RunConfig
     from weft.data.packing.pack import pack
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.errors import UserError
     from weft.evaluation.evaluate import evaluate
     from weft.evaluation.perplexity import perplexity
-    from weft.export.model import export_model
+    from weft.export.export_model import export_model
     from weft.generation.text import generate
     from weft.train.trainer import Trainer
 
@@ -47,10 +47,10 @@ _MODULES = {
     "Trainer": "weft.train.trainer",
     "UserError": "weft.errors",
     "evaluate": "weft.evaluation.evaluate",
-    "export_model": "weft.export.model",
+    "export_model": "weft.export.export_model",
     "generate": "weft.generation.text",
-    "import_model": "weft.checkpoint.huggingface.import_",
-    "load_model": "weft.checkpoint.model",
+    "import_model": "weft.checkpoint.huggingface.import_model",
+    "load_model": "weft.checkpoint.load_model",
     "pack": "weft.data.packing.pack",
     "perplexity": "weft.evaluation.perplexity",
 }

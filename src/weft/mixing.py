@@ -1,7 +1,7 @@
 """How several sources share a run: weights, limits and stages, worked out as phases of equal blocks.
 
 Numbers alone: what a config says of them is `DataSection`'s to tell, which gives its stages and phases.
-`weft.data.batches.plan` sums them up for people; `weft.data.batches.mixture` follows them, sample by sample.
+`weft.data.batches.mixture_plan` sums them up for people; `weft.data.batches.mixture` follows them, sample by sample.
 """
 
 from __future__ import annotations

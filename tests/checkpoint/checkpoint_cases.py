@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from weft.checkpoint.files import Keep
+from weft.checkpoint.checkpoint_files import Keep
 from weft.checkpoint.load import checkpoints, load
 from weft.checkpoint.save import save
 from weft.errors import UserError

@@ -13,7 +13,7 @@ from test_pickled import as_bins
 from transformers import AutoModelForCausalLM
 
 import weft
-from weft.checkpoint.delta.format import decode, encode
+from weft.checkpoint.delta.delta_format import decode, encode
 
 
 def moved(model, amount=1e-3):

@@ -20,10 +20,10 @@ from transformers import (
 
 import weft
 from weft.checkpoint.huggingface.folder import open_folder
-from weft.checkpoint.huggingface.parts import Source, read_part
+from weft.checkpoint.huggingface.slices import Source, read_part
 from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
-from weft.models.huggingface import Transform, apply
+from weft.models.huggingface_weights import Transform, apply
 
 LLAMA = {
     "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

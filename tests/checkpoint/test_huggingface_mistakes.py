@@ -170,7 +170,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys,
 
     assert weft_command("import", whole, tmp_path / "good") == 0
     monkeypatch.setattr("weft.checkpoint.storage.write_safetensors", full)
-    monkeypatch.setattr("weft.checkpoint.making.write_safetensors", full)
+    monkeypatch.setattr("weft.checkpoint.shard_files.write_safetensors", full)
     for verb, source in (("import", whole), ("export", tmp_path / "good")):
         capsys.readouterr()
         assert weft_command(verb, source, tmp_path / "new") == 2

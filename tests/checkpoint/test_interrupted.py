@@ -10,7 +10,7 @@ import time
 import pytest
 from test_huggingface import folder, theirs, weft_command
 
-from weft.checkpoint.making import new_folder
+from weft.checkpoint.shard_files import new_folder
 from weft.errors import UserError
 
 
@@ -72,7 +72,7 @@ def test_stopped_half_way(made, tmp_path, monkeypatch, capsys, verb, number, cod
 MAKING = """
 import sys, time
 from pathlib import Path
-from weft.checkpoint.making import new_folder
+from weft.checkpoint.shard_files import new_folder
 with new_folder(Path(sys.argv[1]), 0) as made:
     (made / "file").touch()
     print("begun", flush=True)

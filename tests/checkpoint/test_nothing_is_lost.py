@@ -102,7 +102,7 @@ def test_the_only_checkpoint_damaged(tmp_path):
 def test_a_list_of_files_that_points_elsewhere_is_refused(run):
     """A checkpoint may come from anybody: it reads no file but its own."""
     path = checkpoints(run)[-1] / "checksums.json"
-    from weft.checkpoint.files import Digest, write_checksums
+    from weft.checkpoint.checkpoint_files import Digest, write_checksums
 
     write_checksums(path.parent, {"../../../etc/passwd": Digest("0" * 64, 1)})
     with pytest.raises(UserError, match="outside the checkpoint"):

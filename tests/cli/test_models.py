@@ -107,7 +107,7 @@ DEFAULTS = {
 def test_presets_are_transformers_own_defaults(kind):
     import transformers
 
-    from weft.models.huggingface import config_of, section_of
+    from weft.models.huggingface_weights import config_of, section_of
 
     name, more = DEFAULTS[kind]
     config = getattr(transformers, f"{kind}Config")(**more).to_dict()
@@ -121,7 +121,7 @@ def test_presets_are_transformers_own_defaults(kind):
 
 
 def test_every_preset_can_be_written_for_transformers():
-    from weft.models.huggingface import config_of
+    from weft.models.huggingface_weights import config_of
 
     for name, keys in presets().items():
         section = ModelSection(**{"vocab_size": 64, **keys})

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 from config_cases import load
 
-from weft.data.batches.plan import plan
+from weft.data.batches.mixture_plan import plan
 from weft.mixing import (
     BLOCK,
     Stage,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from config_cases import load, problems, write
 
-from weft.config.experts import ExpertsSection
 from weft.config.model import CustomModelSection, ModelSection
+from weft.config.moe import ExpertsSection
 from weft.errors import ConfigError
 from weft.families import presets, whole_presets
 

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from weft.data.conversations.encode import ConversationSpec
+from weft.data.conversations.conversation_encoder import ConversationSpec
 from weft.data.conversations.layouts import choose_layout
-from weft.data.conversations.named import NAMED
+from weft.data.conversations.named_templates import NAMED
 from weft.data.conversations.template import TemplateText
 from weft.data.documents import Document
 

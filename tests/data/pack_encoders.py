@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.packing.encode import Encoded, TextEncoder
+from weft.data.packing.encoder import Encoded, TextEncoder
 
 
 class Panic(BaseException):

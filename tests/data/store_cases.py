@@ -4,7 +4,7 @@ import numpy as np
 
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
-from weft.data.stores.stored import write_stored
+from weft.data.stores.store_json import write_stored
 
 EOD = 0
 

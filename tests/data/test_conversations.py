@@ -24,7 +24,7 @@ from chat_cases import (  # noqa: F401 (the fixture)
 
 from weft.cli.main import main
 from weft.data.conversations.layouts import choose_layout
-from weft.data.conversations.named import NAMED
+from weft.data.conversations.named_templates import NAMED
 from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import TokenStore

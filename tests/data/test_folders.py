@@ -7,7 +7,7 @@ import pytest
 from store_cases import make_store
 
 from weft.cli.main import main
-from weft.data.folders import STORE, TOKENIZER, exists_already, publish
+from weft.data.output_folder import STORE, TOKENIZER, exists_already, publish
 from weft.errors import UserError
 
 THESIS = b"ten years of work"

@@ -6,7 +6,7 @@ import pytest
 from chat_cases import ASKED, CHAT, NO, ONE, PAIR, SAID, TWICE, WORDS, chat_folder, encode, encoder, without_marks  # noqa: F401 (the fixture)
 
 from weft.data.conversations.layouts import choose_layout, read_record
-from weft.data.conversations.named import NAMED
+from weft.data.conversations.named_templates import NAMED
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 from weft import plugins
 from weft.cli.main import main
-from weft.data.sources import format
+from weft.data.sources import source_format
 from weft.data.stores.store import TokenStore
 from weft.data.tokenizers.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "a.cards").write_text(CARDS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    found = (plugins._installed, format._by_suffix, format.source_format)
+    found = (plugins._installed, source_format._by_suffix, source_format.source_format)
     for cache in found:
         cache.cache_clear()
     yield tmp_path

@@ -187,9 +187,9 @@ def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_t
 
 
 def test_exact_duplicates_leave_and_the_first_one_stays(tmp_path, monkeypatch):
-    from weft.data.stores.operations import groups
+    from weft.data.stores.operations import equal_keys
 
-    monkeypatch.setattr(groups, "BUCKET_ITEMS", 64)  # several files of keys
+    monkeypatch.setattr(equal_keys, "BUCKET_ITEMS", 64)  # several files of keys
     make(tmp_path / "in", 300, copies=120, mask=True, kind="conversations")
     assert weft("dedup", tmp_path / "in", "--out", tmp_path / "out") == 0
     before = documents(tmp_path / "in")
@@ -293,7 +293,7 @@ def test_after_a_kill_the_same_call_makes_the_same_store(tmp_path):
     program = (
         "import os, signal\n"
         "from weft.cli.main import main\n"
-        "import weft.data.stores.operations.making as making\n"
+        "import weft.data.stores.operations.new_store as making\n"
         "making.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"main(['data', 'dedup', '{tmp_path / 'in'}', '--out', '{tmp_path / 'out'}'])"
     )

@@ -111,7 +111,7 @@ def test_a_nanogpt_stream_is_cut_behind_each_end(tmp_path, ours, monkeypatch):
     make = [tmp_path / "train.bin", "--to", "weft", "--vocab-size", 100, "--eod", EOD, "--out"]
     assert convert(*make, tmp_path / "a") == 0
     assert texts_of(tmp_path / "a") == TEXTS
-    import weft.data.stores.foreign.nanogpt as nanogpt
+    import weft.data.stores.external.nanogpt as nanogpt
 
     monkeypatch.setattr(nanogpt, "BLOCK_TOKENS", 3)  # documents over the edges of blocks
     assert convert(*make, tmp_path / "b") == 0

@@ -12,7 +12,7 @@ from store_cases import EOD, make_store
 from weft.cli.main import main
 from weft.data.inspect import looked_at
 from weft.data.stores.operations.verify import verify
-from weft.data.stores.stored import write_stored
+from weft.data.stores.store_json import write_stored
 from weft.errors import UserError
 
 

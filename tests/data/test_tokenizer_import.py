@@ -15,7 +15,7 @@ import tiktoken_ext.openai_public
 import tokenizer_cases as cases
 
 from weft.cli.main import main
-from weft.data.tokenizers import foreign
+from weft.data.tokenizers import import_tokenizer
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.data.tokenizers.tokenizer import Tokenizer
 
@@ -135,7 +135,7 @@ def test_of_a_unigram_model_it_is_always_said_where_ids_may_differ(tmp_path, cap
         file = model_file(tmp_path / name, **MODELS[name])
         assert run(file, "--out", tmp_path / name / "tok") == 0
         assert ("three times or more in a row ('000', '....')" in capsys.readouterr().err) is warned
-    assert {"6300000", "9.000", "...."} <= set(foreign.NASTY)
+    assert {"6300000", "9.000", "...."} <= set(import_tokenizer.NASTY)
 
 
 def rank_file(folder, pattern="llama3"):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from weft.kernels import documents
+from weft.kernels import document_attention as kernel
 from weft.kernels.attention import Scores, attention
-from weft.kernels.documents import block_mask, document_attention, segment_mask
+from weft.kernels.document_attention import block_mask, document_attention, segment_mask
 from weft.kernels.masks import attention_mask
 
 CPU = {"dtype": torch.float64, "head_dim": 8}
@@ -53,7 +53,7 @@ def drawn(seq, heads, kv_heads, head_dim=8, dtype=torch.float64, device="cpu", b
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("seq", "scale"), [(1, None), (2, None), (23, None), (23, 0.2)])
 def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale, monkeypatch):
-    monkeypatch.setattr(documents, "SHORT", {"one by one": 0, "long ones one by one": 4}.get(form, documents.SHORT))
+    monkeypatch.setattr(kernel, "SHORT", {"one by one": 0, "long ones one by one": 4}.get(form, kernel.SHORT))
     q, k, v = drawn(seq, heads, kv_heads)
     segments = some_segments(seq)
     if form == "segments":
@@ -78,7 +78,7 @@ def test_one_document_a_row_is_plain_causal_attention():
 
 @pytest.mark.parametrize("short", [0, 180])
 def test_bfloat16_is_as_near_as_its_rounding(short, monkeypatch):
-    monkeypatch.setattr(documents, "SHORT", short)
+    monkeypatch.setattr(kernel, "SHORT", short)
     q, k, v = drawn(70, 4, 2)
     exact = written_out(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), some_segments(70))
     ours = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, segments=some_segments(70))
@@ -88,7 +88,7 @@ def test_bfloat16_is_as_near_as_its_rounding(short, monkeypatch):
 
 @pytest.mark.parametrize("short", [0, 180])
 def test_gradients_that_are_one_number_shown_many_times_are_understood(short, monkeypatch):
-    monkeypatch.setattr(documents, "SHORT", short)
+    monkeypatch.setattr(kernel, "SHORT", short)
     q, k, v = drawn(11, 2, 2)
     segments = some_segments(11)
     for x in (q, k, v):

@@ -8,7 +8,7 @@ import torch
 from weft.config.model import ModelSection
 from weft.models.build import build_model
 from weft.models.initialize import initialize
-from weft.models.layers.experts import MixtureOfExperts
+from weft.models.layers.moe import MixtureOfExperts
 
 EXPERTS, EACH = 5, 2
 

@@ -11,10 +11,10 @@ import transformers
 from test_families import NESTED, ROWS, longrope, scaled
 
 from weft.checkpoint.huggingface.folder import section_of
-from weft.config.huggingface import model_of
+from weft.config.huggingface_config import model_of
 from weft.errors import UserError
 from weft.families.mapping import spelled_as
-from weft.models.huggingface import config_of
+from weft.models.huggingface_weights import config_of
 
 
 @cache

@@ -16,7 +16,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import family_of
 from weft.generation.sample import Sampling, generate_steps
-from weft.models import huggingface
+from weft.models import huggingface_weights as huggingface
 from weft.models.build import build_model
 
 SHAPE = {

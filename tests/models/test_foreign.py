@@ -8,13 +8,13 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from weft.checkpoint.huggingface.foreign import fill_foreign, foreign_entries
+from weft.checkpoint.huggingface.transformers_files import fill_foreign, foreign_entries
 from weft.checkpoint.tensors import model_tensors
-from weft.config.foreign import ForeignModelSection, folder_config
+from weft.config.transformers_model import ForeignModelSection, folder_config
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
-from weft.models.foreign import build_foreign, examine, materialize
 from weft.models.roles import parameter_roles
+from weft.models.transformers_model import build_foreign, examine, materialize
 
 WIDTH = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = WIDTH | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}

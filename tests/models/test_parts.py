@@ -13,7 +13,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
 from weft.models.build import build_model
-from weft.models.huggingface import config_of
+from weft.models.huggingface_weights import config_of
 from weft.models.initialize import initial_value, initialize
 from weft.models.roles import parameter_roles
 

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
-from weft.models import huggingface
+from weft.models import huggingface_weights as huggingface
 from weft.models.build import build_model
 from weft.models.layers.rope import rope_table
 

@@ -7,7 +7,7 @@ import pytest
 
 from weft.errors import UserError
 from weft.observe.console import Console
-from weft.observe.run import RunInfo, scalars
+from weft.observe.run_info import RunInfo, scalars
 from weft.observe.trackers.tensorboard import TensorBoard
 
 

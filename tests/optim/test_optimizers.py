@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from weft.optim.adamw import AdamW
-from weft.optim.groups import parameter_groups
 from weft.optim.muon import Muon, orthogonalize
+from weft.optim.parameter_groups import parameter_groups
 
 
 def test_adamw_follows_its_definition():

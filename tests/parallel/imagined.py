@@ -26,10 +26,10 @@ from weft.data.batches.batch import Batch
 from weft.observe.console import Console
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.world import World, start_world
+from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.job import Job
 from weft.train.loop import Learner, Loop
-from weft.train.measures import Metrics
 from weft.train.trainer import build
 
 # ---- a world

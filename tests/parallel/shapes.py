@@ -25,7 +25,7 @@ from wire import Call, Wire
 from weft.config.derive import derive
 from weft.config.run import RunConfig
 from weft.kernels.cross_entropy import CHUNK_ELEMENTS
-from weft.parallel.parts import local
+from weft.parallel.local_parameters import local
 from weft.parallel.world import World, start_world
 from weft.train.trainer import build
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weft.config.model import ModelSection
-from weft.kernels.documents import run_starts
+from weft.kernels.document_attention import run_starts
 from weft.parallel.axes.context import Context
 
 CONFIG = ModelSection(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=8)

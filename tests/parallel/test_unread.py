@@ -7,7 +7,7 @@ import pytest
 
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
-from weft.data.sequences.unread import UnreadDataset
+from weft.data.sequences.placeholder import UnreadDataset
 from weft.train.data import needs_rows, open_train
 
 

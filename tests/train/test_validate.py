@@ -16,7 +16,7 @@ from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
-from weft.data.stores.stored import write_stored
+from weft.data.stores.store_json import write_stored
 from weft.evaluation.bits import bytes_per_token
 from weft.objectives.pretrain import Pretrain
 from weft.parallel.passes import Passes

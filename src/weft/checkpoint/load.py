@@ -13,14 +13,14 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from weft.checkpoint import files
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.huggingface.fill import fill
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
-from weft.checkpoint.huggingface.load import fill
 from weft.checkpoint.save import first_failure, planning
 from weft.checkpoint.storage import SafetensorsReader
 from weft.checkpoint.tensors import MODEL_PREFIX, OPTIMIZER_PREFIX, blank_state, model_tensors, optimizer_parameters
 from weft.errors import UserError
-from weft.families.folder import is_huggingface
+from weft.families.config_json import is_huggingface
 from weft.parallel import ranks
 
 # A mismatch names so many tensors; the rest is counted.

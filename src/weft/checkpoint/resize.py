@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint import files
-from weft.checkpoint.huggingface.documents import origin_of, special_ids, tokenizer_doubts
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.huggingface.config_files import origin_of, special_ids, tokenizer_doubts
 from weft.checkpoint.load import tokenizer_folder
-from weft.checkpoint.model import architecture
+from weft.checkpoint.load_model import architecture
+from weft.checkpoint.new_checkpoint import write_checkpoint
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import Saved, open_weights
-from weft.checkpoint.writing import write_checkpoint
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.headers import read_tokenizer_header

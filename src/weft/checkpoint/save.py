@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from weft.checkpoint import files
+from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.storage import SafetensorsWriter
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, whole_values
 from weft.errors import UserError

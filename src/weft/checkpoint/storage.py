@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from weft.checkpoint.files import INDEX, Digest, threads, write_json
+from weft.checkpoint.checkpoint_files import INDEX, Digest, threads, write_json
 from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
 from weft.observe.status import LONG, doing
 

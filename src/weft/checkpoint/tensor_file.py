@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from weft.checkpoint.files import Digest
+from weft.checkpoint.checkpoint_files import Digest
 
 _BLOCK = 16 * 2**20
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weft.checkpoint import files
+from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.huggingface.folder import HuggingFaceFolder, file_notes, groups, headers, open_folder
 from weft.checkpoint.huggingface.pickled import opened
 from weft.checkpoint.load import read_json, resolve
-from weft.checkpoint.model import architecture
+from weft.checkpoint.load_model import architecture
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
 from weft.errors import UserError
-from weft.families.folder import is_huggingface
-from weft.models.huggingface import Transform, invert
+from weft.families.config_json import is_huggingface
+from weft.models.huggingface_weights import Transform, invert
 
 BLOCK = 4 * 2**20  # bytes that are worked on at once; a row is never divided
 

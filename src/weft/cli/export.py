@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
-    from weft.export.model import export_model
+    from weft.export.export_model import export_model
     from weft.observe.console import Console
 
     options = {name: value for name in ("dtype", "max_shard_size") if (value := getattr(args, name)) is not None}

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from weft.checkpoint.load import resolve
-    from weft.checkpoint.model import load_model
+    from weft.checkpoint.load_model import load_model
     from weft.generation.sample import Sampling
     from weft.generation.text import stop_ids_of, stream, tokenizer_of
     from weft.observe.console import Console

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.checkpoint.huggingface.import_ import import_model
+    from weft.checkpoint.huggingface.import_model import import_model
     from weft.observe.console import Console
 
     console = Console()

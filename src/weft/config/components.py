@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 
+from weft.config.python_source import ClassSource, Module, NoModule, NotFound, find_class
 from weft.config.section import Component, Section
 from weft.config.signature import MISSING, Argument, method_signature, signature
-from weft.config.source import ClassSource, Module, NoModule, NotFound, find_class
 from weft.config.suggest import did_you_mean
 from weft.errors import UserError
 from weft.plugins import of_no_kind, plugins

@@ -7,9 +7,9 @@ import re
 from weft.config.data import DataSection
 from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
+from weft.config.python_source import NotFound, find_class
 from weft.config.section import known_section
 from weft.config.signature import method_signature
-from weft.config.source import NotFound, find_class
 from weft.config.suggest import did_you_mean
 from weft.config.training import TrainingSection
 from weft.formatting import counted

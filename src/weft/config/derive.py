@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from weft.config.mesh import MeshShape, ParallelSection
+from weft.config.sections import RunSections
 from weft.config.training import TrainingSection
-from weft.config.whole import RunSections
 from weft.errors import UserError
 
 DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set

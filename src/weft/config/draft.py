@@ -10,14 +10,14 @@ from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError
 from pydantic_core import ErrorDetails
 
 from weft.config.components import Part, arguments_model, find_part
+from weft.config.error_messages import Mistake, converted, message, settle, spell
 from weft.config.fields import field_names, keeps_text, known_keys, listed_sections, required_key, section_class
 from weft.config.inherit import TYPES
-from weft.config.messages import Mistake, converted, message, settle, spell
 from weft.config.section import Component, Section
+from weft.config.sections import RunSections
 from weft.config.signature import MISSING
 from weft.config.suggest import meant_key, unknown_key
 from weft.config.tree import Node
-from weft.config.whole import RunSections
 from weft.errors import Problem, UserError
 
 # What a key that must be there is for.

@@ -11,8 +11,8 @@ from typing import Any
 from weft.config.components import find_part
 from weft.config.model import ModelSection
 from weft.config.section import Component
+from weft.config.sections import RunSections
 from weft.config.tree import read_file, without_variables
-from weft.config.whole import RunSections
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
 

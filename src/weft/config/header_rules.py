@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from weft.config.data_rules import check_shares, data_section, run_steps, sequences_of
 from weft.config.draft import Draft
-from weft.config.paths import beside
+from weft.config.relative_paths import beside
 from weft.errors import UserError
 from weft.formatting import counted
 from weft.headers import StoreHeader, TokenizerHeader, read_store_header, read_tokenizer_header

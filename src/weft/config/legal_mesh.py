@@ -22,8 +22,8 @@ from weft.config.mesh import (
 )
 from weft.config.mesh_needs import Get, Needs, Reason
 from weft.config.nearest_mesh import as_yaml, nearest_mesh
+from weft.config.sections import RunSections
 from weft.config.tree import COMMAND_LINE
-from weft.config.whole import RunSections
 from weft.errors import ConfigError, Problem, UserError
 
 SIZES = (*AXES, "ep")

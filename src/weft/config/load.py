@@ -10,9 +10,9 @@ from weft.config.draft import Draft
 from weft.config.dump import dump_yaml, read_saved
 from weft.config.inherit import read_tree
 from weft.config.mesh import launched_ranks
+from weft.config.model_source import resolve_model
 from weft.config.rules import apply_rules
-from weft.config.shape import resolve_model
-from weft.config.whole import RunSections
+from weft.config.sections import RunSections
 from weft.errors import ConfigError, Problem
 
 __all__ = ["dump_yaml", "load_run", "read_saved"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.derive import share_rows
-from weft.config.foreign import LIMITS
 from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection, exchangeable
 from weft.config.model_rules import known_model
+from weft.config.python_source import NotFound, find_class
 from weft.config.signature import has_attribute
-from weft.config.source import NotFound, find_class
+from weft.config.transformers_model import LIMITS
 
 Get = Callable[[str], Any]  # a checked value by its dotted key; None: not set, or not known
 

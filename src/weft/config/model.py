@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from weft.config.experts import ExpertsSection, LatentAttentionSection
+from weft.config.moe import ExpertsSection, LatentAttentionSection
 from weft.config.section import Component, Folder, Own, Section
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]

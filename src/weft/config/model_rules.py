@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from weft.config.experts import ExpertsSection, LatentAttentionSection
 from weft.config.model import ModelSection, RopeScaling
+from weft.config.moe import ExpertsSection, LatentAttentionSection
 from weft.config.section import known_section
 from weft.config.suggest import did_you_mean
 from weft.families import families

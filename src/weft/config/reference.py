@@ -14,13 +14,13 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from weft.config.components import Part, built_ins, find_part
+from weft.config.error_messages import describe, spell
 from weft.config.fields import field_names, listed_sections, section_class, sections_in
-from weft.config.foreign import ForeignModelSection
-from weft.config.messages import describe, spell
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.section import Component, Own, Spelled
 from weft.config.signature import MISSING, Argument
+from weft.config.transformers_model import ForeignModelSection
 from weft.families import presets
 from weft.formatting import amount
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
+from weft.config.custom_components import check_parts
 from weft.config.data_rules import check_data_section, check_warm_up, run_steps, sequences_of
 from weft.config.draft import Draft
-from weft.config.foreign import longest as longest_foreign
 from weft.config.header_rules import check_headers
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, mistakes
-from weft.config.own import check_parts
+from weft.config.transformers_model import longest as longest_foreign
 
 MOST_STEPS = 10**12  # beyond it samples cannot be numbered in 64 bits
 MOST_NAME = 200  # bytes: file systems allow 255, and names made of it are longer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.config.load import load_run
-from weft.config.whole import RunSections
+from weft.config.sections import RunSections
 
 
 class RunConfig(RunSections):

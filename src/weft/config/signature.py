@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union
 import annotated_types
 from pydantic import Field
 
-from weft.config.source import DEPTH, ClassSource, Module, any_named, dotted, last_name
+from weft.config.python_source import DEPTH, ClassSource, Module, any_named, dotted, last_name
 
 _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str)},

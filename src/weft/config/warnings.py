@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.config.mesh import MeshShape
-from weft.config.whole import RunSections
+from weft.config.sections import RunSections
 from weft.headers import read_store_header
 
 

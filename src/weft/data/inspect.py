@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.conversations.show import with_mask
+from weft.data.conversations.show_mask import with_mask
 from weft.data.stores.indexed import release
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.data.stores.store import TokenStore

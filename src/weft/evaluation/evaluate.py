@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint.load import resolve, tokenizer_folder
-from weft.checkpoint.model import checkpoint_of, load_model
+from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.config.data import held_out_sets
 from weft.config.dump import read_saved
 from weft.data.stores.store import TokenStore

@@ -15,8 +15,8 @@ from torch import nn
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.evaluation.bits import bits_per_byte, bytes_per_token
+from weft.evaluation.scoring_windows import batches, count, windows
 from weft.evaluation.settings import Settings
-from weft.evaluation.windows import batches, count, windows
 from weft.generation.sample import check_length
 from weft.headers import read_tokenizer_header
 from weft.models.forward import forward_of

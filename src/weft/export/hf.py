@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint import files
-from weft.checkpoint.huggingface.documents import (
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.huggingface.config_files import (
     SPECIAL,
     copy_tokenizer_beside,
     origin_of,
@@ -17,19 +17,19 @@ from weft.checkpoint.huggingface.documents import (
     tokenizer_doubts,
 )
 from weft.checkpoint.huggingface.folder import groups
-from weft.checkpoint.huggingface.foreign import foreign_documents, foreign_entries
-from weft.checkpoint.huggingface.import_ import Made, dtype_of
+from weft.checkpoint.huggingface.import_model import Made, dtype_of
+from weft.checkpoint.huggingface.transformers_files import foreign_documents, foreign_entries
 from weft.checkpoint.load import tokenizer_folder
-from weft.checkpoint.making import SHARD_BYTES, named_shards, new_folder, write_shards
-from weft.checkpoint.model import architecture
+from weft.checkpoint.load_model import architecture
+from weft.checkpoint.shard_files import SHARD_BYTES, named_shards, new_folder, write_shards
 from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.weights import open_weights, their_tensors
-from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
+from weft.config.transformers_model import ForeignModelSection
 from weft.errors import UserError
-from weft.families.folder import CONFIG
+from weft.families.config_json import CONFIG
 from weft.families.mapping import spelled_as
-from weft.models.huggingface import config_of, saved_as
+from weft.models.huggingface_weights import config_of, saved_as
 from weft.observe.console import Console
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -8,9 +8,9 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.families import llama
+from weft.families.json_values import number
 from weft.families.mapping import Weight, read, refuse, same, size, write
-from weft.families.reading import number
-from weft.families.rotations import read_rope, rope_mapping, write_rope
+from weft.families.rope_keys import read_rope, rope_mapping, write_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
 MODEL_TYPE = "deepseek_v2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.families import llama
+from weft.families.json_values import number
 from weft.families.mapping import (
     Weight,
     read,
@@ -16,8 +17,7 @@ from weft.families.mapping import (
     write,
     write_layer_types,
 )
-from weft.families.reading import number
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 MODEL_TYPE = "gemma2"

@@ -6,9 +6,9 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.families import gemma2
+from weft.families.json_values import mapping, number, whole
 from weft.families.mapping import Weight, read, read_layer_types, read_window, size, write, write_layer_types
-from weft.families.reading import mapping, number, whole
-from weft.families.rotations import read_rope, rope_type, write_rope
+from weft.families.rope_keys import read_rope, rope_type, write_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 MODEL_TYPE = "gemma3_text"

@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.families import llama
 from weft.families.mapping import Weight, read, refuse, same, size, write
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
 MODEL_TYPE = "gpt_neox"

@@ -16,7 +16,7 @@ from weft.families.mapping import (
     write,
     write_layer_types,
 )
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 MODEL_TYPE = "gpt_oss"

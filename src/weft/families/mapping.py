@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import UserError
-from weft.families.reading import LARGEST_WHOLE, bounded, layer_types, whole
-from weft.families.rotations import read_rope, write_rope
+from weft.families.json_values import LARGEST_WHOLE, bounded, layer_types, whole
+from weft.families.rope_keys import read_rope, write_rope
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.families.json_values import mapping
 from weft.families.mapping import Weight, nested, read, refuse, same, size, write
-from weft.families.reading import mapping
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPE = "mpt"

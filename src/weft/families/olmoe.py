@@ -6,7 +6,7 @@ from typing import Any
 
 from weft.families import llama, qwen3_moe
 from weft.families.mapping import read, refuse, same, size, write
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("OlmoeForCausalLM",)
 MODEL_TYPE = "olmoe"

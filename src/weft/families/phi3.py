@@ -7,7 +7,7 @@ from typing import Any
 from weft.errors import UserError
 from weft.families import llama
 from weft.families.mapping import Weight, read, same, size, write
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 MODEL_TYPE = "phi3"

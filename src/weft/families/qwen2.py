@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from weft.families import llama
+from weft.families.json_values import flag, whole
 from weft.families.mapping import read, read_layer_types, read_window, same, size, write, write_layer_types
-from weft.families.reading import flag, whole
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 MODEL_TYPE = "qwen2"

@@ -7,7 +7,7 @@ from typing import Any
 from weft.families import llama
 from weft.families.mapping import Weight, read, same, size, write
 from weft.families.qwen2 import read_windows, write_windows
-from weft.families.rotations import read_rope, write_rope
+from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPE = "qwen3"

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from weft.checkpoint.huggingface.documents import origin_of
+from weft.checkpoint.huggingface.config_files import origin_of
 from weft.checkpoint.load import resolve, tokenizer_folder
-from weft.checkpoint.model import checkpoint_of, load_model
+from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
-from weft.families.folder import is_huggingface
+from weft.families.config_json import is_huggingface
 from weft.generation.sample import Sampling, earlier, generate_steps
 from weft.observe.console import Console
 from weft.parallel.world import local_device

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels.cross_entropy import cap
-from weft.kernels.documents import document_attention
+from weft.kernels.document_attention import document_attention
 from weft.kernels.flash import FlashMask, flash_attention
 from weft.kernels.masks import attention_mask
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.kernels.documents import block_mask, run_starts, segment_mask
+from weft.kernels.document_attention import block_mask, run_starts, segment_mask
 from weft.kernels.flash import FlashMask, flash_usable
 
 if TYPE_CHECKING:

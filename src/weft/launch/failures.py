@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from weft.config.own import OWN_PARTS
+from weft.config.custom_components import OWN_PARTS
 from weft.errors import UserError, is_own, short_path, told_by_another, told_type
 from weft.formatting import byte_size
 from weft.observe import status

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.config.foreign import ForeignModelSection
 from weft.config.model import CustomModelSection, ModelSection
+from weft.config.transformers_model import ForeignModelSection
 from weft.models.decoder import Decoder
 
 
@@ -18,7 +18,7 @@ def build_model(section: ModelSection | ForeignModelSection | CustomModelSection
     if isinstance(section, ModelSection):
         return Decoder(section)
     if isinstance(section, ForeignModelSection):
-        from weft.models.foreign import build_foreign
+        from weft.models.transformers_model import build_foreign
 
         return build_foreign(section)
     from weft.config.components import load_class

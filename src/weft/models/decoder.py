@@ -15,12 +15,12 @@ from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.kernels.masks import attention_mask, pattern_rows
 from weft.models.layers.attention import Attention, Turn
+from weft.models.layers.custom import own_part
 from weft.models.layers.dropout import Dropout
-from weft.models.layers.experts import MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.mlp import MLP
+from weft.models.layers.moe import MixtureOfExperts
 from weft.models.layers.norm import make_norm
-from weft.models.layers.own import own_part
 from weft.models.layers.position import turns_of
 
 if TYPE_CHECKING:

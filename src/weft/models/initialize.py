@@ -27,7 +27,7 @@ from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.decoder import Decoder
-from weft.models.layers.own import keyed, own_value
+from weft.models.layers.custom import keyed, own_value
 from weft.models.roles import parameter_roles
 
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")

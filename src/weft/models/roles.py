@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.models.decoder import Decoder
-from weft.models.layers.experts import Experts, Router
+from weft.models.layers.moe import Experts, Router
 from weft.models.layers.norm import NORMS
 
 NORM_TYPES = (*NORMS.values(), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

@@ -19,15 +19,15 @@ from torch import nn
 
 from weft.config.components import load_class
 from weft.config.model import ModelSection
-from weft.config.source import NotFound, find_class
+from weft.config.python_source import NotFound, find_class
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.initialize import initialize
 from weft.models.layers.attention import Attend
-from weft.models.layers.experts import Experts
+from weft.models.layers.custom import own_part
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
+from weft.models.layers.moe import Experts
 from weft.models.layers.norm import make_norm
-from weft.models.layers.own import own_part
 
 ROWS, SEQ = 2, 16
 MOST_INNER = 128  # an MLP's width, and an expert's: no part but an activation sees it

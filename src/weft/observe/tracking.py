@@ -10,7 +10,7 @@ from weft.config.components import load_class
 from weft.config.section import Component
 from weft.observe.console import Console
 from weft.observe.logs import LOGGER
-from weft.observe.run import RunInfo
+from weft.observe.run_info import RunInfo
 
 PAUSE = 60.0  # seconds for which a tracker that failed is left alone: a server that times out must not slow each step
 

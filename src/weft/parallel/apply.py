@@ -14,26 +14,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
+from weft.config.transformers_model import ForeignModelSection
 from weft.models.build import build_model
 from weft.models.decoder import Block, Decoder
-from weft.models.foreign import ForeignModel, build_foreign, materialize
 from weft.models.initialize import initial_value, initialize_buffers
-from weft.models.layers.experts import Experts
+from weft.models.layers.moe import Experts
+from weft.models.transformers_model import ForeignModel, build_foreign, materialize
 from weft.parallel import fp8
 from weft.parallel.axes.context import shard_over_cp
-from weft.parallel.axes.experts import shard_over_ep
+from weft.parallel.axes.expert import shard_over_ep
 from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
 from weft.parallel.axes.pipeline import Stages, split
 from weft.parallel.axes.single_rank import SingleRankParameters, compute_on_single_rank, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
-from weft.parallel.gradients.old_rows import freeze_all_but_rows
+from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
+from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import home, move_buffers
-from weft.parallel.parts import LocalParameters
+from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
 from weft.parallel.randomness import seed_layers
-from weft.parallel.state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
 
 Transformation = Callable[[nn.Module, ModelState], nn.Module]

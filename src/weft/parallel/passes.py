@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from weft.config.mesh import ParallelSection
 from weft.data.batches.batch import Batch
 from weft.models.forward import forward_of
-from weft.models.layers.experts import Router
+from weft.models.layers.moe import Router
 from weft.observe.status import alive
+from weft.parallel.model_state import state_of
 from weft.parallel.objective import Loss, Objective, Totals
-from weft.parallel.state import state_of
 from weft.parallel.world import World
 
 

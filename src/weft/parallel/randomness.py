@@ -20,7 +20,7 @@ from torch import nn
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.dropout import Dropout, Whole
-from weft.parallel.state import ModelState
+from weft.parallel.model_state import ModelState
 
 STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: seeds of layers and heads lie far apart
 BITS = (1 << 63) - 1

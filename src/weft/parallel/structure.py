@@ -14,8 +14,8 @@ from weft.config.mesh import mesh_shape
 from weft.errors import UserError
 from weft.parallel.apply import assemble
 from weft.parallel.axes.pipeline import Stages
-from weft.parallel.parts import local
-from weft.parallel.state import ModelPlan, ModelState, repeated_blocks, state_of
+from weft.parallel.local_parameters import local
+from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks, state_of
 from weft.parallel.world import World, meshes
 from weft.torch_private import fake_ranks
 

@@ -17,12 +17,12 @@ from weft.config.run import RunConfig
 from weft.data.batches.layout import PARTS, PLAIN, Field, Layout
 from weft.data.batches.loader import BatchSource, ValidationBatches
 from weft.data.batches.mixture import Joined, MixtureOrder
+from weft.data.batches.mixture_plan import Plan, plan
 from weft.data.batches.order import Order
-from weft.data.batches.plan import Plan, plan
 from weft.data.batches.samples import Dataset, read_samples
 from weft.data.sequences.length_warmup import LengthWarmup
 from weft.data.sequences.packed import PackedDataset
-from weft.data.sequences.unread import UnreadDataset
+from weft.data.sequences.placeholder import UnreadDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.errors import UserError

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint import files
+from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.load import read_json
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
+from weft.config.component_sections import CallbackSection
 from weft.config.components import load_class
-from weft.config.parts import CallbackSection
 from weft.errors import UserError
 from weft.train.callbacks import Callback, State
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.files import Keep
+from weft.checkpoint.checkpoint_files import Keep
 from weft.checkpoint.save import save
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
@@ -22,16 +22,16 @@ from weft.parallel.axes.balance import ExpertBalance
 from weft.parallel.axes.pipeline import PipelinePasses, Stages
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
-from weft.parallel.gradients.old_rows import OldRows
+from weft.parallel.gradients.frozen_rows import OldRows
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.objective import quotients
 from weft.parallel.passes import Passes
+from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
-from weft.train.measures import Metrics
 from weft.train.recorder import Recorder
-from weft.train.sampler import Sampler
+from weft.train.sample_writer import Sampler
 from weft.train.state import State
 from weft.train.stop import StopSignal
 from weft.train.validate import validate

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.making import new_folder
+from weft.checkpoint.shard_files import new_folder
 from weft.config.run import RunConfig
 from weft.errors import UserError
 from weft.files import refuse_taken

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from weft.checkpoint.load import checkpoints
-from weft.config.foreign import ForeignModelSection
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
+from weft.config.transformers_model import ForeignModelSection
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
-from weft.data.batches.plan import Plan
+from weft.data.batches.mixture_plan import Plan
 from weft.formatting import amount, counted, duration
 from weft.models.build import matmul_parameters
 from weft.observe.flop_count import flops_per_token
@@ -26,10 +26,10 @@ from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
 from weft.observe.metrics import MetricsFile, SamplesFile
 from weft.observe.report import build_report
-from weft.observe.run import RunInfo
+from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
-from weft.train.choices import DTYPES
+from weft.train.auto_settings import DTYPES
 from weft.train.clock import StepClock
 from weft.train.data import Data
 from weft.train.job import Job

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.files import FOLDER, find_damage, last_whole
+from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_whole
 from weft.checkpoint.load import checkpoints
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig

@@ -9,39 +9,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.huggingface.foreign import fill_foreign
+from weft.checkpoint.huggingface.transformers_files import fill_foreign
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
-from weft.config.foreign import ForeignModelSection
 from weft.config.legal_mesh import check_mesh
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
+from weft.config.transformers_model import ForeignModelSection
 from weft.config.warnings import warnings
 from weft.formatting import counted
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
-from weft.optim.groups import parameter_groups
+from weft.optim.parameter_groups import parameter_groups
 from weft.optim.schedule import Schedule
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.fp8 import raise_unless_usable
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.memory.offload import keep_state_on_host
+from weft.parallel.model_state import ModelPlan
 from weft.parallel.ranks import mistake
 from weft.parallel.same_run import compare_ranks
-from weft.parallel.state import ModelPlan
 from weft.parallel.world import World, start_world
-from weft.train.choices import DTYPES, apply_choices, choose
+from weft.train.auto_settings import DTYPES, apply_choices, choose
+from weft.train.custom_metrics import Metrics
 from weft.train.data import Data, layout_of, open_data
-from weft.train.examine import examine_decoder, examine_foreign
-from weft.train.facts import run_facts
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.loop import Learner, Loop, Outcome
-from weft.train.measures import Metrics
+from weft.train.preflight import examine_decoder, examine_foreign
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, claim, set_aside_damaged
-from weft.train.sampler import Sampler
+from weft.train.run_identity import run_facts
+from weft.train.sample_writer import Sampler
 from weft.train.stop import StopSignal
 
 

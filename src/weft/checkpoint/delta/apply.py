@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint import files
-from weft.checkpoint.delta.format import FOLDER, Line, Manifest, decode, frames, is_delta, read_manifest
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.delta.delta_format import FOLDER, Line, Manifest, decode, frames, is_delta, read_manifest
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.load import read_json
-from weft.checkpoint.making import new_folder, write_shards
+from weft.checkpoint.new_checkpoint import write_checkpoint
+from weft.checkpoint.shard_files import new_folder, write_shards
 from weft.checkpoint.tensor_file import Entry, byte_view, dtype_name
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import Weights, open_weights
-from weft.checkpoint.writing import write_checkpoint
 from weft.errors import UserError
-from weft.families.folder import SINGLE
+from weft.families.config_json import SINGLE
 from weft.observe.console import Console
 
 

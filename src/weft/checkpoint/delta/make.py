@@ -13,16 +13,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
-from weft.checkpoint import files
-from weft.checkpoint.delta.format import FOLDER, MANIFEST, Base, Line, Manifest, comparable, encode, manifest_text
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.delta.delta_format import FOLDER, MANIFEST, Base, Line, Manifest, comparable, encode, manifest_text
 from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.load import read_json, tokenizer_folder
-from weft.checkpoint.making import in_threads, new_folder
+from weft.checkpoint.shard_files import in_threads, new_folder
 from weft.checkpoint.storage import FILE_BYTES
 from weft.checkpoint.tensor_file import byte_view, dtype_name
 from weft.checkpoint.weights import Saved, Weights, open_weights
 from weft.data.tokenizers.copy import TEMPLATES, copy_tokenizer
-from weft.families.folder import INDEX, SINGLE
+from weft.families.config_json import INDEX, SINGLE
 from weft.formatting import first_few
 from weft.observe.console import Console
 

@@ -14,11 +14,11 @@ import torch
 
 from weft.checkpoint.delta.make import copy_beside
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.making import SHARD_BYTES, named_shards, new_folder, write_shards
+from weft.checkpoint.shard_files import SHARD_BYTES, named_shards, new_folder, write_shards
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.weights import Saved, Weights, open_weights
 from weft.errors import UserError
-from weft.families.folder import INDEX, is_huggingface
+from weft.families.config_json import INDEX, is_huggingface
 from weft.formatting import first_few
 from weft.observe.console import Console
 

@@ -14,18 +14,18 @@ import torch
 from safetensors import SafetensorError
 
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.parts import Held, Source, read_part
 from weft.checkpoint.huggingface.quantized import Stored, unpacked
+from weft.checkpoint.huggingface.slices import Held, Source, read_part
 from weft.checkpoint.tensor_file import DTYPES
-from weft.config.huggingface import model_of
+from weft.config.huggingface_config import model_of
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import families
-from weft.families.folder import CONFIG, INDEX, SINGLE, quantization, read_config
+from weft.families.config_json import CONFIG, INDEX, SINGLE, quantization, read_config
 from weft.files import read_json
 from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
-from weft.models.huggingface import Transform, invert, names, tensors
+from weft.models.huggingface_weights import Transform, invert, names, tensors
 
 # So many wrong tensors are named; the rest is counted.
 _NAMED = 10

@@ -14,7 +14,7 @@ import torch
 
 from weft.checkpoint.huggingface.pickled import opened as open_tensors
 from weft.errors import UserError
-from weft.families.folder import quantization
+from weft.families.config_json import quantization
 
 DTYPE = torch.bfloat16
 _SHARING = 32  # numbers that share a scale in MXFP4

@@ -55,7 +55,7 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
         open_data: read the headers of the token stores.
     """
     from weft.config.derive import derive, sequence_length
-    from weft.data.batches.plan import plan
+    from weft.data.batches.mixture_plan import plan
     from weft.errors import UserError
 
     told, tokens = _model(config.model), None
@@ -96,8 +96,8 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
 
 
 def _model(model) -> dict[str, str]:
-    from weft.config.foreign import LIMITS, ForeignModelSection
     from weft.config.model import ModelSection
+    from weft.config.transformers_model import LIMITS, ForeignModelSection
 
     if isinstance(model, ForeignModelSection):
         start = str(model.from_ or (model.path if model.weights else "random weights"))

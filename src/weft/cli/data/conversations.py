@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.data.conversations.encode import ConversationEncoder
+    from weft.data.conversations.conversation_encoder import ConversationEncoder
     from weft.data.conversations.layouts import Layout
     from weft.data.sources import Reading
     from weft.observe.console import Console
@@ -93,7 +93,7 @@ def encoder_of(
     """
     from datetime import date
 
-    from weft.data.conversations.encode import ConversationSpec
+    from weft.data.conversations.conversation_encoder import ConversationSpec
     from weft.data.conversations.template import find_template
     from weft.errors import UserError
 

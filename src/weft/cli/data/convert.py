@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.stores.foreign.formats import open_foreign
+    from weft.data.stores.external.detect import open_foreign
     from weft.data.stores.operations.convert import Vocabulary, convert
-    from weft.data.stores.operations.making import Output
+    from weft.data.stores.operations.new_store import Output
     from weft.observe.console import Console
 
     vocabulary = Vocabulary(args.vocab_size, args.eod)

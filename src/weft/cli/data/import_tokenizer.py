@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.data.tokenizers.foreign import Imported
+    from weft.data.tokenizers.import_tokenizer import Imported
 
 HELP = "use a SentencePiece model or tiktoken ranks"
 GROUP = "make"
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from weft.data.folders import TOKENIZER, check_out, exists_already
+    from weft.data.output_folder import TOKENIZER, check_out, exists_already
     from weft.data.tokenizers.exactness import recipe_of
-    from weft.data.tokenizers.foreign import NASTY, ODD, differences
+    from weft.data.tokenizers.import_tokenizer import NASTY, ODD, differences
     from weft.data.tokenizers.train import write_folder
     from weft.errors import UserError
     from weft.files import read_json
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _imported(source: Path, args: argparse.Namespace) -> Imported:
     """The tokenizer, by the kind of its file."""
-    from weft.data.tokenizers.foreign import from_folder, from_sentencepiece, from_tiktoken
+    from weft.data.tokenizers.import_tokenizer import from_folder, from_sentencepiece, from_tiktoken
     from weft.errors import UserError
 
     special = dict(map(_special, args.special))

@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.data.sources import find_files
-    from weft.data.sources.format import kind_of
     from weft.data.sources.formats.json import holds_lines
     from weft.data.sources.index import build_index, is_current
+    from weft.data.sources.source_format import kind_of
     from weft.errors import UserError
     from weft.observe.console import Console
 

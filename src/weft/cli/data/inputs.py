@@ -81,7 +81,7 @@ def check_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
     Raises:
         UserError: it is not.
     """
-    from weft.data.sources.format import holdings
+    from weft.data.sources.source_format import holdings
     from weft.errors import UserError
 
     held = holdings(files, reading_of(args))

@@ -64,7 +64,7 @@ def pack_documents(args: argparse.Namespace) -> int:
         if args.workers < 1:
             raise UserError(f"--workers {args.workers}: at least 1 is needed")
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by both tokenizer libraries at their first batch
-    from weft.data.packing.encode import Encoder, TextEncoder
+    from weft.data.packing.encoder import Encoder, TextEncoder
     from weft.data.packing.pack import pack
     from weft.data.sources import find_files
     from weft.observe.console import Console

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weft.formatting import counted
 
 if TYPE_CHECKING:
-    from weft.data.stores.operations.making import Made
+    from weft.data.stores.operations.new_store import Made
 
 
 def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: bool = True) -> None:
@@ -34,7 +34,7 @@ def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: boo
 def make(operation: Callable[..., Made | list[Made]], args: argparse.Namespace, *further: Any, **options: Any) -> int:
     """Make stores of another, by an operation of `weft.data.stores.operations` and what it takes besides; say what was
     made: each line's numbers add up to the input's documents."""
-    from weft.data.stores.operations.making import Output
+    from weft.data.stores.operations.new_store import Output
     from weft.observe.console import Console
 
     console, out = Console(), args.out if isinstance(args.out, str) else args.out[0]

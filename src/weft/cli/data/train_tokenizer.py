@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def train_tokenizer(args: argparse.Namespace) -> int:
     """The work of `run`."""
     from weft.data.documents import Counts
-    from weft.data.folders import TOKENIZER, check_out, exists_already
+    from weft.data.output_folder import TOKENIZER, check_out, exists_already
     from weft.data.sources import find_files, read_all
     from weft.data.sources.find import summary
     from weft.data.tokenizers.train import check_size, thin_out, train
@@ -123,7 +123,7 @@ class _Taken:
 
 def _reject(path: Path, reject: Reject, args: argparse.Namespace, console: Console) -> None:
     from weft.data.sources import Unit
-    from weft.data.sources.format import kind_of, mistake_at
+    from weft.data.sources.source_format import kind_of, mistake_at
 
     why = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
     if args.on_error == "fail":

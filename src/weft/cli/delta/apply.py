@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from weft.checkpoint.delta.apply import apply
-    from weft.checkpoint.delta.format import is_delta
+    from weft.checkpoint.delta.delta_format import is_delta
     from weft.checkpoint.delta.plain import apply_plain
     from weft.observe.console import Console
 

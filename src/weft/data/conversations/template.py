@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.data.conversations.messages import REASONING
-from weft.data.conversations.named import NAMED
+from weft.data.conversations.named_templates import NAMED
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 from weft.files import read_json

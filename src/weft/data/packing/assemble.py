@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.documents import Counts
-from weft.data.packing.parts import Part, Plan, part_file, remove
+from weft.data.packing.part_files import Part, Plan, part_file, remove
 from weft.errors import UserError
 
 BLOCK = 4 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from weft.data.documents import Counts, Document, Reject
-from weft.data.packing.encode import Encoded, Encoder
-from weft.data.packing.parts import Job, Part, Stop, Unwritable, part_file
+from weft.data.packing.encoder import Encoded, Encoder
+from weft.data.packing.part_files import Job, Part, Stop, Unwritable, part_file
 from weft.data.sources import read
 from weft.data.stores.indexed import token_dtype
 from weft.errors import UserError

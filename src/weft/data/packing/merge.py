@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.data.folders import STORE, check_out, exists_already, publish
+from weft.data.output_folder import STORE, check_out, exists_already, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
-from weft.data.stores.stored import write_stored
+from weft.data.stores.store_json import write_stored
 from weft.errors import UserError
 from weft.files import hidden_folder, read_json, unwritable
 from weft.observe.console import Console

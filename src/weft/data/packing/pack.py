@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weft.data.documents import Counts
-from weft.data.folders import STORE, check_out, publish
+from weft.data.output_folder import STORE, check_out, publish
 from weft.data.packing.assemble import Assembly
-from weft.data.packing.encode import Encoder, TextEncoder
-from weft.data.packing.parts import Job, Part, Plan, Stop, Unwritable, finished, remove
+from weft.data.packing.encoder import Encoder, TextEncoder
+from weft.data.packing.part_files import Job, Part, Plan, Stop, Unwritable, finished, remove
 from weft.data.packing.pool import InProcess, LocalPool, Pool, available_cores
 from weft.data.packing.request import claim, request_of, up_to_date
 from weft.data.sources import Files, Reading, find_files, plan
 from weft.data.sources.find import summary
-from weft.data.sources.format import holdings, mistake_at
-from weft.data.stores.stored import write_stored
+from weft.data.sources.source_format import holdings, mistake_at
+from weft.data.stores.store_json import write_stored
 from weft.errors import UserError
 from weft.files import partial_path
 from weft.formatting import counted, progress

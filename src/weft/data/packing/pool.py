@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from weft.data.packing.parts import Job, Part, Stop, Unwritable
+from weft.data.packing.part_files import Job, Part, Stop, Unwritable
 from weft.errors import UserError
 from weft.processes import die_with
 

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from weft.data.packing.parts import Job, Part
+from weft.data.packing.part_files import Job, Part
 from weft.data.packing.pool import OnProgress, Outcome, Pool, portable
 from weft.errors import UserError
 

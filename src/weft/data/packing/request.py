@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft.data.folders import STORE, exists_already
-from weft.data.packing.encode import Encoder
+from weft.data.output_folder import STORE, exists_already
+from weft.data.packing.encoder import Encoder
 from weft.data.sources import Reading
 from weft.errors import UserError
 from weft.files import read_json, replace_file

@@ -9,9 +9,9 @@ A format is one file of `formats/`, or a class of somebody else's: see docs/data
 """
 
 from weft.data.sources.find import Files, find_files
-from weft.data.sources.format import RecordFormat, SourceFormat, Tally
+from weft.data.sources.read_options import Reading, Unit
 from weft.data.sources.reader import plan, read, read_all
-from weft.data.sources.reading import Reading, Unit
+from weft.data.sources.source_format import RecordFormat, SourceFormat, Tally
 from weft.data.sources.streams import Broken, Raw
 from weft.data.sources.values import Unfit, taker
 

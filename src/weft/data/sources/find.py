@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weft.data.folders import STORE, TOKENIZER
+from weft.data.output_folder import STORE, TOKENIZER
 from weft.errors import UserError
 
 STANDARD_INPUT = Path("-")

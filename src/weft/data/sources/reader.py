@@ -10,8 +10,8 @@ from pathlib import Path
 
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources.find import STANDARD_INPUT
-from weft.data.sources.format import Tally, kind_of, source_format, users_code
-from weft.data.sources.reading import Reading, Unit
+from weft.data.sources.read_options import Reading, Unit
+from weft.data.sources.source_format import Tally, kind_of, source_format, users_code
 from weft.data.sources.streams import Broken, Raw
 
 RANGE_BYTES = 64 << 20

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, BinaryIO
 
 from weft.data.documents import Counts
-from weft.data.sources.reading import Unit
+from weft.data.sources.read_options import Unit
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weft.data.documents import Document, Reject
-from weft.data.sources.format import Tally
-from weft.data.sources.reading import Reading, Unit
+from weft.data.sources.read_options import Reading, Unit
+from weft.data.sources.source_format import Tally
 from weft.data.sources.streams import Broken, Raw
 from weft.data.sources.values import Unfit, as_text, fields_of, taker
 from weft.errors import UserError

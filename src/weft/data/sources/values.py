@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from weft.data.sources.reading import Reading, template_parts
+from weft.data.sources.read_options import Reading, template_parts
 
 Take = Callable[[Any], Any]
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from weft.data.folders import publish
+from weft.data.output_folder import publish
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.errors import UserError
 from weft.files import hidden_folder, unwritable

@@ -9,9 +9,9 @@ from torch import nn
 
 from weft.config.model import ModelSection
 from weft.kernels.attention import Scores, alibi_slopes, attention
+from weft.models.layers.custom import own_part
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
-from weft.models.layers.own import own_part
 
 # Turns queries and keys by their positions: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
 Turn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
+from weft.models.layers.custom import own_part
 from weft.models.layers.dropout import Dropout
-from weft.models.layers.own import own_part
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.models.layers.own import own_part
+from weft.models.layers.custom import own_part
 
 
 class RMSNorm(nn.Module):

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from weft.errors import UserError
-from weft.observe.run import RunInfo, scalars
+from weft.observe.run_info import RunInfo, scalars
 
 _BATCH = 500  # metrics sent at once; MLflow takes 1,000
 

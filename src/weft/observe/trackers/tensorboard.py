@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from weft.errors import UserError
-from weft.observe.run import RunInfo, scalars
+from weft.observe.run_info import RunInfo, scalars
 
 
 class TensorBoard:

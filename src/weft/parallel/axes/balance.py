@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.models.decoder import Decoder
-from weft.models.layers.experts import Router
+from weft.models.layers.moe import Router
 from weft.parallel.world import World
 
 

@@ -30,12 +30,12 @@ from weft.kernels.attention import alibi_slopes
 from weft.kernels.masks import blocks_of, flex_usable, pattern_mask, segment_mask, with_penalties
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
-from weft.models.layers.experts import Router
+from weft.models.layers.moe import Router
 from weft.models.layers.rope import by_length
 from weft.parallel.axes.ring import ring_attention
 from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies, sum_parts
+from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, share_row
-from weft.parallel.state import ModelState
 
 
 def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.errors import UserError
 from weft.models.decoder import Decoder
-from weft.models.layers.experts import Experts
+from weft.models.layers.moe import Experts
 from weft.parallel.gradients.clip import NothingToScatter
+from weft.parallel.local_parameters import distribute_parameters, local, local_part
 from weft.parallel.memory.offload import offload_policy
-from weft.parallel.parts import distribute_parameters, local, local_part
-from weft.parallel.state import ModelPlan, ModelState, repeated_blocks
+from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like
 

@@ -21,8 +21,8 @@ from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.models.decoder import Decoder
 from weft.observe.status import alive
+from weft.parallel.local_parameters import local
 from weft.parallel.objective import Objective, Totals
-from weft.parallel.parts import local
 from weft.parallel.passes import Passes
 from weft.parallel.ranks import mistake
 from weft.parallel.stages import rank_of_stage, stage_ranges, stages_of_rank

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.models.decoder import Decoder
-from weft.parallel.parts import distribute_parameters, local
-from weft.parallel.state import ModelPlan, ModelState, repeated_blocks
+from weft.parallel.local_parameters import distribute_parameters, local
+from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
 from weft.torch_private import dtensor_like, version_of
 

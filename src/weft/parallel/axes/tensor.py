@@ -21,15 +21,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend, Attention
-from weft.models.layers.experts import Experts, MixtureOfExperts
 from weft.models.layers.latent import LatentAttention
+from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import Cut, cut_of, decoder_sharding
-from weft.parallel.axes.own import CustomTrial
+from weft.parallel.axes.custom_model import CustomTrial
 from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
-from weft.parallel.parts import distribute_parameters
+from weft.parallel.local_parameters import distribute_parameters
+from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, share_row
-from weft.parallel.state import ModelState
 from weft.torch_private import overlap_tensor_parallel
 
 SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between parts

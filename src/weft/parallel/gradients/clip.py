@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.parts import local
+from weft.parallel.local_parameters import local
 from weft.torch_private import foreach_norm, foreach_scale
 
 

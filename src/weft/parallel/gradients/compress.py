@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from weft.config.mesh import CompressSection
-from weft.models.layers.own import keyed
-from weft.parallel.parts import local
+from weft.models.layers.custom import keyed
+from weft.parallel.local_parameters import local
 from weft.parallel.world import World
 from weft.torch_private import compute_local_shape_and_global_offset
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.config.training import TrainingSection
-from weft.parallel.parts import local
+from weft.parallel.local_parameters import local
 
 INITIAL, WINDOW = 65536.0, 2000  # those of torch.amp.GradScaler, as are doubling and halving
 FLOOR = 1.0  # below it gradients would be made smaller than they are

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from weft.parallel.parts import local
+from weft.parallel.local_parameters import local
 from weft.torch_private import tree_map_only
 
 HOST = torch.device("cpu")

@@ -11,7 +11,7 @@ from annotated_types import Ge, Lt
 from torch import nn
 
 from weft.checkpoint.tensors import model_tensors
-from weft.parallel.parts import local
+from weft.parallel.local_parameters import local
 from weft.train.callbacks import Callback, State
 
 

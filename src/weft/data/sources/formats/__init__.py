@@ -1,1 +1,1 @@
-"""The source formats, one file each: a class `Format` (see weft.data.sources.format)."""
+"""The source formats, one file each: a class `Format` (see weft.data.sources.source_format)."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.data.documents import Document, Reject
-from weft.data.sources.format import SourceFormat, Tally
-from weft.data.sources.reading import Reading
+from weft.data.sources.read_options import Reading
+from weft.data.sources.source_format import SourceFormat, Tally
 from weft.data.sources.streams import Raw
 
 

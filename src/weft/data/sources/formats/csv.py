@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
-from weft.data.sources.format import SourceFormat, Tally
-from weft.data.sources.reading import Reading
+from weft.data.sources.read_options import Reading
+from weft.data.sources.source_format import SourceFormat, Tally
 from weft.data.sources.streams import Broken, Raw, no_text, pieces, too_long
 from weft.data.sources.values import checking
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from weft.data.documents import Document, Reject
 from weft.data.sources import streams
-from weft.data.sources.format import SourceFormat, Tally, cut_lines
 from weft.data.sources.formats import jsonl
-from weft.data.sources.reading import Reading, Unit
+from weft.data.sources.read_options import Reading, Unit
+from weft.data.sources.source_format import SourceFormat, Tally, cut_lines
 from weft.data.sources.streams import BOM, HEAD, Broken, Raw, too_long, wide
 from weft.data.sources.values import Take, checking
 

@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from weft.data.documents import Document, Reject
-from weft.data.sources.format import SourceFormat, Tally, cut_lines
-from weft.data.sources.reading import Reading, Unit
+from weft.data.sources.read_options import Reading, Unit
+from weft.data.sources.source_format import SourceFormat, Tally, cut_lines
 from weft.data.sources.streams import BOM, Raw, ahead, too_long, whole_lines, wide
 from weft.data.sources.values import Unfit, checked, taker
 

@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from weft.data.folders import STORE, check_apart, check_name, check_out, check_parent, publish
-from weft.data.stores.foreign.foreign import Documents, Foreign
-from weft.data.stores.foreign.formats import detect, open_foreign
+from weft.data.output_folder import STORE, check_apart, check_name, check_out, check_parent, publish
+from weft.data.stores.external.detect import detect, open_foreign
+from weft.data.stores.external.external_store import Documents, Foreign
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, token_dtype
-from weft.data.stores.operations.making import Output, up_to_date, write_info
+from weft.data.stores.operations.new_store import Output, up_to_date, write_info
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.errors import UserError
@@ -242,7 +242,7 @@ def _to_nanogpt(source: Foreign, out: Path, vocabulary: Vocabulary, documents: I
 
 
 def _to_pbin(source: Foreign, out: Path, vocabulary: Vocabulary, documents: Iterator[Documents]) -> Converted:
-    from weft.data.stores.foreign.pbin import write_index
+    from weft.data.stores.external.pbin import write_index
 
     largest = vocabulary.size - 1 if vocabulary.size is not None else source.largest
     width = 1 if largest < 256 else 2 if largest < 65536 else 4

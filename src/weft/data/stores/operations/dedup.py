@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from weft.data.stores.indexed import release
-from weft.data.stores.operations.groups import Groups
-from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.equal_keys import Groups
 from weft.data.stores.operations.near import NearDuplicates
-from weft.data.stores.operations.reading import open_items, scan
+from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.scan import open_items, scan
 from weft.data.stores.operations.split import digests
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError

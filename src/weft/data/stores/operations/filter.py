@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
-from weft.data.stores.operations.reading import Block, open_items, scan
+from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.errors import UserError
 

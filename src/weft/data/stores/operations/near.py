@@ -14,8 +14,8 @@ import numpy as np
 
 from weft.data.permutation import mix
 from weft.data.stores.indexed import release
-from weft.data.stores.operations.groups import Groups
-from weft.data.stores.operations.reading import Block, read_parts, scan
+from weft.data.stores.operations.equal_keys import Groups
+from weft.data.stores.operations.scan import Block, read_parts, scan
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.observe.console import Console

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.permutation import Permutation
-from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
-from weft.data.stores.operations.reading import open_items, scan
+from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.scan import open_items, scan
 from weft.errors import UserError
 
 NOT_DRAWN = "not drawn"

@@ -11,8 +11,8 @@ import numpy as np
 
 from weft.data.permutation import Permutation
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, release
-from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make
-from weft.data.stores.operations.reading import Block, open_items, read_parts
+from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.scan import Block, open_items, read_parts
 from weft.data.stores.store import TokenStore
 
 

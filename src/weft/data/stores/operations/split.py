@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.stores.operations.making import Made, Output, Part, arguments_of, make_all
-from weft.data.stores.operations.reading import Block, open_items, scan
+from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make_all
+from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.errors import UserError
 
 ELSEWHERE = "in another part"

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, map_file, release, spans
 from weft.data.stores.store import TokenStore
-from weft.data.stores.stored import BESIDE, as_bytes, file_digest, own_digest
+from weft.data.stores.store_json import BESIDE, as_bytes, file_digest, own_digest
 from weft.errors import UserError
 from weft.files import read_json
 from weft.headers import HEADER

@@ -1,0 +1,55 @@
+"""Samples: what the model writes after the config's prompts, now and then."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.config.transformers_model import ForeignModelSection
+from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.errors import UserError
+from weft.generation.sample import Sampling, generate_steps
+from weft.parallel.full_model import whole_model
+from weft.train.auto_settings import DTYPES
+from weft.train.job import Job
+from weft.train.recorder import Recorder
+
+
+class Sampler:
+    """Continues the prompts of `samples.prompts`.
+
+    Raises:
+        UserError: there are prompts and no tokenizer.
+    """
+
+    def __init__(self, job: Job, model: nn.Module):
+        self.job, self.model = job, model
+        texts, tokenizer = job.config.samples.prompts, job.run.tokenizer()
+        if texts and tokenizer is None:
+            raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
+        self.tokenizer: Tokenizer | None = tokenizer if texts else None
+        self.prompts = [tokenizer.prompt(text) for text in texts] if tokenizer is not None else []
+
+    def write(self, step: int, recorder: Recorder) -> None:
+        """Have the model continue the prompts, and note what came out.
+
+        Where weights are shared over data ranks alone, all take part; else the first does it with a whole copy of them.
+        """
+        if self.tokenizer is None:
+            return
+        config, model, shape = self.job.config, self.model, self.job.world.shape
+        if shape.pp * shape.cp * shape.tp > 1 and not isinstance(config.model, ForeignModelSection):
+            model = whole_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
+            if model is None:
+                return
+        texts: list[list[int]] = [[] for _ in self.prompts]
+        stop_ids = frozenset([self.tokenizer.eod_id])
+        settings = config.samples
+        sampling = Sampling(settings.max_new_tokens, settings.temperature, seed=config.run.seed)
+        ids, first = [prompt.ids for prompt in self.prompts], [prompt.first for prompt in self.prompts]
+        model.eval()
+        for new in generate_steps(model, ids, sampling, first=first, stop_ids=stop_ids):
+            for text, token in zip(texts, new, strict=True):
+                if token is not None and token not in stop_ids:
+                    text.append(token)
+        self.model.train()
+        recorder.samples(step, [prompt.text for prompt in self.prompts], [self.tokenizer.decode(t) for t in texts])
