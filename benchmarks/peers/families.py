@@ -130,10 +130,10 @@ def write_folder(family: str, device: str, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from weft.models.huggingface_weights import config_of
+    from weft.models.huggingface_weights import to_config_json
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_of(section(family, device)) | {"dtype": "bfloat16"}))
+    (folder / "config.json").write_text(json.dumps(to_config_json(section(family, device)) | {"dtype": "bfloat16"}))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)

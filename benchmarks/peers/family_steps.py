@@ -62,10 +62,10 @@ def weft_model(asked: dict, folder: Path):
     import torch
 
     from weft.checkpoint.huggingface.folder import section_of
-    from weft.checkpoint.huggingface.transformers_files import fill_foreign
+    from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
     from weft.checkpoint.load import load
     from weft.config.mesh import ParallelSection
-    from weft.config.transformers_model import ForeignModelSection
+    from weft.config.transformers_model import TransformersModelSection
     from weft.models.forward import forward_of
     from weft.parallel.apply import build_sharded_model
     from weft.parallel.model_state import ModelPlan
@@ -75,7 +75,7 @@ def weft_model(asked: dict, folder: Path):
     foreign = asked["peer"] == "foreign"
     if foreign:
         config = json.loads((folder / "config.json").read_text())
-        section = ForeignModelSection(type="hf", path=str(folder), config=config)
+        section = TransformersModelSection(type="hf", path=str(folder), config=config)
     else:
         section = section_of(folder)
     parallel = ParallelSection()
@@ -84,7 +84,7 @@ def weft_model(asked: dict, folder: Path):
     plan = ModelPlan(section, parallel, dtype=dtype, compile=asked["mode"] == "compiled")
     model = build_sharded_model(plan, world)
     if foreign:
-        fill_foreign(model, section)
+        fill_transformers_model(model, section)
     else:
         load(folder, model=model)
     forward = forward_of(model)

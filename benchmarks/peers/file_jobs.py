@@ -120,7 +120,7 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
     from weft.config.model import ModelSection
     from weft.families.config_json import CONFIG, INDEX
     from weft.models.decoder import Decoder
-    from weft.models.huggingface_weights import config_of, invert, tensors
+    from weft.models.huggingface_weights import invert, tensors, to_config_json
 
     checked = ModelSection(**section)
     with torch.device("meta"):
@@ -147,7 +147,7 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
         weight_map |= {entry.name: name for entry in shard}
     size = sum(entry.bytes for entry in entries)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
-    (folder / CONFIG).write_text(json.dumps(config_of(checked) | {"dtype": "bfloat16"}))
+    (folder / CONFIG).write_text(json.dumps(to_config_json(checked) | {"dtype": "bfloat16"}))
     return {"parameters": checked.size().parameters, "bytes": size, "tensors": len(entries), "files": len(shards)}
 
 

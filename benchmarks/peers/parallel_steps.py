@@ -77,11 +77,11 @@ def weft(asked: dict):
     """Weft's model, or transformers' under `type: hf`, on a mesh."""
     import torch
 
-    from weft.checkpoint.huggingface.transformers_files import fill_foreign
+    from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
     from weft.checkpoint.load import load
     from weft.config.mesh import ParallelSection
     from weft.config.model import ModelSection
-    from weft.config.transformers_model import ForeignModelSection
+    from weft.config.transformers_model import TransformersModelSection
     from weft.data.batches.batch import Batch
     from weft.objectives.pretrain import Pretrain
     from weft.parallel.apply import build_sharded_model
@@ -96,7 +96,7 @@ def weft(asked: dict):
     folder, foreign = asked.get("folder"), asked.get("foreign", False)
     if foreign:
         config = json.loads((Path(folder) / "config.json").read_text())
-        section = ForeignModelSection(type="hf", path=folder, config=config)
+        section = TransformersModelSection(type="hf", path=folder, config=config)
     else:
         section = ModelSection(**asked["shape"])
     parallel = ParallelSection(**asked.get("mesh", {}))
@@ -115,7 +115,7 @@ def weft(asked: dict):
     )
     model = build_sharded_model(plan, world)
     if foreign:
-        fill_foreign(model, section)
+        fill_transformers_model(model, section)
     elif folder:
         load(folder, model=model)
     objective, kind = Pretrain(), PipelinePasses if world.shape.pp > 1 else Passes

@@ -107,12 +107,12 @@ DEFAULTS = {
 def test_presets_are_transformers_own_defaults(kind):
     import transformers
 
-    from weft.models.huggingface_weights import config_of, section_of
+    from weft.models.huggingface_weights import section_of, to_config_json
 
     name, more = DEFAULTS[kind]
     config = getattr(transformers, f"{kind}Config")(**more).to_dict()
-    ours = config_of(ModelSection(**presets()[name]))
-    theirs = config_of(ModelSection(**section_of(config | {"architectures": ours["architectures"]})))
+    ours = to_config_json(ModelSection(**presets()[name]))
+    theirs = to_config_json(ModelSection(**section_of(config | {"architectures": ours["architectures"]})))
     # Those are about training, or a tokenizer's, which a preset has none of.
     training = ("dropout", "pdrop", "initializer_range", "router_aux_loss_coef", "pad_token_id")
     for key in theirs.keys() | ours.keys():
@@ -121,11 +121,11 @@ def test_presets_are_transformers_own_defaults(kind):
 
 
 def test_every_preset_can_be_written_for_transformers():
-    from weft.models.huggingface_weights import config_of
+    from weft.models.huggingface_weights import to_config_json
 
     for name, keys in presets().items():
         section = ModelSection(**{"vocab_size": 64, **keys})
-        assert config_of(section)["architectures"][0] in families()[section.family].ARCHITECTURES, name
+        assert to_config_json(section)["architectures"][0] in families()[section.family].ARCHITECTURES, name
 
 
 def test_the_table(told, sizes):

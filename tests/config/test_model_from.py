@@ -9,7 +9,7 @@ from config_cases import load, problems, write
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.moe import ExpertsSection
 from weft.errors import ConfigError
-from weft.families import presets, whole_presets
+from weft.families import presets, resolve_presets
 
 REST = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
 SHAPE = ModelSection(preset="llama-tiny", vocab_size=512, **presets()["llama-tiny"])
@@ -166,11 +166,11 @@ def test_a_childs_from_replaces_the_bases_preset_and_the_reverse():
 def test_a_preset_made_from_another_one():
     base = {"a": {"hidden_size": 3, "moe": {"num_experts": 4, "n_group": 2}, "mla": {"kv_lora_rank": 2}}}
     own = {"b": {"preset": "a", "moe": {"num_experts": 8}, "mla": None}, "c": {"preset": "b", "hidden_size": 5}}
-    found = whole_presets(base | own, "family")
+    found = resolve_presets(base | own, "family")
     assert found["b"] == {"hidden_size": 3, "moe": {"num_experts": 8, "n_group": 2}, "mla": None}
     assert found["c"] == found["b"] | {"hidden_size": 5}
     with pytest.raises(ValueError, match="'b' is made from 'a', which does not stand before it"):
-        whole_presets(own, "family")
+        resolve_presets(own, "family")
 
 
 def test_errors_are_user_errors():

@@ -5,7 +5,13 @@ import torch
 
 from weft.config.components import ROOMS, built_ins, load_class
 from weft.kernels.attention import attention
-from weft.kernels.masks import attention_mask, document_blocks, pattern_blocks, pattern_mask, pattern_rows
+from weft.kernels.masks import (
+    attention_mask,
+    cached_pattern_mask,
+    document_pattern_block_mask,
+    pattern_block_mask,
+    pattern_mask,
+)
 from weft.kernels.patterns.bigbird import BigBird
 
 SEQ = 70
@@ -107,14 +113,14 @@ def test_beside_a_cache_it_is_the_masks_last_rows(literal, keys, new):
     positions = torch.stack([torch.arange(SEQ), (torch.arange(SEQ) - 9).clamp(min=0)])[:, SEQ - new :]
     padding = torch.tensor([0, 9]).view(2, 1, 1, 1)
     keys_, queries = torch.arange(SEQ), torch.arange(SEQ - new, SEQ).unsqueeze(1)
-    ours = pattern_rows(pattern, positions, SEQ, (keys_ <= queries) & (keys_ >= padding))
+    ours = cached_pattern_mask(pattern, positions, SEQ, (keys_ <= queries) & (keys_ >= padding))
     assert torch.equal(ours[0, 0], expected(literal, keys, [0] * SEQ)[-new:])
     assert torch.equal(ours[1, 0], expected(literal, keys, documents(9, SEQ - 9)[1])[-new:])
-    assert torch.equal(pattern_rows(pattern, positions[:1], SEQ)[0], ours[0])
+    assert torch.equal(cached_pattern_mask(pattern, positions[:1], SEQ)[0], ours[0])
 
 
 def test_a_row_of_padding_still_sees_itself():
-    rows = pattern_rows(made(sliding, {"window": 1}), torch.zeros(1, 3, dtype=torch.int64), 3)
+    rows = cached_pattern_mask(made(sliding, {"window": 1}), torch.zeros(1, 3, dtype=torch.int64), 3)
     assert rows[0, 0].diagonal().all()
 
 
@@ -138,16 +144,20 @@ def test_flex_attention_reads_the_pattern(literal, keys, apart):
 
     seq, pattern = 200, made(literal, keys)
     segments = torch.tensor([documents(seq)[0], documents(30, 130, 40)[0] if apart else documents(seq)[0]])
-    table = document_blocks(pattern, segments) if apart else pattern_blocks(pattern, seq, torch.device("cpu"))
+    table = (
+        document_pattern_block_mask(pattern, segments)
+        if apart
+        else pattern_block_mask(pattern, seq, torch.device("cpu"))
+    )
     q, k, v = torch.randn(3, 2, 4, seq, 16)
     ours = flex_attention(q, k, v, block_mask=table)
     assert torch.allclose(ours, attention(q, k, v, causal=True, mask=pattern_mask(pattern, segments)), atol=1e-5)
 
 
 def test_on_a_gpu_tables_skip_what_nobody_sees_and_are_made_once():
-    table = pattern_blocks(window := made(sliding, {"window": 64}), 4096, torch.device("cpu"))
+    table = pattern_block_mask(window := made(sliding, {"window": 64}), 4096, torch.device("cpu"))
     assert table.sparsity() > 90
-    assert pattern_blocks(window, 4096, torch.device("cpu")) is table
+    assert pattern_block_mask(window, 4096, torch.device("cpu")) is table
 
 
 def test_each_device_gets_its_form():

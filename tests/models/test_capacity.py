@@ -74,7 +74,7 @@ def test_first_tokens_of_a_sequence_have_room(factor, options):
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-9, rtol=1e-9)
     assert (lost > 0) == (factor < 5)
-    assert module.router.lost.sum() == lost
+    assert module.router.dropped_counts.sum() == lost
     assert module.router.load.sum() == x.shape[0] * x.shape[1] * EACH
 
 
@@ -116,11 +116,11 @@ def test_a_block_compiles(backend):
     model = build_model(section(capacity_factor=0.5)).double().train()
     initialize(model, 1)
     tokens, shares = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(0)), torch.ones(2)
-    expected = model(tokens, shares=shares)
+    expected = model(tokens, loss_weights=shares)
     gradients = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
     for block in model.layers:
         block.forward = torch.compile(block.forward, backend=backend)
-    out = model(tokens, shares=shares)
+    out = model(tokens, loss_weights=shares)
     torch.testing.assert_close(out, expected)
     for mine, one in zip(torch.autograd.grad(out.square().mean(), list(model.parameters())), gradients, strict=True):
         torch.testing.assert_close(mine, one)

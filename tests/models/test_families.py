@@ -269,7 +269,7 @@ def test_greedy_generation_with_and_without_a_cache(family, shape):
 @torch.no_grad()
 def test_configuration_and_tensors_come_back(family, shape, tmp_path):
     theirs, ours = pair(family, shape)
-    written = huggingface.config_of(ours.config)
+    written = huggingface.to_config_json(ours.config)
     again = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written), attn_implementation="eager").eval()
     assert type(again) is type(theirs)
     groups, tensors = {}, huggingface.tensors(ours)
@@ -306,7 +306,7 @@ def test_routing(family, shape):
         if name.endswith(".router")
     ]
     theirs(tokens)
-    ours.train()(tokens, shares=torch.tensor([0.5, 0.0, 0.3, 0.2]))
+    ours.train()(tokens, loss_weights=torch.tensor([0.5, 0.0, 0.3, 0.2]))
     ours.eval(), [hook.remove() for hook in hooks]
     assert len(chosen) == len(expected) > 0
     for mine, other in zip(chosen, expected, strict=True):
@@ -349,10 +349,10 @@ def test_what_a_family_cannot_say_is_told():
     shape = {key: value for key, value in SHAPE.items() if "token" not in key}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     with pytest.raises(UserError, match=r"model\.moe\.moe_intermediate_size is 32, .* there it would be 100;"):
-        huggingface.config_of(ModelSection(**shape, family="mixtral", moe=moe))
+        huggingface.to_config_json(ModelSection(**shape, family="mixtral", moe=moe))
     section = ModelSection(**{k: v for k, v in SHAPE.items() if "token" not in k}, qk_norm=True)
     with pytest.raises(UserError, match=r"model\.qk_norm is True"):
-        huggingface.config_of(section)
+        huggingface.to_config_json(section)
     with pytest.raises(UserError, match="closest by name is LlamaForCausalLM"):
         family_of({"architectures": ["LlamaForCasualLM"]})
     with pytest.raises(UserError, match="hidden_act: no nonlinearity 'mish'"):
@@ -375,7 +375,7 @@ def test_the_padding_row_gets_the_gradient_that_transformers_gives_it(family, ti
     wanted = theirs.get_input_embeddings().weight.grad
     near(ours.embed_tokens.weight.grad, wanted, 1e-4)
     assert bool(ours.embed_tokens.weight.grad[row].any()) == tied  # a tied head still trains it
-    assert huggingface.config_of(ours.config)["pad_token_id"] == row
+    assert huggingface.to_config_json(ours.config)["pad_token_id"] == row
 
 
 @pytest.mark.parametrize(
@@ -390,4 +390,4 @@ def test_a_padding_row_that_config_json_leaves_out_or_that_is_not_there(family, 
     section = ModelSection(**huggingface.section_of(keys | {"architectures": [f"{family}ForCausalLM"]}))
     assert section.pad_token_id == row
     with pytest.raises(UserError, match=r"model\.pad_token_id is 5"):
-        huggingface.config_of(section.model_copy(update={"pad_token_id": 5, "family": "gpt_neox"}))
+        huggingface.to_config_json(section.model_copy(update={"pad_token_id": 5, "family": "gpt_neox"}))

@@ -13,7 +13,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
 from weft.models.build import build_model
-from weft.models.huggingface_weights import config_of
+from weft.models.huggingface_weights import to_config_json
 from weft.models.initialize import initial_value, initialize
 from weft.models.roles import parameter_roles
 
@@ -151,12 +151,12 @@ def test_compiled_blocks_are_one_graph(choice):
 )
 def test_what_hugging_face_has_no_code_for_is_told(keys, said):
     with pytest.raises(UserError, match=said):
-        config_of(ModelSection(**SHAPE | keys))
+        to_config_json(ModelSection(**SHAPE | keys))
 
 
 def test_what_computes_the_same_is_exported():
     chosen = {"attention_implementation": "flex", "initialization": "my_parts:Normal"}
-    assert config_of(ModelSection(**SHAPE | chosen)) == config_of(ModelSection(**SHAPE))
+    assert to_config_json(ModelSection(**SHAPE | chosen)) == to_config_json(ModelSection(**SHAPE))
 
 
 def test_a_norm_without_parameters_may_return_what_it_likes():

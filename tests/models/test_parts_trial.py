@@ -11,7 +11,7 @@ from running import QUIET, train
 
 from weft.config.model import ModelSection
 from weft.errors import UserError
-from weft.models.trial import try_parts
+from weft.models.trial import try_components
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
 KEYS = {
@@ -76,7 +76,7 @@ def module(key, called, result, init="pass"):
 def said(section, **settings):
     state = torch.random.get_rng_state()
     with pytest.raises(UserError) as error:
-        try_parts(section, **settings)
+        try_components(section, **settings)
     assert torch.equal(state, torch.random.get_rng_state())
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -86,7 +86,7 @@ def accepted(section, **settings):
     """Whether a decoder with the parts passes the trial, which leaves the generator as it was."""
     state = torch.random.get_rng_state()
     try:
-        try_parts(section, **settings)
+        try_components(section, **settings)
     except UserError:
         return False
     return torch.equal(state, torch.random.get_rng_state())
@@ -105,7 +105,7 @@ def test_an_embedding_of_positions_of_another_shape_is_told(odd):
 def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
     key = "attention_implementation"
     section = odd(key, module(key, "q, k, v, mask", MASKLESS))
-    try_parts(section)
+    try_components(section)
     assert " looks at keys that the mask hides: with a mask, its output" in said(section, documents=True)
 
 

@@ -13,7 +13,7 @@ from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
 from weft.models import huggingface_weights as huggingface
 from weft.models.build import build_model
-from weft.models.layers.rope import rope_table
+from weft.models.layers.rope import rotary_cos_sin
 
 GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
 
@@ -52,11 +52,11 @@ def test_table(keys, length):
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
     section = ModelSection(**huggingface.section_of({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
     positions = torch.arange(length)[None]
-    cos, sin = rope_table(positions, 8, section.rope_theta, torch.float32, section.rope_scaling)
+    cos, sin = rotary_cos_sin(positions, 8, section.rope_theta, torch.float32, section.rope_scaling)
     angles = positions[..., None] * frequencies
     near(cos[:, 0], angles.cos() * factor, 1e-6)
     near(sin[:, 0], angles.sin() * factor, 1e-6)
-    again = huggingface.section_of(huggingface.config_of(section))
+    again = huggingface.section_of(huggingface.to_config_json(section))
     assert ModelSection(**again).rope_scaling == section.rope_scaling
 
 
@@ -131,7 +131,7 @@ def test_one_graph(keys):
     )
 
     def table(positions):
-        return rope_table(positions, 8, section.rope_theta, torch.float32, section.rope_scaling)
+        return rotary_cos_sin(positions, 8, section.rope_theta, torch.float32, section.rope_scaling)
 
     torch._dynamo.reset()
     compiled = torch.compile(table, backend="eager", fullgraph=True)
@@ -148,7 +148,7 @@ def test_phi3_in_older_spellings():
     old = {**keys, "original_max_position_embeddings": 512, "rope_scaling": {"type": "su", **FACTORS}}
     scaling = ModelSection(**huggingface.section_of(old)).rope_scaling
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("longrope", 16.0, 512)
-    written = huggingface.config_of(ModelSection(**huggingface.section_of(old)))
+    written = huggingface.to_config_json(ModelSection(**huggingface.section_of(old)))
     assert written["rope_scaling"] == {"type": "longrope", **FACTORS}
     assert written["original_max_position_embeddings"] == 512
     with pytest.raises(UserError, match="'linear' is not supported for Phi-3"):

@@ -66,7 +66,7 @@ def step(model, documents=False, compiled=False):
     shares = torch.tensor([0.5, 0.0, 0.25], dtype=torch.float64)
     made = Made()
     with contextlib.nullcontext() if compiled else made:
-        loss = model(tokens, labels=tokens, segments=segments, shares=shares).mean()
+        loss = model(tokens, labels=tokens, segments=segments, loss_weights=shares).mean()
     held = made.held
     loss.backward()
     loads = [block.mlp.router.load.clone() for block in model.layers if block.has_experts]

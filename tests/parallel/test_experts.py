@@ -104,7 +104,7 @@ def test_balancing_losses_are_the_papers():
     tokens, shares = torch.randint(0, 50, (3, 12)), torch.tensor([0.5, 0.0, 0.25], dtype=torch.float64)
     seen = []
     hook = model.layers[0].mlp.router.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs))
-    out = model(tokens, shares=shares).logsumexp(-1).sum()
+    out = model(tokens, loss_weights=shares).logsumexp(-1).sum()
     hook.remove()
     parameters = list(model.parameters())
     whole = torch.autograd.grad(out, parameters, retain_graph=True)
@@ -133,11 +133,11 @@ def test_a_block_compiles_whole(section):
     model = build_model(ModelSection(vocab_size=50, **section)).train()
     initialize(model, 1)
     tokens, shares = torch.randint(0, 50, (2, 20)), torch.tensor([0.5, 0.5])
-    expected = model(tokens, shares=shares)
+    expected = model(tokens, loss_weights=shares)
     gradients = torch.autograd.grad(expected.square().mean(), list(model.parameters()))
     for block in model.layers:
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
-    out = model(tokens, shares=shares)
+    out = model(tokens, loss_weights=shares)
     torch.testing.assert_close(out, expected)
     for mine, one in zip(torch.autograd.grad(out.square().mean(), list(model.parameters())), gradients, strict=True):
         torch.testing.assert_close(mine, one, atol=1e-5, rtol=1e-4)

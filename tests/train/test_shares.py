@@ -37,7 +37,7 @@ def test_in_float64_they_are_as_precise_as_the_rest():
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     shares = torch.tensor([8 / LEARNED, 3 / LEARNED], dtype=torch.float64)
-    logprobs = model(batch.tokens, batch.positions, labels=batch.labels, shares=shares)
+    logprobs = model(batch.tokens, batch.positions, labels=batch.labels, loss_weights=shares)
     (-(logprobs * weight).sum() / LEARNED).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-13, atol=1e-13, msg=name)

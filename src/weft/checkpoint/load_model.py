@@ -14,10 +14,10 @@ from weft.checkpoint.huggingface.folder import open_folder, section_of
 from weft.checkpoint.load import load, read_json, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.models.huggingface_weights import saved_as
+from weft.models.huggingface_weights import saved_dtype
 
 # Which checkpoint a loaded model is of: its tokenizer is found by that.
 _LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
@@ -54,13 +54,13 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     checkpoint = resolve(path)
     section = architecture(checkpoint)
     saved = _dtypes(checkpoint)
-    if isinstance(section, ForeignModelSection):
+    if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 
         model = build_model(section)
         _cast(model, saved, dtype, rest=False)
         materialize(model, device)
-        model.compute_in(next(model.parameters()).dtype)
+        model.set_compute_dtype(next(model.parameters()).dtype)
     elif isinstance(section, CustomModelSection):
         # The user's class may compute values while it is built: it is built where there are any.
         with torch.device(device):
@@ -91,7 +91,7 @@ def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | 
     if (dtype is not None or len(floating) == 1) and rest:
         model.to(dtype or floating.pop())
     for name, (tensor, _) in model_tensors(model).items():
-        tensor.data = tensor.data.to(saved_as(name, dtype, saved.get(name, tensor.dtype)))
+        tensor.data = tensor.data.to(saved_dtype(name, dtype, saved.get(name, tensor.dtype)))
 
 
 def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
@@ -106,7 +106,7 @@ def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
     }
 
 
-def architecture(checkpoint: Path) -> ModelSection | ForeignModelSection | CustomModelSection:
+def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
     """The model section that a checkpoint was trained with. Raises UserError if it is not one."""
     if is_huggingface(checkpoint):
         return section_of(checkpoint)
@@ -115,7 +115,7 @@ def architecture(checkpoint: Path) -> ModelSection | ForeignModelSection | Custo
         # `from` has done its work: the weights are here.
         content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
         kind = CustomModelSection if ":" in content.get("type", "") else ModelSection
-        kind = ForeignModelSection if content.get("type") == "hf" else kind
+        kind = TransformersModelSection if content.get("type") == "hf" else kind
         return kind.model_validate(content)
     except (ValidationError, AttributeError, TypeError) as error:
         lines = str(error).splitlines()

@@ -20,7 +20,7 @@ from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.section import Component, Own, Spelled
 from weft.config.signature import MISSING, Argument
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.families import presets
 from weft.formatting import amount
 
@@ -49,7 +49,7 @@ def json_schema() -> dict[str, Any]:
     _take_texts(schema, components)
     schema.pop("required", None)
     for name, definition in definitions.items():
-        if name not in (*components, "ForeignModelSection", *_ITEMS):
+        if name not in (*components, "TransformersModelSection", *_ITEMS):
             definition.pop("required", None)
     return schema
 
@@ -157,7 +157,7 @@ def markdown() -> str:
                 if issubclass(part, Component):
                     parts.append(f"## {name}\n\n{_prose(part.__doc__)}\n" + _parts(name, part.kind))
         elif name == "model":
-            foreign = _section("model: `type: hf`", ForeignModelSection).replace("##", "###", 1)
+            foreign = _section("model: `type: hf`", TransformersModelSection).replace("##", "###", 1)
             parts.append(_section("model", ModelSection) + "\n" + _presets() + "\n" + foreign)
         else:
             parts.append(_section(name, section))

@@ -11,7 +11,7 @@ from weft.config.header_rules import check_headers
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, mistakes
-from weft.config.transformers_model import longest as longest_foreign
+from weft.config.transformers_model import longest_sequence
 
 MOST_STEPS = 10**12  # beyond it samples cannot be numbered in 64 bits
 MOST_NAME = 200  # bytes: file systems allow 255, and names made of it are longer
@@ -88,7 +88,7 @@ def _positions(draft: Draft) -> None:
         draft.get("model.config"),
     )
     if theirs is not None:
-        longest, key = longest_foreign(theirs), "config.max_position_embeddings"
+        longest, key = longest_sequence(theirs), "config.max_position_embeddings"
     if "data.sequence_length" not in draft.values:
         return
     length = draft.get("data.sequence_length")

@@ -20,7 +20,7 @@ from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.section import Folder, Section
 from weft.config.training import SamplesSection, TrainingSection, ValidationSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 
 
 class RunSection(Section):
@@ -63,7 +63,7 @@ class RunSections(Section):
     run: RunSection = Field(default_factory=lambda: RunSection())
     model: Annotated[
         Annotated[ModelSection, Tag("decoder")]
-        | Annotated[ForeignModelSection, Tag("hf")]
+        | Annotated[TransformersModelSection, Tag("hf")]
         | Annotated[CustomModelSection, Tag("own")],
         Discriminator(_kind_of_model),
     ]

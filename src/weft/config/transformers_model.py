@@ -22,7 +22,7 @@ MISSING = "type: hf needs transformers, which is not installed; install it: pip 
 _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # of several families' config.json
 
 
-class ForeignModelSection(Section):
+class TransformersModelSection(Section):
     """What transformers' `AutoModelForCausalLM` builds from a folder's config.json, trained by the same loop.
 
     For models that are none of the built-in families. No code of the folder is run and no pickle is read. Of the mesh
@@ -60,7 +60,7 @@ class ForeignModelSection(Section):
     @property
     def max_position_embeddings(self) -> int | None:
         """The longest sequence, if config.json says it where most do."""
-        return longest(self.config)
+        return longest_sequence(self.config)
 
 
 def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
     return config
 
 
-def notices(section: ForeignModelSection, architecture: str) -> list[str]:
+def notices(section: TransformersModelSection, architecture: str) -> list[str]:
     """What a run says once, when it starts.
 
     Args:
@@ -98,7 +98,7 @@ def notices(section: ForeignModelSection, architecture: str) -> list[str]:
     return [f"{said}; this architecture is one: model: {{from: {where}}} takes the same weights and gives those"]
 
 
-def longest(config: dict[str, Any]) -> int | None:
+def longest_sequence(config: dict[str, Any]) -> int | None:
     """The longest sequence that a config.json says."""
     return next((found for key in _LONGEST if (found := _number(config, key)) is not None), None)
 

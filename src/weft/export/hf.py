@@ -18,18 +18,18 @@ from weft.checkpoint.huggingface.config_files import (
 )
 from weft.checkpoint.huggingface.folder import groups
 from weft.checkpoint.huggingface.import_model import Made, dtype_of
-from weft.checkpoint.huggingface.transformers_files import foreign_documents, foreign_entries
+from weft.checkpoint.huggingface.transformers_files import transformers_documents, transformers_entries
 from weft.checkpoint.load import tokenizer_folder
 from weft.checkpoint.load_model import architecture
 from weft.checkpoint.shard_files import SHARD_BYTES, named_shards, new_folder, write_shards
 from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.weights import open_weights, their_tensors
 from weft.config.model import ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import CONFIG
-from weft.families.mapping import spelled_as
-from weft.models.huggingface_weights import config_of, saved_as
+from weft.families.mapping import keep_activation_names
+from weft.models.huggingface_weights import saved_dtype, to_config_json
 from weft.observe.console import Console
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -57,15 +57,15 @@ def export(
     kind, limit = dtype_of(dtype), _size_of(max_shard_size)
     section, tokenizer = architecture(source), tokenizer_folder(source)
     weights = open_weights(source, huggingface=False)
-    if isinstance(section, ForeignModelSection):
+    if isinstance(section, TransformersModelSection):
         kinds = {name: kind or saved.dtype for name, saved in weights.tensors.items()}
-        entries = foreign_entries(section, kinds, lambda name: weights.tensors[name].whole())
-        documents = foreign_documents(section, entries)
+        entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].whole())
+        documents = transformers_documents(section, entries)
     elif isinstance(section, ModelSection):
         theirs = their_tensors(source, section, weights.tensors)
         names = {name: parts[0][0] for name, parts in groups(section).items()}
         entries = [
-            Entry(name, saved_as(names[name], kind, saved.dtype), saved.shape, saved.whole)
+            Entry(name, saved_dtype(names[name], kind, saved.dtype), saved.shape, saved.whole)
             for name, saved in theirs.items()
         ]
         documents = _documents(source, section, tokenizer, entries)
@@ -94,13 +94,13 @@ def _documents(
 ) -> dict[str, dict[str, Any]]:
     """config.json and generation_config.json."""
     try:
-        config = config_of(section)
+        config = to_config_json(section)
     except UserError as error:
         raise UserError(error.what, source / files.MODEL) from None
     origin = origin_of(source)
     if origin:
         special = {key: origin["config"][key] for key in SPECIAL if key in origin["config"]}
-        config = spelled_as(config, origin["config"])
+        config = keep_activation_names(config, origin["config"])
     else:
         special = special_ids(tokenizer, section)
         if section.pad_token_id is not None:

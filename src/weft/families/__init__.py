@@ -98,11 +98,11 @@ def presets() -> dict[str, dict[str, Any]]:
     """All presets: name -> keys of `model:`."""
     found: dict[str, dict[str, Any]] = {}
     for name, family in families().items():
-        found |= whole_presets(getattr(family, "PRESETS", {}), name)
+        found |= resolve_presets(getattr(family, "PRESETS", {}), name)
     return found
 
 
-def whole_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str, dict[str, Any]]:
+def resolve_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str, dict[str, Any]]:
     """A family's presets. One that names another before it as its `preset` states only the keys that differ.
 
     Raises:

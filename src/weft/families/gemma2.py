@@ -31,7 +31,7 @@ DEFAULTS = llama.DEFAULTS | {
     "tie_word_embeddings": True, "pad_token_id": 0,
 }  # fmt: skip
 WEIGHTS = (
-    *(weight for weight in llama.WEIGHTS if weight.ours != "layers.{n}.mlp_norm"),
+    *(weight for weight in llama.WEIGHTS if weight.name != "layers.{n}.mlp_norm"),
     Weight("layers.{n}.attention_post_norm", "model.layers.{n}.post_attention_layernorm"),
     Weight("layers.{n}.mlp_norm", "model.layers.{n}.pre_feedforward_layernorm"),
     Weight("layers.{n}.mlp_post_norm", "model.layers.{n}.post_feedforward_layernorm"),

@@ -49,7 +49,7 @@ def _expert(ours: str, theirs: str, part: int | None = None, transposed: bool = 
 
 
 WEIGHTS = (
-    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.ours),
+    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.name),
     Weight("layers.{n}.attention.attend.sinks", "model.layers.{n}.self_attn.sinks"),
     Weight("layers.{n}.mlp.router", f"{_MLP}.router"),
     _expert("gate_proj", "gate_up_proj", part=0),

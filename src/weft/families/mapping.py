@@ -53,8 +53,8 @@ class Weight:
         alternating: the rows are of the first part, the second, the first again, and so on (gpt-oss's).
     """
 
-    ours: str
-    theirs: str
+    name: str
+    hf_name: str
     transposed: bool = False
     part: tuple[int, tuple[str, ...]] | None = None
     by_head: bool = False
@@ -209,7 +209,7 @@ def activation(name: Any, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def spelled_as(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
+def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the nonlinearity's name that another has, where both mean the same one.
 
     transformers sums `gelu_new` in another order than `gelu_pytorch_tanh`, so its logits differ in the last digits.

@@ -19,7 +19,7 @@ DEFAULTS = mistral.DEFAULTS | {
 }  # fmt: skip
 _THEIRS = "model.layers.{n}.block_sparse_moe"
 WEIGHTS = (
-    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.ours),
+    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.name),
     Weight("layers.{n}.mlp.router", f"{_THEIRS}.gate"),
     Weight("layers.{n}.mlp.experts.gate_proj", _THEIRS + ".experts.{e}.w1.weight"),
     Weight("layers.{n}.mlp.experts.up_proj", _THEIRS + ".experts.{e}.w3.weight"),

@@ -10,7 +10,7 @@ MODEL_TYPE = "olmo2"
 KEYS = same("head_dim", "hidden_act", "attention_bias")
 DEFAULTS = llama.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 WEIGHTS = (
-    *(weight for weight in llama.WEIGHTS if not weight.ours.endswith("_norm")),
+    *(weight for weight in llama.WEIGHTS if not weight.name.endswith("_norm")),
     Weight("layers.{n}.attention.q_norm", "model.layers.{n}.self_attn.q_norm"),
     Weight("layers.{n}.attention.k_norm", "model.layers.{n}.self_attn.k_norm"),
     Weight("layers.{n}.attention_post_norm", "model.layers.{n}.post_attention_layernorm"),

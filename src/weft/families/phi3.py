@@ -23,7 +23,7 @@ WEIGHTS = (
     *(
         weight
         for weight in llama.WEIGHTS
-        if not weight.ours.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+        if not weight.name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     ),
     Weight("layers.{n}.attention.q_proj", _QKV, part=(0, _FUSED)),
     Weight("layers.{n}.attention.k_proj", _QKV, part=(1, _FUSED)),

@@ -17,7 +17,7 @@ DEFAULTS = llama.DEFAULTS | {
     "embedding_dropout": 0.0, "initializer_range": 0.018042, "tie_word_embeddings": True,
 }  # fmt: skip
 WEIGHTS = (
-    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.ours),
+    *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.name),
     Weight("layers.{n}.mlp.up_proj", "model.layers.{n}.mlp.c_fc"),
     Weight("layers.{n}.mlp.down_proj", "model.layers.{n}.mlp.c_proj"),
 )

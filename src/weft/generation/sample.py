@@ -16,7 +16,7 @@ from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.generation.cache import KVCache, windows_of
 from weft.models.decoder import Decoder
-from weft.models.layers.rope import by_length, switches
+from weft.models.layers.rope import rotary_changes_at, rotary_depends_on_length
 
 CHUNK = 2048  # tokens of all prompts together in one forward: the memory it takes does not grow with the prompts
 
@@ -120,7 +120,7 @@ def _steps(model, prompts, sampler, stop_ids, first, use_cache):
     finished = [False] * len(prompts)
     fed = tokens
     # Not every model of others takes a prompt in pieces; nor do rotations that go by the length of all of it.
-    if store is not None and windows is not None and not by_length(scaling):
+    if store is not None and windows is not None and not rotary_depends_on_length(scaling):
         *pieces, fed = tokens.split(max(1, CHUNK // len(prompts)), dim=1)
         for piece in pieces:
             next_logits(model, piece, store, starts, store.length + piece.shape[1])
@@ -136,7 +136,7 @@ def _steps(model, prompts, sampler, stop_ids, first, use_cache):
         column = torch.tensor(new, device=device).unsqueeze(1)
         tokens = torch.cat((tokens, column), dim=1)
         lengths = (len(prompt) + step + 1 for prompt, done in zip(prompts, finished, strict=True) if not done)
-        if store is not None and any(switches(scaling, length) for length in lengths):
+        if store is not None and any(rotary_changes_at(scaling, length) for length in lengths):
             store, fed = new_store(), tokens  # the keys so far were rotated in another way
         else:
             fed = tokens if store is None else column

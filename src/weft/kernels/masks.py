@@ -63,13 +63,17 @@ def attention_mask(
     if causal_alone and not (flex and implementation == "flex"):
         return None
     if pattern is not None and flex:
-        return pattern_blocks(pattern, seq, tokens.device) if segments is None else document_blocks(pattern, segments)
+        return (
+            pattern_block_mask(pattern, seq, tokens.device)
+            if segments is None
+            else document_pattern_block_mask(pattern, segments)
+        )
     alike = segments is None
     segments = torch.zeros_like(tokens) if segments is None else segments
     if penalties is not None:
         seen = segment_mask(segments[:1] if alike else segments, window)
         seen = seen if pattern is None else pattern_mask(pattern, segments)
-        return with_penalties(seen, penalties, dtype)
+        return alibi_mask(seen, penalties, dtype)
     if pattern is not None:
         return pattern_mask(pattern, segments)
     if flex:
@@ -85,7 +89,7 @@ def flex_usable(device: torch.device, dtype: torch.dtype, head_dim: int, dropout
     return device.type == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
 
 
-def with_penalties(
+def alibi_mask(
     seen: torch.Tensor,
     slopes: torch.Tensor,
     dtype: torch.dtype,
@@ -128,7 +132,7 @@ def pattern_mask(
     return segment_mask(segments, None, queries, keys) & looks | (queries.unsqueeze(1) == keys)
 
 
-def pattern_rows(
+def cached_pattern_mask(
     pattern: Pattern, positions: torch.Tensor, keys: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """A sparse pattern's last rows, for queries beside a cache: bool `[batch or 1, 1, seq, keys]`.
@@ -147,7 +151,7 @@ def pattern_rows(
 
 
 @lru_cache(maxsize=8)
-def pattern_blocks(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
+def pattern_block_mask(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
     """A sparse pattern as flex attention's table of blocks (Dong et al., 2024), where each row is one document."""
 
     def visible(batch, head, query, key):
@@ -156,7 +160,7 @@ def pattern_blocks(pattern: Pattern, seq: int, device: torch.device) -> BlockMas
     return _blocks(visible, None, (seq, seq), device)
 
 
-def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
+def document_pattern_block_mask(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
     """`pattern_mask` as flex attention's table of blocks."""
     starts = run_starts(segments)
 
@@ -169,7 +173,7 @@ def document_blocks(pattern: Pattern, segments: torch.Tensor) -> BlockMask:
     return _blocks(visible, len(segments), (seq, seq), segments.device)
 
 
-def blocks_of(
+def partial_block_mask(
     segments: torch.Tensor, window: int | None, pattern: Pattern | None, queries: torch.Tensor, keys: torch.Tensor
 ) -> BlockMask:
     """`segment_mask` or `pattern_mask` of some queries and of keys in any order, as a table of blocks."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.models.decoder import Decoder
 
 
-def build_model(section: ModelSection | ForeignModelSection | CustomModelSection) -> nn.Module:
+def build_model(section: ModelSection | TransformersModelSection | CustomModelSection) -> nn.Module:
     """The built-in decoder, a model of transformers, or the user's own class called with its arguments.
 
     On the current device; parameters of a transformers model on the meta device. Weights of these two are not
@@ -17,10 +17,10 @@ def build_model(section: ModelSection | ForeignModelSection | CustomModelSection
     """
     if isinstance(section, ModelSection):
         return Decoder(section)
-    if isinstance(section, ForeignModelSection):
-        from weft.models.transformers_model import build_foreign
+    if isinstance(section, TransformersModelSection):
+        from weft.models.transformers_model import build_transformers_model
 
-        return build_foreign(section)
+        return build_transformers_model(section)
     from weft.config.components import load_class
 
     return load_class(section, "model")(**section.arguments)

@@ -13,7 +13,7 @@ from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
-from weft.kernels.masks import attention_mask, pattern_rows
+from weft.kernels.masks import attention_mask, cached_pattern_mask
 from weft.models.layers.attention import Attention, Turn
 from weft.models.layers.custom import own_part
 from weft.models.layers.dropout import Dropout
@@ -74,7 +74,7 @@ class Block(nn.Module):
         turn: Turn | None = None,
         mask: torch.Tensor | BlockMask | FlashMask | None = None,
         cache: Cache | None = None,
-        shares: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One layer.
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
             turn: what positions do to queries and keys; None: nothing.
             mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `attention_mask`'s; None: causal.
             cache: earlier keys and values, extended by these.
-            shares: as in `Decoder.forward`.
+            loss_weights: as in `Decoder.forward`.
 
         Returns:
             `[batch, seq, width]`
@@ -92,7 +92,7 @@ class Block(nn.Module):
         attended = self.added(self.attention(inner, turn, mask, cache), self.attention_post_norm)
         seen = x if self.parallel else x + attended
         inner = self.cast(seen if self.mlp_norm is None else self.mlp_norm(seen))
-        through = self.mlp(inner, shares) if self.has_experts else self.mlp(inner)
+        through = self.mlp(inner, loss_weights) if self.has_experts else self.mlp(inner)
         out = seen + self.added(through, self.mlp_post_norm)
         return out + attended if self.parallel else out
 
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
         segments: torch.Tensor | None = None,
         cache: Cache | None = None,
         labels: torch.Tensor | None = None,
-        shares: torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
         last_only: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -160,8 +160,8 @@ class Decoder(nn.Module):
             segments: `[batch, seq]`, each token's document: attention stays inside it. Not beside a cache.
             cache: keys and values of earlier tokens; these are appended.
             labels: `[batch, seq]`.
-            shares: `[batch]`, what part of the step's loss each row is: so much its balance of experts counts for. In
-                training; None: experts are not balanced.
+            loss_weights: `[batch]`, each sequence's share of the step's loss, which scales its auxiliary losses. In
+                training; None: no auxiliary losses.
             lengths: `[batch]`, of the rows, where `tokens` are some of a row's (`parallel/axes/context.py`).
             last_only: logits of each row's last position alone, `[batch, 1, vocab]`: all that generating needs.
 
@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if layer is not None:
                 slides = config.slides(number)
-                x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, shares)
+                x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, loss_weights)
         if cache is not None:
             cache.advance(seq)
         return self.outputs(x, labels, last_only) if self.ends else x
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
         if cache is not None:
             full = cache.mask(seq, tokens.device)
             if self.pattern is not None:
-                full = pattern_rows(self.pattern, positions, cache.length + seq, full)
+                full = cached_pattern_mask(self.pattern, positions, cache.length + seq, full)
             return full, full if window is None else cache.mask(seq, tokens.device, window)
         slopes = None
         if config.position == "alibi":

@@ -50,7 +50,7 @@ def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return keys_of(dict(config))
 
 
-def config_of(section: ModelSection) -> dict[str, Any]:
+def to_config_json(section: ModelSection) -> dict[str, Any]:
     """The config.json that transformers loads as this model.
 
     Raises:
@@ -135,7 +135,7 @@ def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
         UserError: a tensor that the family's table does not know.
     """
     _raise_if_own(section)
-    table = {weight.ours: weight for weight in families()[section.family].WEIGHTS}
+    table = {weight.name: weight for weight in families()[section.family].WEIGHTS}
     with torch.device("meta"):
         model = Decoder(section)
     order = {name: place for place, name in enumerate(table)}
@@ -148,8 +148,8 @@ def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
         if weight is None:
             raise UserError(f"{ours}: the family {section.family!r} has no such weight in Hugging Face's files")
         transform = _transform(weight, section, is_matrix=kind != "bias" and not kind.endswith("_bias"))
-        place = (int(layer) if layer else -1, kind if ending else "", order[weight.ours])
-        theirs = weight.theirs.replace("{n}", layer) + ending
+        place = (int(layer) if layer else -1, kind if ending else "", order[weight.name])
+        theirs = weight.hf_name.replace("{n}", layer) + ending
         if "{e}" not in theirs:
             found.append(((*place, 0), (ours, theirs, transform)))
             continue
@@ -168,7 +168,7 @@ def tensors(model: Decoder) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def saved_as(name: str, asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
+def saved_dtype(name: str, asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
     """What one of our tensors is saved or loaded as, where a dtype is asked for.
 
     A router's correction bias stays as precise as it is, as in transformers: it moves by less than bfloat16 can tell.

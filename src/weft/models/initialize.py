@@ -27,7 +27,7 @@ from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.models.decoder import Decoder
-from weft.models.layers.custom import keyed, own_value
+from weft.models.layers.custom import custom_component_value, derive_seed
 from weft.models.roles import parameter_roles
 
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
@@ -43,7 +43,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     """
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} initializes itself: the schemes are the built-in decoder's")
-    own = own_value(model, name, seed)
+    own = custom_component_value(model, name, seed)
     if own is not None:
         return own.to(dtype)
     config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
@@ -52,7 +52,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
         first: Any = holder.initial_weight if role == "norm" and name.endswith("weight") else 0.0
         return torch.full(shape, first, dtype=dtype, device="cpu")
     generator = torch.Generator(device="cpu")
-    generator.manual_seed(keyed(seed, name))
+    generator.manual_seed(derive_seed(seed, name))
     chosen = config.initialization
     scheme = SCHEMES[chosen] if chosen in SCHEMES else load_class(chosen, "initialization")()
     value = scheme(name, shape, role, generator, config)
@@ -102,5 +102,5 @@ def initialize_buffers(model: nn.Module, seed: int = 0) -> None:
     Counts and biases of routers are all 0; parts of the user's own have what their classes give them.
     """
     for name, buffer in model.named_buffers():
-        own = own_value(model, name, seed)
+        own = custom_component_value(model, name, seed)
         buffer.zero_() if own is None else buffer.copy_(own)

@@ -27,17 +27,17 @@ from typing import Literal
 from weft.config.model import ModelSection
 
 Kind = Literal["part", "embedding", "positions", "norm", "head", "added"]
-Cut = int | Kind
+ShardingRule = int | Kind
 
 
-def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, Cut]:
+def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule]:
     """The table of the built-in decoder, in all its configurations.
 
     Args:
         ranks: of `tp`. Where they are more than the heads of keys and values, these maps are whole on each, which
             computes one head of them.
     """
-    table: dict[str, Cut] = {
+    table: dict[str, ShardingRule] = {
         "embed_tokens": "embedding",
         "embed_tokens.weight": 0,
         "embed_positions": "positions",
@@ -69,6 +69,6 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, Cut]:
     return table
 
 
-def cut_of(table: dict[str, Cut], name: str) -> Cut | None:
+def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
     """What the table says of a module or a parameter; None: nothing."""
     return next((cut for pattern, cut in table.items() if fnmatchcase(name, pattern)), None)

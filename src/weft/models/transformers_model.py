@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.config.transformers_model import MISSING, ForeignModelSection
+from weft.config.transformers_model import MISSING, TransformersModelSection
 from weft.errors import UserError
 from weft.kernels.cross_entropy import logprobs_of_logits, token_logprobs
 from weft.kernels.document_attention import segment_mask
@@ -30,7 +30,7 @@ _LOOKS_AHEAD = (
 )
 
 
-class ForeignModel(nn.Module):
+class TransformersModel(nn.Module):
     """Mixed into a class of transformers, in front of it: Weft's forward around theirs.
 
     Attributes:
@@ -58,7 +58,7 @@ class ForeignModel(nn.Module):
         Args:
             tokens: int64 `[batch, seq]`.
             positions: `[batch, seq]`, each token's place in its document; not used by models that know none.
-            segments: `[batch, seq]`, each token's document: attention stays inside it, if `examine` has found so.
+            segments: `[batch, seq]`, each token's document; `missing_capability` reports models that ignore it.
             cache: a `weft.generation.cache.KVCache`; transformers' own cache is kept in it.
             labels: `[batch, seq]`.
 
@@ -82,7 +82,7 @@ class ForeignModel(nn.Module):
             return logits
         return logprobs_of_logits(logits, labels)
 
-    def compute_in(self, dtype: torch.dtype) -> None:
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """Choose what depends on the dtype of computing: the grouped products of experts know no float64."""
         if dtype == torch.float64 and self._can_set_experts_implementation():
             self.set_experts_implementation("eager")
@@ -113,7 +113,7 @@ class ForeignModel(nn.Module):
         return given
 
 
-def build_foreign(section: ForeignModelSection, *, seed: int | None = None) -> nn.Module:
+def build_transformers_model(section: TransformersModelSection, *, seed: int | None = None) -> nn.Module:
     """The model of a section's config.json.
 
     Args:
@@ -121,7 +121,7 @@ def build_foreign(section: ForeignModelSection, *, seed: int | None = None) -> n
             on the meta device, and buffers (rotations) hold what its constructor computes, on the CPU.
 
     Returns:
-        A `ForeignModel` in float32. Its `head` is (factor, soft-cap) of logits that are plain products otherwise, or
+        A `TransformersModel` in float32. Its `head` is (factor, soft-cap) of logits that are plain products otherwise, or
         None for other heads.
 
     Raises:
@@ -129,7 +129,7 @@ def build_foreign(section: ForeignModelSection, *, seed: int | None = None) -> n
     """
     base, config = _theirs(section)
     # It goes by the name and module of theirs: transformers looks its tables of weights' names up by them.
-    kind = type(base.__name__, (ForeignModel, base), {"__module__": base.__module__})
+    kind = type(base.__name__, (TransformersModel, base), {"__module__": base.__module__})
     options = {} if section.attn_implementation is None else {"attn_implementation": section.attn_implementation}
     if seed is not None:
         torch.manual_seed(seed)
@@ -157,7 +157,7 @@ def build_foreign(section: ForeignModelSection, *, seed: int | None = None) -> n
     return model
 
 
-def _theirs(section: ForeignModelSection) -> tuple[type, Any]:
+def _theirs(section: TransformersModelSection) -> tuple[type, Any]:
     """transformers' class for a config.json, and its config."""
     try:
         import transformers
@@ -277,7 +277,7 @@ def _head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
 
 
 @torch.no_grad()
-def examine(model: nn.Module, *, documents: bool) -> str | None:
+def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
     """Try whether a model does what training asks of it. All ranks of a sharded one call it.
 
     Args:

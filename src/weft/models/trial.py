@@ -69,7 +69,7 @@ def own_parts(config: ModelSection) -> Iterator[Own]:
         yield Own("model.attention_pattern", pattern.type, make)
 
 
-def try_parts(
+def try_components(
     config: ModelSection,
     *,
     seed: int = 0,

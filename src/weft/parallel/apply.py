@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.config.model import ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.models.build import build_model
 from weft.models.decoder import Block, Decoder
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.moe import Experts
-from weft.models.transformers_model import ForeignModel, build_foreign, materialize
+from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize
 from weft.parallel import fp8
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
@@ -101,9 +101,9 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
             if world.shape.pp > 1:
                 return dict(split(section, plan.parallel, world, plan.sequence, plan.dtype))
             return {0: build_model(section)}
-    if isinstance(section, ForeignModelSection):
+    if isinstance(section, TransformersModelSection):
         drawn = not section.weights and section.from_ is None
-        return {0: world.agree(lambda: build_foreign(section, seed=plan.seed if drawn else None))}
+        return {0: world.agree(lambda: build_transformers_model(section, seed=plan.seed if drawn else None))}
     torch.manual_seed(plan.seed)
     return {0: build_model(section)}
 
@@ -124,8 +124,8 @@ def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
     What is computed in a narrower dtype is cast by the last transformation: FSDP2's policy, or its like on one rank.
     """
     model.to(state.plan.state_dtype)
-    if isinstance(model, ForeignModel):
-        model.compute_in(state.plan.dtype)
+    if isinstance(model, TransformersModel):
+        model.set_compute_dtype(state.plan.dtype)
     return model
 
 
@@ -201,7 +201,7 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
             stage.to_empty(device=device)
         fill(model, plan.seed)
-    elif isinstance(plan.model, ForeignModelSection) and next(model.parameters()).is_meta:
+    elif isinstance(plan.model, TransformersModelSection) and next(model.parameters()).is_meta:
         materialize(model, device)
     else:
         model.to(device)

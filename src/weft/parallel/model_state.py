@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.data.batches.batch import Batch
 from weft.parallel.world import World
 
@@ -42,7 +42,7 @@ class ModelPlan:
         fp8: multiply by the blocks' matrices in 8 bits.
     """
 
-    model: ModelSection | ForeignModelSection | CustomModelSection
+    model: ModelSection | TransformersModelSection | CustomModelSection
     parallel: ParallelSection
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None

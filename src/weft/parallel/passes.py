@@ -132,7 +132,7 @@ class Passes:
             if given.get("positions") is None:  # counted along a part of a row they would be wrong
                 given["positions"] = own.positions
         if self.balances and learned is not None:
-            given["shares"] = batch.weight.sum(1, dtype=torch.float64) / (learned or 1.0)
+            given["loss_weights"] = batch.weight.sum(1, dtype=torch.float64) / (learned or 1.0)
         return given
 
     def of_rows(self, total: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Dropout on a mesh: the numbers that one process draws.
 
 A micro-batch has a seed, and each layer one that is made of it: so a stage of a pipeline draws what it would draw as a
-part of the whole. Ranks that have some of a row's tokens draw for the whole row and take theirs (`Dropout.whole`).
+part of the whole. Ranks that have some of a row's tokens draw for the whole row and take theirs
+(`Dropout.full_sequence`).
 
 Weights of attention have masks for all heads, queries and keys: on CPUs they are drawn whole, too. On other devices the
 kernels draw their own, and ranks of `tp` and `cp` the same numbers, each for its heads or queries: as likely, but not
@@ -19,7 +20,7 @@ from torch import nn
 
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
-from weft.models.layers.dropout import Dropout, Whole
+from weft.models.layers.dropout import Dropout, FullSequence
 from weft.parallel.model_state import ModelState
 
 STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: seeds of layers and heads lie far apart
@@ -68,14 +69,16 @@ def _rates(model: Decoder) -> tuple[float, float, float]:
     return config.embedding_dropout, config.hidden_dropout, config.attention_dropout
 
 
-def share_row(modules: Sequence[nn.Module], whole: Whole) -> None:
+def share_row(modules: Sequence[nn.Module], whole: FullSequence) -> None:
     """Say to dropouts that the tokens they see are a part of more; of what was said before, a part of a part."""
     for module in modules:
         if isinstance(module, Dropout):
-            module.whole = whole if module.whole is None else partial(_both, module.whole, whole)
+            module.full_sequence = (
+                whole if module.full_sequence is None else partial(_both, module.full_sequence, whole)
+            )
 
 
-def _both(inner: Whole, outer: Whole, length: int) -> tuple[int, torch.Tensor]:
+def _both(inner: FullSequence, outer: FullSequence, length: int) -> tuple[int, torch.Tensor]:
     length, places = inner(length)
     length, further = outer(length)
     return length, further[places]
@@ -96,7 +99,7 @@ class WeightsDropout:
         """`[batch, heads, queries, keys]` -> the same."""
         batch, _, queries, keys = weights.shape
         module = self.module
-        ones = weights.new_ones(batch, module.all_heads, keys, keys)
+        ones = weights.new_ones(batch, module.num_heads, keys, keys)
         mask = F.dropout(ones, module.dropout)[:, module.heads]
         if self.rows is not None:
             _, places, order = self.rows(queries)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.config.transformers_model import ForeignModelSection, notices
+from weft.config.transformers_model import TransformersModelSection, notices
 from weft.errors import UserError
 from weft.kernels.flash import flash_usable
 from weft.kernels.masks import flex_usable
-from weft.models.trial import try_parts
+from weft.models.trial import try_components
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 
@@ -33,25 +33,25 @@ def examine_decoder(job: Job) -> None:
         )
     documents, seq = config.data.document_attention, config.data.sequence_length or 16
     world.agree(
-        lambda: try_parts(model, seed=config.run.seed, seq=seq, documents=documents, dtype=dtype, device=device)
+        lambda: try_components(model, seed=config.run.seed, seq=seq, documents=documents, dtype=dtype, device=device)
     )
 
 
-def examine_foreign(job: Job, model: nn.Module) -> None:
+def examine_transformers_model(job: Job, model: nn.Module) -> None:
     """Say once what a model of transformers does without here, and try whether it can be trained on these batches.
 
     Raises:
         UserError: it looks ahead, or documents are to be kept apart and it cannot.
     """
     config = job.config
-    if not isinstance(config.model, ForeignModelSection):
+    if not isinstance(config.model, TransformersModelSection):
         return
-    from weft.models.transformers_model import examine
+    from weft.models.transformers_model import missing_capability
 
     name = type(model).__name__.removeprefix("FSDP")
     for line in notices(config.model, name):
         job.console.line(line)
-    lacks = examine(model, documents=config.data.document_attention or config.data.packing == "best_fit")
+    lacks = missing_capability(model, documents=config.data.document_attention or config.data.packing == "best_fit")
 
     def tell() -> None:
         if lacks is not None:

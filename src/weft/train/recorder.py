@@ -14,7 +14,7 @@ from torch import nn
 from weft.checkpoint.load import checkpoints
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
 from weft.data.batches.mixture_plan import Plan
@@ -275,6 +275,6 @@ def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
     section = config.model
     if isinstance(section, ModelSection):
         return section.num_hidden_layers, section.attention_width
-    if isinstance(section, ForeignModelSection):
+    if isinstance(section, TransformersModelSection):
         return getattr(model.config, "num_hidden_layers", 0), getattr(model.config, "hidden_size", 0)
     return 0, 0

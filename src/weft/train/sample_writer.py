@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
@@ -37,7 +37,7 @@ class Sampler:
         if self.tokenizer is None:
             return
         config, model, shape = self.job.config, self.model, self.job.world.shape
-        if shape.pp * shape.cp * shape.tp > 1 and not isinstance(config.model, ForeignModelSection):
+        if shape.pp * shape.cp * shape.tp > 1 and not isinstance(config.model, TransformersModelSection):
             model = whole_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
             if model is None:
                 return

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.huggingface.transformers_files import fill_foreign
+from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import load_class
 from weft.config.legal_mesh import check_mesh
 from weft.config.run import RunConfig
 from weft.config.training import TrainingSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.config.warnings import warnings
 from weft.formatting import counted
 from weft.models.roles import parameter_roles
@@ -37,7 +37,7 @@ from weft.train.data import Data, layout_of, open_data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
 from weft.train.loop import Learner, Loop, Outcome
-from weft.train.preflight import examine_decoder, examine_foreign
+from weft.train.preflight import examine_decoder, examine_transformers_model
 from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, claim, set_aside_damaged
 from weft.train.run_identity import run_facts
@@ -110,7 +110,7 @@ class Trainer:
                 self.console.line(nothing_to_do(job.run, step, data.length.steps))
                 world.close()
                 return Outcome("finished", step, None, {})
-            examine_foreign(job, model)
+            examine_transformers_model(job, model)
             world.agree(lambda: job.run.write_config(job.config), only_first=True)
             schedule, scale = make_schedule(job.config, data), LossScale(job.config.training, state)
             loop = self.loop(
@@ -224,8 +224,8 @@ def restore(
             compress.restored()
         callbacks.restored(state.get("callbacks", {}))
         return state
-    if isinstance(config.model, ForeignModelSection) and config.model.from_ is None and config.model.weights:
-        fill_foreign(model, config.model)
+    if isinstance(config.model, TransformersModelSection) and config.model.from_ is None and config.model.weights:
+        fill_transformers_model(model, config.model)
     if config.model.from_ is not None:
         load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
     return {"step": 0}

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.checkpoint import checkpoint_files as files
 from weft.config.model import ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.data.conversations.template import template_doubts
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.errors import UserError
@@ -64,7 +64,7 @@ def _settings(tokenizer: Path) -> dict[str, Any]:
 
 
 def tokenizer_doubts(
-    folder: Path | None, section: ModelSection | ForeignModelSection, config: Mapping[str, Any]
+    folder: Path | None, section: ModelSection | TransformersModelSection, config: Mapping[str, Any]
 ) -> list[str]:
     """What is to be said of a model's tokenizer.
 

@@ -313,7 +313,7 @@ def _tied_head(section: ModelSection) -> str | None:
     """The name that a tied head may have in older files, beside the embedding."""
     if not section.tie_word_embeddings:
         return None
-    return next((f"{w.theirs}.weight" for w in families()[section.family].WEIGHTS if w.ours == "lm_head"), None)
+    return next((f"{w.hf_name}.weight" for w in families()[section.family].WEIGHTS if w.name == "lm_head"), None)
 
 
 def _check_tied(folder: HuggingFaceFolder) -> None:

@@ -16,10 +16,10 @@ from weft.checkpoint.new_checkpoint import write_checkpoint
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.formatting import amount, counted
-from weft.models.huggingface_weights import saved_as
+from weft.models.huggingface_weights import saved_dtype
 from weft.observe.console import Console
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -29,14 +29,14 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 class Made:
     """What was written: the model, and how many tensors and bytes in how many files."""
 
-    section: ModelSection | ForeignModelSection
+    section: ModelSection | TransformersModelSection
     tensors: int
     files: int
     bytes: int
 
     def __str__(self) -> str:
         written = f"{counted(self.tensors, 'tensor')}, {counted(self.bytes, 'byte')} in {counted(self.files, 'file')}"
-        if isinstance(self.section, ForeignModelSection):
+        if isinstance(self.section, TransformersModelSection):
             return f"{self.section.architecture}, {written}"
         return f"{self.section.family}, {amount(self.section.size().parameters)} parameters in {written}"
 
@@ -90,7 +90,7 @@ def import_model(
 def _entry(folder: HuggingFaceFolder, name: str, dtype: torch.dtype | None) -> Entry:
     return Entry(
         MODEL_PREFIX + name,
-        saved_as(name, dtype, folder.dtype(name)),
+        saved_dtype(name, dtype, folder.dtype(name)),
         folder.sources[name].shape,
         partial(folder.pieces, name),
     )

@@ -27,7 +27,7 @@ from weft.checkpoint.huggingface.quantized import Stored
 from weft.checkpoint.huggingface.slices import Source, read_part
 from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.tensors import model_tensors
-from weft.config.transformers_model import ForeignModelSection
+from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import CONFIG
 from weft.formatting import first_few
@@ -45,7 +45,7 @@ class _Group:
     parts: list[tuple[str, str]] = field(default_factory=list)  # (pattern, name in a file)
 
 
-def fill_foreign(model: nn.Module, section: ForeignModelSection) -> None:
+def fill_transformers_model(model: nn.Module, section: TransformersModelSection) -> None:
     """Fill a model, sharded or not, from the safetensors of `section.path`. Every rank reads what it holds.
 
     Tensors that are stacked or cut on their way are put together whole on every rank, one group at a time.
@@ -168,8 +168,8 @@ def _check_tied(path: Path, one: str, other: str, read: Callable[[str], torch.Te
 # ---- the way back
 
 
-def foreign_entries(
-    section: ForeignModelSection, kinds: dict[str, torch.dtype], read: Callable[[str], torch.Tensor]
+def transformers_entries(
+    section: TransformersModelSection, kinds: dict[str, torch.dtype], read: Callable[[str], torch.Tensor]
 ) -> list[Entry]:
     """The tensors of a checkpoint as transformers' `save_pretrained` would write them, read when their turn comes.
 
@@ -220,7 +220,7 @@ class _Layer:
         return made[theirs]
 
 
-def foreign_documents(section: ForeignModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
+def transformers_documents(section: TransformersModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
     """config.json as it was but for the weights' dtype, and the special ids that it names as generation_config.json."""
     kind = main_dtype(entries)
     config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}

@@ -97,9 +97,9 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
 
 def _model(model) -> dict[str, str]:
     from weft.config.model import ModelSection
-    from weft.config.transformers_model import LIMITS, ForeignModelSection
+    from weft.config.transformers_model import LIMITS, TransformersModelSection
 
-    if isinstance(model, ForeignModelSection):
+    if isinstance(model, TransformersModelSection):
         start = str(model.from_ or (model.path if model.weights else "random weights"))
         return {"model": f"{model.architecture} of transformers: {LIMITS}", "starts from": start}
     if not isinstance(model, ModelSection):

@@ -75,7 +75,7 @@ class Attend(nn.Module):
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
         # Seams: which of all heads are computed here, and which of those that this rank has parameters for.
-        self.all_heads, self.heads, self.part = heads, slice(None), slice(None)
+        self.num_heads, self.heads, self.local_heads = heads, slice(None), slice(None)
         # A seam: what `dropout` does, where not all weights are here.
         self.weights_dropout: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
@@ -88,9 +88,9 @@ class Attend(nn.Module):
             return self.own(q, k, v, mask).to(v.dtype)
         slopes = None
         if self.alibi_bias_max is not None:
-            slopes = alibi_slopes(self.all_heads, self.alibi_bias_max, q.device)[self.heads]
+            slopes = alibi_slopes(self.num_heads, self.alibi_bias_max, q.device)[self.heads]
         dropout = self._dropout(q.device) if self.training else 0.0
-        sinks = None if self.sinks is None else self.sinks[self.part]
+        sinks = None if self.sinks is None else self.sinks[self.local_heads]
         scores = Scores(self.scale, self.softcap, slopes, sinks)
         return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 

@@ -40,7 +40,7 @@ def own_part(type_: str, room: str, *arguments: Any) -> Any:
     return part
 
 
-def own_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
+def custom_component_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
     """The initial value of a parameter or buffer that belongs to a part of the user's own; None for all others.
 
     The part is made anew on the CPU, with PyTorch's generator seeded by `seed` and the part's name alone.
@@ -51,13 +51,13 @@ def own_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
         make = MAKERS.get(model.get_submodule(prefix))
         if make is not None:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-                torch.manual_seed(keyed(seed, prefix))
+                torch.manual_seed(derive_seed(seed, prefix))
                 made = make()
             inner = ".".join(path[depth:])
             return (dict(made.named_parameters()) | dict(made.named_buffers()))[inner].detach()
     return None
 
 
-def keyed(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """A generator's seed of 64 bits for one name."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")

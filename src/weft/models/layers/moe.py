@@ -35,8 +35,8 @@ class MixtureOfExperts(nn.Module):
         self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
-        """`[batch, seq, width]` -> `[batch, seq, width]`; `shares` is as in `Decoder.forward`."""
+    def forward(self, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """`[batch, seq, width]` -> `[batch, seq, width]`; `loss_weights` is as in `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
         dropped = self.router.dropped(chosen) if self.training else None
         tokens = (None if each is None else each.flatten(0, 1) for each in (x, weights, chosen, dropped))
@@ -44,10 +44,10 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             out = out + self.shared(x)
         out = self.hidden_dropout(out)
-        if self.training and shares is not None:
-            penalty = self.router.balance(scores, chosen, shares, dropped)
+        if self.training and loss_weights is not None:
+            penalty = self.router.balance(scores, chosen, loss_weights, dropped)
             if penalty is not None:
-                out = _Joined.apply(out, penalty)
+                out = _AttachLoss.apply(out, penalty)
         return out
 
 
@@ -57,12 +57,12 @@ class Router(nn.Module):
     Attributes:
         correction_bias: added to the scores for the choice alone (Wang et al., 2024); None without.
         load: how many tokens have chosen each expert since it was last looked at, in training.
-        lost: how many of them it had no room for.
+        dropped_counts: how many of them it had no room for.
     """
 
     correction_bias: torch.Tensor | None
     load: torch.Tensor
-    lost: torch.Tensor
+    dropped_counts: torch.Tensor
 
     def __init__(self, width: int, config: ExpertsSection):
         super().__init__()
@@ -72,10 +72,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(experts)) if config.router_bias else None
         self.register_buffer("correction_bias", torch.zeros(experts) if config.correction_bias else None)
         self.register_buffer("load", torch.zeros(experts), persistent=False)
-        self.register_buffer("lost", torch.zeros(experts), persistent=False)
+        self.register_buffer("dropped_counts", torch.zeros(experts), persistent=False)
         # Seams, if each row's tokens lie on several ranks: sums over these, and what is found of the whole row.
-        self.over_rows, self.parts = lambda x: x, 1
-        self.of_rows = lambda find, chosen: find(chosen)
+        self.sum_over_sequence, self.sequence_shards = lambda x: x, 1
+        self.on_full_sequence = lambda find, chosen: find(chosen)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Choose.
@@ -123,7 +123,7 @@ class Router(nn.Module):
         on later ones. (Lepikhin et al., 2021, put all first choices before the second ones; there and in Fedus et al.,
         2021, it is the tokens of one device that compete.)
         """
-        return None if self.config.capacity_factor is None else self.of_rows(self._dropped, chosen)
+        return None if self.config.capacity_factor is None else self.on_full_sequence(self._dropped, chosen)
 
     def _dropped(self, chosen: torch.Tensor) -> torch.Tensor:
         config, (batch, seq, each) = self.config, chosen.shape
@@ -134,33 +134,37 @@ class Router(nn.Module):
         return had.scatter_(2, chosen, 1).cumsum(1).gather(2, chosen) > room
 
     def balance(
-        self, scores: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, dropped: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        chosen: torch.Tensor,
+        loss_weights: torch.Tensor,
+        dropped: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Count the tokens of rows that matter; returns their auxiliary losses, if the config has any.
 
         The balancing loss (Fedus et al., 2021) is taken of each sequence by itself, as DeepSeek-V2 does: so it does not
         depend on how a batch is cut.
         """
-        config, seq = self.config, chosen.shape[1] * self.parts
+        config, seq = self.config, chosen.shape[1] * self.sequence_shards
         chosen = chosen.flatten(1)
         had = scores.new_zeros(len(chosen), config.num_experts)
         had = had.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=had.dtype))  # [batch, experts]
         # Run again in backward it adds nothing, and by the same operations: what is kept of them is found by counting.
-        matter, once = (shares > 0).unsqueeze(1), 0 if _recomputing() else 1
+        matter, once = (loss_weights > 0).unsqueeze(1), 0 if _recomputing() else 1
         self.load.add_((had * matter).sum(0), alpha=once)
         if dropped is not None:
             lost = torch.zeros_like(had).scatter_add_(1, chosen, dropped.flatten(1).to(had.dtype))
-            self.lost.add_((lost * matter).sum(0), alpha=once)
+            self.dropped_counts.add_((lost * matter).sum(0), alpha=once)
         losses = []
         if config.router_aux_loss_coef:
             likely = scores.sigmoid() if config.scoring_func == "sigmoid" else scores.softmax(-1)
             likely = (likely / likely.sum(-1, keepdim=True)).sum(1) / seq
-            had, likely = self.over_rows(torch.stack((had, likely)))
+            had, likely = self.sum_over_sequence(torch.stack((had, likely)))
             unequal = (had * likely).sum(1) * (config.num_experts / (config.num_experts_per_tok * seq))
             losses.append(config.router_aux_loss_coef * unequal)
         if config.router_z_loss_coef:
             losses.append(config.router_z_loss_coef * scores.logsumexp(-1).square().sum(1) / seq)
-        return (torch.stack(losses).sum(0) * shares.to(losses[0].dtype)).sum() if losses else None
+        return (torch.stack(losses).sum(0) * loss_weights.to(losses[0].dtype)).sum() if losses else None
 
 
 class Experts(nn.Module):
@@ -224,13 +228,13 @@ def dispatch(
     ends = torch.searchsorted(by_expert, numbers, right=True).to(torch.int32)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     rows = x.unsqueeze(1).expand(-1, each, -1).reshape(tokens * each, -1)
-    rows = Permuted.apply(rows, order, back)
+    rows = Permute.apply(rows, order, back)
     if dropped is None:
         out = experts(rows, ends)
     else:
         kept = int(ends[-1])
         out = F.pad(experts(rows[:kept], ends), (0, 0, 0, len(rows) - kept))
-    out = Permuted.apply(out, back, order)
+    out = Permute.apply(out, back, order)
     return (out.view(tokens, each, -1) * weights.unsqueeze(-1)).sum(1)
 
 
@@ -239,7 +243,7 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and in_backward()
 
 
-class Permuted(torch.autograd.Function):
+class Permute(torch.autograd.Function):
     """`x[order]`, with a gradient that is a permutation too: indexing's own adds up, in an order that may change."""
 
     @staticmethod
@@ -253,7 +257,7 @@ class Permuted(torch.autograd.Function):
         return grad[back], None, None
 
 
-class _Joined(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     """`x`; in backward, what is joined to it counts as a part of the loss."""
 
     @staticmethod

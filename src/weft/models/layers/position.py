@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.config.model import ModelSection
 from weft.models.layers.attention import Turn
-from weft.models.layers.rope import rope_table, rotate
+from weft.models.layers.rope import rotary_cos_sin, rotate
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,7 +27,7 @@ def turns_of(
         scheme: one of the user's own, made once a decoder. Without a `forward` it only embeds.
         positions: `[batch or 1, seq]`, each token's place in its document.
         dtype: of the model's computing.
-        lengths: as `rope_table`'s.
+        lengths: as `rotary_cos_sin`'s.
     """
     if scheme is not None:
         turns = type(scheme).forward is not nn.Module.forward
@@ -35,11 +35,11 @@ def turns_of(
         return own, own
     if config.position != "rope":
         return None, None
-    table = rope_table(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling, lengths)
+    table = rotary_cos_sin(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling, lengths)
     turn = partial(_by_table, table)
     if config.sliding_window is None or config.rope_local_base_freq is None:
         return turn, turn
-    local = rope_table(positions, config.rotary_dim, config.rope_local_base_freq, dtype)
+    local = rotary_cos_sin(positions, config.rotary_dim, config.rope_local_base_freq, dtype)
     return turn, partial(_by_table, local)
 
 

@@ -9,7 +9,7 @@ import torch
 from weft.config.model import RopeScaling
 
 
-def rope_table(
+def rotary_cos_sin(
     positions: torch.Tensor,
     rotary_dim: int,
     theta: float,
@@ -35,7 +35,7 @@ def rope_table(
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     frequencies, factor = 1.0 / theta**exponents, 1.0
-    if scaling is not None and by_length(scaling):
+    if scaling is not None and rotary_depends_on_length(scaling):
         lengths = positions.amax(-1) + 1 if lengths is None else lengths
         frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths.view(-1, 1, 1))
     elif scaling is not None:
@@ -58,12 +58,12 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def by_length(scaling: RopeScaling | None) -> bool:
+def rotary_depends_on_length(scaling: RopeScaling | None) -> bool:
     """Whether the rotations of a sequence's positions depend on how long it is."""
     return scaling is not None and scaling.rope_type in _BY_LENGTH
 
 
-def switches(scaling: RopeScaling | None, length: int) -> bool:
+def rotary_changes_at(scaling: RopeScaling | None, length: int) -> bool:
     """Whether all positions are rotated in another way once a sequence has grown by a token to `length`.
 
     Then a cache's keys are to be made again: a model with longrope is trained with one set of rotations or the other,

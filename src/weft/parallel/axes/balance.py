@@ -46,7 +46,9 @@ class ExpertBalance:
         """Of this stage's layers: the sum of their loads, how many they are, choices, those lost, those with limits."""
         if not self.routers:
             return [0.0] * 5
-        counts = torch.stack([torch.stack((router.load, router.lost)) for router in self.routers]).to(torch.float64)
+        counts = torch.stack([torch.stack((router.load, router.dropped_counts)) for router in self.routers]).to(
+            torch.float64
+        )
         self.world.sum_tokens(counts)  # [layers, 2, experts]
         loads, lost = counts.unbind(1)
         means = loads.mean(1, keepdim=True)
@@ -54,7 +56,7 @@ class ExpertBalance:
             if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router stays as it is
                 router.correction_bias += router.config.bias_update_speed * torch.sign(mean - load)
             router.load.zero_()
-            router.lost.zero_()
+            router.dropped_counts.zero_()
         most = (loads.amax(1) / means.squeeze(1).clamp(min=1)).sum()
         limited = sum(router.config.capacity_factor is not None for router in self.routers)
         return [most.item(), len(loads), loads.sum().item(), lost.sum().item(), limited]

@@ -27,11 +27,11 @@ from weft.config.mesh import exchangeable
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
-from weft.kernels.masks import blocks_of, flex_usable, pattern_mask, segment_mask, with_penalties
+from weft.kernels.masks import alibi_mask, flex_usable, partial_block_mask, pattern_mask, segment_mask
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.moe import Router
-from weft.models.layers.rope import by_length
+from weft.models.layers.rope import rotary_depends_on_length
 from weft.parallel.axes.ring import ring_attention
 from weft.parallel.collectives import exchange, gather, gather_copies, sum_copies, sum_parts
 from weft.parallel.model_state import ModelState
@@ -71,7 +71,7 @@ class Context:
 
     def __init__(self, config: ModelSection, group: dist.ProcessGroup, way: str):
         self.config, self.group, self.way = config, group, way
-        self.by_length = by_length(config.rope_scaling)
+        self.by_length = rotary_depends_on_length(config.rope_scaling)
         self.apart = False  # whether documents are, in the batch at hand
 
     def places(self, seq: int, apart: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
@@ -116,16 +116,16 @@ class Context:
                 self._attend(module, state)
             elif isinstance(module, Router):
                 over_rows = partial(sum_copies, group=self.group)
-                state.fill(module, "over_rows", "cp: all-reduce", over_rows)
-                state.fill(module, "of_rows", "cp: all-gather the choices", self._of_rows)
-                module.parts = self.group.size()
+                state.fill(module, "sum_over_sequence", "cp: all-reduce", over_rows)
+                state.fill(module, "on_full_sequence", "cp: all-gather the choices", self._of_rows)
+                module.sequence_shards = self.group.size()
 
     def _attend(self, module: Attend, state: ModelState) -> None:
         if self.way == "all_to_all":
             module.weights_dropout = WeightsDropout(module)
-            start, stop, _ = module.heads.indices(module.all_heads)
-            module.part = self._head_part(slice(None), stop - start)
-            module.heads = self._head_part(module.heads, module.all_heads)
+            start, stop, _ = module.heads.indices(module.num_heads)
+            module.local_heads = self._head_part(slice(None), stop - start)
+            module.heads = self._head_part(module.heads, module.num_heads)
             state.wrap(module, "cp: all-to-all, heads for tokens and back", partial(_exchanged, self.group))
         else:
             module.weights_dropout = WeightsDropout(module, self._row_and_keys)
@@ -178,7 +178,7 @@ class Context:
             if self.way == "ring" and plain and not hidden and dropout == 0:
                 return None
             if flex_usable(device, dtype, config.qk_head_dim, dropout) and config.attention_implementation != "sdpa":
-                return blocks_of(whole, window, model.pattern, queries, keys)
+                return partial_block_mask(whole, window, model.pattern, queries, keys)
             if model.pattern is not None:
                 seen = pattern_mask(model.pattern, whole, queries, keys)
             else:
@@ -186,7 +186,7 @@ class Context:
             if config.position != "alibi":
                 return seen
             slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, device)[model.heads]
-            return with_penalties(seen, slopes, dtype, queries, keys)
+            return alibi_mask(seen, slopes, dtype, queries, keys)
 
         full = make()
         return full, full if model.window is None else make(model.window)

@@ -21,7 +21,7 @@ from weft.config.suggest import did_you_mean
 from weft.errors import UserError
 from weft.models.forward import forward_of
 from weft.models.layers.norm import RMSNorm
-from weft.models.sharding import Cut, Kind, cut_of
+from weft.models.sharding import Kind, ShardingRule, find_rule
 from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.model_state import ModelState
 
@@ -40,7 +40,7 @@ class CustomTrial:
 
     def __init__(self, model: nn.Module, state: ModelState):
         self.model, self.state, self.ranks = model, state, state.world.shape.tp
-        self.table: dict[str, Cut] = state.world.agree(lambda: checked_table(model, self.ranks))
+        self.table: dict[str, ShardingRule] = state.world.agree(lambda: checked_table(model, self.ranks))
         self.before: torch.Tensor | None = None
         if state.world.device.type == "cpu":
             self.tokens = _tokens(model, self.table, self.ranks, state.plan.sequence)
@@ -84,7 +84,7 @@ class CustomTrial:
             raise _wrong(model, f"{over} gives other outputs (by {apart:.2g}, of up to {largest:.2g}); {check}")
 
 
-def checked_table(model: nn.Module, ranks: int) -> dict[str, Cut]:
+def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
     """The table of a model's class, completed.
 
     Args:
@@ -102,10 +102,10 @@ def checked_table(model: nn.Module, ranks: int) -> dict[str, Cut]:
     return _completed(table)
 
 
-def _completed(table: dict[str, Cut]) -> dict[str, Cut]:
+def _completed(table: dict[str, ShardingRule]) -> dict[str, ShardingRule]:
     """With what follows from a module's kind: all its parameters are cut by rows."""
     kinds = ("embedding", "head", "norm")
-    by_rows: dict[str, Cut] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
+    by_rows: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
     return by_rows | table
 
 
@@ -125,17 +125,17 @@ def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
     if "embedding" not in table.values():
         yield "it names no embedding; give the module that is given token ids: 'embedding'"
     whole = _completed(table)
-    cuts: dict[str, Cut | None] = {name: cut_of(whole, name) for name in parameters}
+    cuts: dict[str, ShardingRule | None] = {name: find_rule(whole, name) for name in parameters}
     for name, parameter in parameters.items():
         yield from _of_parameter(name, parameter, cuts[name], ranks)
         for other, same in parameters.items():
             if same is parameter and cuts[other] != cuts[name]:
                 yield f"{name} is {other}, and cut in another way ({cuts[name]}, {cuts[other]}); give both the same"
     for name, module in modules.items():
-        yield from _of_module(name, module, cut_of(whole, name), cuts)
+        yield from _of_module(name, module, find_rule(whole, name), cuts)
 
 
-def _of_parameter(name: str, parameter: nn.Parameter, cut: Cut | None, ranks: int) -> Iterator[str]:
+def _of_parameter(name: str, parameter: nn.Parameter, cut: ShardingRule | None, ranks: int) -> Iterator[str]:
     if isinstance(cut, str) and cut != "added":
         yield f"{name} is a parameter, and {cut!r} is for modules; give it a dimension, or 'added'"
     elif isinstance(cut, int) and cut >= parameter.dim():
@@ -145,7 +145,9 @@ def _of_parameter(name: str, parameter: nn.Parameter, cut: Cut | None, ranks: in
         yield f"parallel.tp: {ranks} does not divide dimension {cut} of {name}, which is {size}; change one of the two"
 
 
-def _of_module(name: str, module: nn.Module, kind: Cut | None, cuts: Mapping[str, Cut | None]) -> Iterator[str]:
+def _of_module(
+    name: str, module: nn.Module, kind: ShardingRule | None, cuts: Mapping[str, ShardingRule | None]
+) -> Iterator[str]:
     inside = {key: cut for key, cut in cuts.items() if key.startswith(f"{name}.")}
     if kind == "added":
         yield f"{name} is a module, and 'added' is for parameters; name these"
@@ -164,9 +166,9 @@ def _of_module(name: str, module: nn.Module, kind: Cut | None, cuts: Mapping[str
 # ---- the trial
 
 
-def _tokens(model: nn.Module, table: dict[str, Cut], ranks: int, sequence: int) -> torch.Tensor:
+def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequence: int) -> torch.Tensor:
     """Two rows of ids from all over the vocabulary, `[2, seq]`."""
-    words = next(m for name, m in model.named_modules() if name and cut_of(table, name) == "embedding")
+    words = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
     assert isinstance(words, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
     return torch.arange(2 * seq).mul(7919).remainder(words.num_embeddings).view(2, seq)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from weft.models.decoder import Decoder
-from weft.models.layers.moe import Experts, MixtureOfExperts, Permuted
+from weft.models.layers.moe import Experts, MixtureOfExperts, Permute
 from weft.models.sharding import decoder_sharding
 from weft.parallel.axes.tensor import placement
 from weft.parallel.collectives import exchange_rows
@@ -47,7 +47,7 @@ class ExchangedExperts:
         order = which.argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         own_ends = coming.sum(0).cumsum(0).to(torch.int32)
-        out = Permuted.apply(self.experts(Permuted.apply(rows, order, back), own_ends), back, order)
+        out = Permute.apply(self.experts(Permute.apply(rows, order, back), own_ends), back, order)
         return exchange_rows(out, given, taken, self.group)
 
 

@@ -24,7 +24,7 @@ from weft.models.layers.attention import Attend, Attention
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
-from weft.models.sharding import Cut, cut_of, decoder_sharding
+from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
 from weft.parallel.axes.custom_model import CustomTrial
 from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
 from weft.parallel.local_parameters import distribute_parameters
@@ -57,9 +57,9 @@ def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
     return model
 
 
-def placement(table: dict[str, Cut], name: str, parameter: nn.Parameter) -> Placement:
+def placement(table: dict[str, ShardingRule], name: str, parameter: nn.Parameter) -> Placement:
     """Of a parameter on `tp`."""
-    cut = cut_of(table, name)
+    cut = find_rule(table, name)
     return Shard(cut) if isinstance(cut, int) and parameter.ndim else Replicate()
 
 
@@ -77,7 +77,7 @@ def overlap(group: dist.ProcessGroup) -> None:
         ) from error
 
 
-def share_parts(model: nn.Module, table: dict[str, Cut], state: ModelState) -> None:
+def share_parts(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
     """Shard what the table names, and have each of its modules gather and sum over the ranks of `tp`."""
     tp, elsewhere = state.world.tensor, Experts if state.world.experts is not None else ()
     assert tp is not None
@@ -90,15 +90,15 @@ def share_parts(model: nn.Module, table: dict[str, Cut], state: ModelState) -> N
     distribute_parameters(model, tp, placements)
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
-            if cut_of(table, f"{path}.{name}".lstrip(".")) == "added":
+            if find_rule(table, f"{path}.{name}".lstrip(".")) == "added":
                 state.shares[module, name] = 1 / tp.size()
-        kind = cut_of(table, path) if path else None
+        kind = find_rule(table, path) if path else None
         if isinstance(kind, str) and kind in _WRAPPERS:
             wrapper, label = _WRAPPERS[kind]
             state.wrap(module, f"tp: {label}", partial(wrapper, module, tp.get_group()))
 
 
-def share_decoder(model: Decoder, table: dict[str, Cut], state: ModelState) -> None:
+def share_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
     """`share_parts`, and what the decoder has seams for: heads, dropout, and the split vocabulary."""
     share_parts(model, table, state)
     tp = state.world.tensor
@@ -106,7 +106,7 @@ def share_decoder(model: Decoder, table: dict[str, Cut], state: ModelState) -> N
     group, rank, ranks = tp.get_group(), tp.get_local_rank(), tp.size()
     for module in model.modules():
         if isinstance(module, Attend):
-            each = module.all_heads // ranks
+            each = module.num_heads // ranks
             state.fill(module, "heads", f"tp: heads / {ranks}", slice(rank * each, (rank + 1) * each))
             module.weights_dropout = WeightsDropout(module)
         elif isinstance(module, LatentAttention):

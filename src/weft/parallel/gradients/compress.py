@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from weft.config.mesh import CompressSection
-from weft.models.layers.custom import keyed
+from weft.models.layers.custom import derive_seed
 from weft.parallel.local_parameters import local
 from weft.parallel.world import World
 from weft.torch_private import compute_local_shape_and_global_offset
@@ -130,7 +130,7 @@ class PowerSGD:
     def _first_q(self, name: str) -> DTensor:
         """Normal random numbers, a function of the seed and the name."""
         parameter, generator = self.trained[name], torch.Generator()
-        generator.manual_seed(keyed(self.seed, PREFIX + name))
+        generator.manual_seed(derive_seed(self.seed, PREFIX + name))
         whole = torch.randn((*parameter.shape[:-1], self.rank), generator=generator).to(parameter)
         placements = self.matrices[name].placements
         return distribute_tensor(whole, parameter.device_mesh, placements, src_data_rank=None)

@@ -8,13 +8,13 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from weft.checkpoint.huggingface.transformers_files import fill_foreign, foreign_entries
+from weft.checkpoint.huggingface.transformers_files import fill_transformers_model, transformers_entries
 from weft.checkpoint.tensors import model_tensors
-from weft.config.transformers_model import ForeignModelSection, folder_config
+from weft.config.transformers_model import TransformersModelSection, folder_config
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
 from weft.models.roles import parameter_roles
-from weft.models.transformers_model import build_foreign, examine, materialize
+from weft.models.transformers_model import build_transformers_model, materialize, missing_capability
 
 WIDTH = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = WIDTH | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -66,17 +66,17 @@ def folder(tmp_path_factory):
 
 
 def section_for(path, *, weights=True, **keys):
-    return ForeignModelSection(
+    return TransformersModelSection(
         type="hf", path=str(path), weights=weights, config=folder_config(str(path), {}, weights=weights), **keys
     )
 
 
 def built(path, **keys):
     section = section_for(path, **keys)
-    model = build_foreign(section)
+    model = build_transformers_model(section)
     assert all(parameter.is_meta for parameter in model.parameters())
     materialize(model, "cpu")
-    fill_foreign(model, section)
+    fill_transformers_model(model, section)
     return model.eval()
 
 
@@ -127,10 +127,10 @@ def test_gradients_are_those_of_the_plain_loss(pair):
 )
 def test_documents_are_what_they_are_one_by_one(folder, name, attention):
     model = built(folder(name), attn_implementation=attention)
-    lacks = examine(model, documents=True)
+    lacks = missing_capability(model, documents=True)
     if name in MIXING:
         assert "it cannot keep documents apart; set data.document_attention to false" in lacks
-        assert examine(model, documents=False) is None
+        assert missing_capability(model, documents=False) is None
         return
     assert lacks is None
     segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 11])
@@ -145,7 +145,7 @@ def test_documents_are_what_they_are_one_by_one(folder, name, attention):
 def test_a_model_that_looks_ahead_is_told(tmp_path):
     keys = WIDTH | {"intermediate_size": 48}
     AutoModelForCausalLM.from_config(transformers.BertConfig(**keys)).save_pretrained(tmp_path / "bert")
-    assert "depend on later tokens" in examine(built(tmp_path / "bert"), documents=False)
+    assert "depend on later tokens" in missing_capability(built(tmp_path / "bert"), documents=False)
 
 
 def test_it_writes_what_transformers_writes(pair):
@@ -164,7 +164,7 @@ def test_what_would_be_saved_is_what_was_read(pair, folder):
     name, ours, _ = pair
     state = ours.state_dict()
     kinds = {first: tensor.dtype for first, (tensor, _) in model_tensors(ours).items()}
-    entries = foreign_entries(section_for(folder(name)), kinds, state.__getitem__)
+    entries = transformers_entries(section_for(folder(name)), kinds, state.__getitem__)
     there = load_file(folder(name) / "model.safetensors")
     assert sorted(entry.name for entry in entries) == sorted(there)
     for entry in entries:
@@ -174,7 +174,7 @@ def test_what_would_be_saved_is_what_was_read(pair, folder):
 
 def test_random_weights_are_those_of_its_class(folder):
     section = section_for(folder("StableLm"), weights=False)
-    ours = build_foreign(section, seed=5)
+    ours = build_transformers_model(section, seed=5)
     torch.manual_seed(5)
     theirs = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder("StableLm")))
     expected = theirs.state_dict()
