@@ -121,8 +121,7 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
             on the meta device, and buffers (rotations) hold what its constructor computes, on the CPU.
 
     Returns:
-        A `TransformersModel` in float32. Its `head` is (factor, soft-cap) of logits that are plain products otherwise, or
-        None for other heads.
+        A `TransformersModel` in float32.
 
     Raises:
         UserError: transformers is missing or too old, does not know the model, or does not take its config.json.
