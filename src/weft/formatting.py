@@ -1,4 +1,4 @@
-"""Numbers as people read them: counts, amounts, bytes, durations and rates. All of Weft's output goes through here."""
+"""Formats numbers for people: counts, amounts, bytes, durations and rates. All output of Weft uses it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _METRICS = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number of things: `1 document`, `12,345 documents`; `plural` where it is not the noun with an s."""
+    """`1 document`, `12,345 documents`; `plural` if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
-    """A list that may be long: `a, b and 3 more`; `a; b; and 3 more` with "; " between."""
+    """At most `most` items of a list: `a, b and 3 more`; with "; " between, `a; b; and 3 more`."""
     more = f"{between.strip(', ')} and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
 
 def amount(number: float, full: float = 1e3) -> str:
-    """A large number in short: `640`, `30.7k`, `134.1M`, `8.03B`; every digit of one below `full`."""
+    """A large number in short: `640`, `30.7k`, `134.1M`, `8.03B`; all digits below `full`."""
     for limit, letter, digits in _AMOUNTS:
         if number >= max(limit, full):
             return f"{number / limit:,.{digits}f}{letter}"
@@ -30,7 +30,7 @@ def amount(number: float, full: float = 1e3) -> str:
 
 
 def cell(value: Any) -> str:
-    """A table's cell: a measured number has four significant digits, or all of its whole part if that has more."""
+    """A table cell; a float has four significant digits, or all digits before its point."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -39,7 +39,7 @@ def cell(value: Any) -> str:
 
 
 def tick(value: float) -> str:
-    """A number beside an axis: `0`, `3e-4`, `0.25`, `12.5`, `1,500`, `12k`, `3.5M`."""
+    """An axis label: `0`, `3e-4`, `0.25`, `12.5`, `1,500`, `12k`, `3.5M`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -53,7 +53,7 @@ def tick(value: float) -> str:
 
 
 def byte_size(number: float, unit: str | None = None) -> str:
-    """Bytes: `640 B`, `30.7 kB`, `1.2 GB`; in a given `unit` with one digit (`0.3 MB`), in GB with two."""
+    """Bytes: `640 B`, `30.7 kB`, `1.2 GB`; in a given `unit` with one decimal (`0.3 MB`), or two from GB on."""
     if unit is not None:
         limit = next(limit for limit, name in _BYTES if name == unit)
         return f"{number / limit:,.{2 if limit >= 1e9 else 1}f} {unit}"
@@ -64,23 +64,21 @@ def byte_size(number: float, unit: str | None = None) -> str:
 
 
 def progress(done: int, total: int | None, unit: str) -> str:
-    """How much is done: `120`, `120/1000`, or of the unit B `1.5/4.0 MB`."""
+    """`120`, `120/1000`, or for the unit B `1.5/4.0 MB`."""
     if unit == "B":
         return f"{done / 1e6:,.1f}{'' if total is None else f'/{total / 1e6:,.1f}'} MB"
     return f"{done}" if total is None else f"{done}/{total}"
 
 
 def duration(seconds: float) -> str:
-    """A stretch of time: `0.8s`, `45s`, `1m20s`, `2h05m`, `3d04h`."""
+    """`0.8s`, `45s`, `1m20s`, `2h05m`, `3d04h`."""
     if seconds < 0.95:
         return f"{max(seconds, 0):.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    minutes = round(seconds / 60)
-    if minutes < 24 * 60:
+    if (rounded := round(seconds)) < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if (minutes := round(seconds / 60)) < 24 * 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     hours = round(seconds / 3600)
     return f"{hours // 24}d{hours % 24:02d}h"
@@ -92,7 +90,7 @@ def timing(seconds: float) -> str:
 
 
 def rate(per_second: float, unit: str) -> str:
-    """A speed: `12.3 MB/s` (of the unit B), `2.5 s/step`, `8.1 steps/s`, `12,345 tokens/s`."""
+    """A speed: `12.3 MB/s` (for the unit B), `2.5 s/step`, `8.1 steps/s`, `12,345 tokens/s`."""
     if unit == "B":
         return f"{byte_size(per_second, 'MB')}/s"
     if 0 < per_second < 1:
@@ -101,7 +99,7 @@ def rate(per_second: float, unit: str) -> str:
 
 
 def flops_rate(per_second: float) -> str:
-    """Arithmetic by the second: `989.4 TFLOP/s`, `120 GFLOP/s`."""
+    """`989.4 TFLOP/s`, `120 GFLOP/s`."""
     return f"{per_second / 1e12:,.1f} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:,.0f} GFLOP/s"
 
 
@@ -110,10 +108,10 @@ def metric(name: str, value: Any) -> str:
     if name.endswith("_per_second") and isinstance(value, int | float):
         shown = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
         return f"{shown} {_METRICS.get(name, name.removesuffix('_per_second') + '/s')}"
+    if name == "mfu" and isinstance(value, float):
+        return f"MFU {value:.1%}"
     if name.endswith("lr") and isinstance(value, float):
         shown = f"{value:.1e}"
-    elif name == "mfu" and isinstance(value, float):
-        return f"MFU {value:.1%}"
     elif isinstance(value, float):
         shown = f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -124,5 +122,12 @@ def metric(name: str, value: Any) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share: `12.34%`; of nothing, `0.00%`."""
+    """`12.34%`; `0.00%` of nothing."""
     return f"{100 * part / (whole or 1):.2f}%"
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}

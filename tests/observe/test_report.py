@@ -208,9 +208,9 @@ def test_ticks_are_few_round_and_inside(low, high):
 
 
 def test_the_mean_line_does_not_lag():
-    line = charts.neighbour_mean([float(i) for i in range(100)], 10)
+    line = charts.centered_mean([float(i) for i in range(100)], 10)
     assert line == pytest.approx([float(i) for i in range(100)])
-    assert math.isnan(charts.neighbour_mean([1.0, math.nan, 3.0], 3)[1])
+    assert math.isnan(charts.centered_mean([1.0, math.nan, 3.0], 3)[1])
 
 
 def test_the_verb_prints_the_page(tmp_path):

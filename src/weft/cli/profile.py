@@ -135,17 +135,12 @@ def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] 
 
 def show(found: dict[str, Any], out: Path) -> None:
     """Print the tables."""
-    from weft.observe import profile_page as tables
     from weft.observe.console import Console
+    from weft.observe.profile_page import shares_text, tables, warmup_text
 
     console = Console()
-    for header, rows in (
-        tables.steps_table(found),
-        tables.operators_table(found),
-        tables.collectives_table(found),
-        tables.memory_table(found),
-    ):
+    for header, rows in tables(found).values():
         if rows:
             console.table(header, rows)
             console.result()
-    console.result(f"{tables.shares_text(found)}\n{tables.warmup_text(found)}\n{out}/profile.html")
+    console.result(f"{shares_text(found)}\n{warmup_text(found)}\n{out}/profile.html")

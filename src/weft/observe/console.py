@@ -1,7 +1,7 @@
-"""What one process says while it works: a live bar on a terminal, plain lines elsewhere.
+"""Output of one process: a live progress bar on a terminal, plain lines elsewhere.
 
-Progress, notes and warnings go to stderr; results (samples, tables, the report's path) to stdout, so that they can be
-piped. A terminal that goes away, or a pipe that is closed, silences the console: it never stops a training run.
+Progress, notes and warnings go to stderr. Results (samples, tables, the path of a report) go to stdout, for pipes. A
+terminal that goes away, or a closed pipe, silences the console and never stops a training run.
 """
 
 from __future__ import annotations
@@ -15,49 +15,47 @@ from typing import Any, TextIO, cast
 from weft.formatting import cell
 from weft.observe.progress import LiveProgress, PlainProgress, SilentProgress
 
-# Generated text may hold escape sequences: they must not move the cursor or recolour the user's terminal.
+# Generated text may hold escape sequences, which must not move the cursor or recolor the user's terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
-    """Speaks for a whole run, so only one process of it has `speaks=True`; in the others every method is silent.
+    """The output of a run. Only one process has `speaks=True`; in the others every method does nothing.
 
     Args:
-        speaks: whether this process is the one.
-        out, err: the streams; default: `sys.stdout` and `sys.stderr` at the time of the call.
-        interval: the fewest seconds between two plain progress lines (longer runs speak less often, see PlainProgress).
+        out, err: the streams; by default `sys.stdout` and `sys.stderr` at the time of the call.
+        interval: the minimum of seconds between two plain progress lines (see `PlainProgress`).
     """
 
     def __init__(
         self, speaks: bool = True, *, out: TextIO | None = None, err: TextIO | None = None, interval: float = 5.0
     ):
         self.speaks = speaks
-        self._out, self._err, self._interval = out, _Forgiving(err), interval
+        self._out, self._err, self._interval = out, _FailSilentStream(err), interval
         self._rich: Any = None
         self._bar: LiveProgress | None = None
 
     @property
     def live(self) -> bool:
-        """Whether stderr is a terminal that can show a bar (it knows UTF-8 and its TERM is not dumb)."""
+        """Whether stderr is a terminal that can show a bar: with UTF-8, and a TERM that is not dumb."""
         if os.environ.get("TERM", "") in ("", "dumb", "unknown") and os.name != "nt":
             return False
         return self._err.isatty() and self._err.encoding.lower().replace("-", "").startswith("utf8")
 
-    def line(self, text: str = "") -> None:
-        """A note, on stderr; above the bar if one is shown."""
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """Prints a note on stderr; above the bar if one is shown."""
         if self.speaks:
-            self._say(_CONTROL.sub("", text))
+            self._print(_CONTROL.sub("", text), style)
 
     def warning(self, text: str) -> None:
-        """A note that something is not as the user may think."""
-        if self.speaks:
-            self._say(_CONTROL.sub("", f"warning: {text}"), style="yellow")
+        """Prints a warning on stderr."""
+        self.line(f"warning: {text}", style="yellow")
 
     def result(self, text: str = "", end: str = "\n") -> None:
-        """What the command was asked for, on stdout.
+        """Prints a result of the command on stdout.
 
         Raises:
-            BrokenPipeError: the reader went away (`weft ... | head`); the command line ends quietly on it.
+            BrokenPipeError: the reader went away (`weft ... | head`); the command line then exits quietly.
         """
         if self.speaks:
             out = self._out or sys.stdout
@@ -66,7 +64,7 @@ class Console:
             out.flush()
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """A result as aligned columns; numbers to the right, thousands set apart."""
+        """Prints a result as aligned columns; numbers are right-aligned, with separated thousands."""
         rows = [list(row) for row in rows]
         cells = [list(header), *([cell(value) for value in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -75,28 +73,26 @@ class Console:
             padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
             self.result("  ".join(padded).rstrip())
 
-    def progress(self, total: int | None, description: str = "", unit: str = "step", start: int = 0):
-        """A context manager with `.update(done, **fields)`.
+    def progress(self, total: int | None, description: str = "", unit: str = "step", start: int = 0) -> SilentProgress:
+        """Returns a context manager with `.update(done, **fields)`, which costs microseconds.
+
+        `fields` (loss, lr, tokens_per_second, ...) are shown in the order in which they first came. A field stays
+        until its next value; None removes it.
 
         Args:
-            total: how many units there are in all; None if that is not known.
-            description: what is being done ("packing"). Plain lines of steps leave it out: "step 3/10" says it.
-            unit: what is counted, in the singular; "B" counts bytes and shows MB and MB/s.
-            start: how many were done before (a resumed run); they do not count for the speed.
-
-        `fields` are shown in the order first given: loss, lr, tokens_per_second, ... A field stays until it is given
-        anew; None removes it. Updating costs microseconds; drawing happens a few times a second on a thread of its own.
+            total: number of units; None if unknown.
+            description: such as "packing". Plain lines of steps leave it out.
+            unit: the unit in the singular; "B" counts bytes and shows MB and MB/s.
+            start: units done before, as in a resumed run; they do not count for the speed.
         """
-        if not self.speaks:
+        if not self.speaks or (self._bar is not None and self._bar.showing):  # one bar at a time
             return SilentProgress()
-        if self._bar is not None and self._bar.showing:
-            return SilentProgress()  # within another: one bar at a time
         if self.live:
             self._bar = LiveProgress(self._rich_console(), total, description, unit, start)
             return self._bar
-        return PlainProgress(self._say, total, description, unit, start, self._interval)
+        return PlainProgress(self._print, total, description, unit, start, self._interval)
 
-    def _say(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str, style: str | None = None) -> None:
         if self.live:
             self._rich_console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -105,40 +101,41 @@ class Console:
 
     def _rich_console(self) -> Any:
         if self._rich is None:
-            from rich.console import Console as RichConsole  # lazily: it takes 40 ms that `weft --help` does not have
+            from rich.console import Console as RichConsole  # takes 40 ms, which `weft --help` need not wait for
 
             self._rich = RichConsole(file=cast(TextIO, self._err))
         return self._rich
 
 
-class _Forgiving:
-    """stderr that turns silent, instead of raising, when nobody is at the other end; characters that its encoding
-    lacks are replaced."""
+class _FailSilentStream:
+    """A stream that turns silent where writing to it fails, and replaces characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO | None):
         self._stream, self._dead = stream, False
 
     @property
     def stream(self) -> Any:
-        return self._stream if self._stream is not None else sys.__stderr__ if _proxied(sys.stderr) else sys.stderr
+        if self._stream is not None:
+            return self._stream
+        # A live bar replaces sys.stderr by a proxy; if the bar itself wrote to the proxy, it would never return.
+        return sys.__stderr__ if hasattr(sys.stderr, "rich_proxied_file") else sys.stderr
 
     @property
     def encoding(self) -> str:
         return getattr(self.stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        if not self._dead and self.stream is not None:
-            try:
-                self.stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
-            except (OSError, ValueError):  # closed pipe, lost terminal, closed file
-                self._dead = True
+        self._attempt("write", text.encode(self.encoding, "replace").decode(self.encoding))
         return len(text)
 
     def flush(self) -> None:
+        self._attempt("flush")
+
+    def _attempt(self, method: str, *arguments: str) -> None:
         if not self._dead and self.stream is not None:
             try:
-                self.stream.flush()
-            except (OSError, ValueError):
+                getattr(self.stream, method)(*arguments)
+            except (OSError, ValueError):  # closed pipe, lost terminal, closed file
                 self._dead = True
 
     def isatty(self) -> bool:
@@ -149,8 +146,3 @@ class _Forgiving:
 
     def fileno(self) -> int:
         return self.stream.fileno()
-
-
-def _proxied(stream: Any) -> bool:
-    """Whether a live display stands in for the stream (writing to it from the display itself would never end)."""
-    return hasattr(stream, "rich_proxied_file")

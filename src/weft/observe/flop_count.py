@@ -1,4 +1,4 @@
-"""How many operations a token takes, by formula. Torch-free: `weft models` lists them."""
+"""FLOPs per token by formula. Torch-free: `weft models` lists them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ FLOPS_PER_TOKEN = "6 x matmul parameters + 12 x layers x width x sequence"
 
 
 def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
-    """Floating-point operations of forward and backward for one token of a dense decoder.
+    """Returns the FLOPs of forward and backward for one token of a dense decoder (PaLM, appendix B; Chowdhery et al.,
+    2022).
 
-    `6 x matmul_parameters` (2 forward, 4 backward) and, for the scores and sums of attention, `12 x layers x width x
-    sequence`; the causal half is not taken off. This is the count of PaLM's appendix B (Chowdhery et al., 2022).
+    `6 x matmul_parameters` (2 forward, 4 backward) and, for attention, `12 x layers x width x sequence`, without a
+    discount for the causal mask.
 
     Args:
-        matmul_parameters: parameters used in matrix products (an embedding table only if it is also the head).
-        layers, width: number of blocks; heads x head size (the hidden size, usually).
+        matmul_parameters: parameters used in matmuls (an embedding table only if the head is tied to it).
+        width: heads x head size, usually the hidden size.
         sequence: tokens per sequence.
     """
     return 6 * matmul_parameters + 12 * layers * width * sequence

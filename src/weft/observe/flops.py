@@ -1,10 +1,11 @@
-"""Model FLOP/s utilisation (MFU), by one definition, and what devices can do at most."""
+"""Model FLOP/s utilization (MFU), peak FLOP/s of devices, and peak memory."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -19,32 +20,31 @@ DEFINITION = (
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_total: float) -> float:
-    """The share of the devices' peak that the model's own arithmetic used: 0 to 1.
+    """Returns the share (0 to 1) of the devices' peak that the model's arithmetic uses.
 
     Args:
-        tokens_per_second: of the whole job, every token once.
-        flops_per_token: from `flops_per_token`.
-        peak_total: FLOP/s, the sum over all devices of the job.
+        tokens_per_second: of the whole job; each token counts once.
+        peak_total: FLOP/s, summed over all devices of the job.
     """
     return tokens_per_second * flops_per_token / peak_total
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one device (on CPU: one process with its threads) can do.
+    """The peak of a device; on a CPU, of a process with its threads.
 
     Attributes:
         flops_per_second: dense, in the dtype asked for.
-        origin: where the number is from: `table: NVIDIA H100 SXM, bfloat16`, or `measured with a matmul ...`.
+        origin: where the number is from: `table: NVIDIA H100 SXM, bfloat16`, or `measured with a ... matmul ...`.
     """
 
     flops_per_second: float
     origin: str
 
 
-# Dense TFLOP/s as makers state them: bfloat16, float16, float32 (TF32 where tensor cores have it: Weft turns it on),
-# fp8, float64; None: the device lacks it or no figure is published, so it is measured. The first pattern that matches
-# torch's name for the device wins. Consumer cards: with float32 accumulation, which is what training uses.
+# Dense TFLOP/s as published: bfloat16, float16, float32 (TF32 where tensor cores have it: Weft turns it on), fp8,
+# float64. None: unsupported or unpublished, so it is measured. The first pattern that matches torch's device name wins.
+# Consumer cards: with float32 accumulation, as in training.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float64)
 _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
     ("NVIDIA GB300", r"\bGB300\b", (2500, 2500, 1250, 5000, None)),
@@ -82,51 +82,52 @@ _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
     ("AMD MI325X", r"\bMI325X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
     ("AMD MI300X", r"\bMI300X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
     ("AMD MI300A", r"\bMI300A", (980.6, 980.6, 122.6, 1961.2, 122.6)),
-    # torch sees each of the two dies of these modules as a device of its own: half of the module's figure.
+    # torch sees each of the two dies of these modules as one device: half of the module's number.
     ("AMD MI250X, one of two dies", r"\bMI250X", (191.5, 191.5, 47.9, None, 47.9)),
     ("AMD MI250, one of two dies", r"\bMI250\b", (181, 181, 45.3, None, 45.3)),
 ]
 
 
 def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
-    """The stated peak of a device by torch's name for it; None if it is not in the table.
+    """Returns the published peak of a device by torch's name for it; None if the table has none.
 
-    Slices of a device (MIG) and laptop versions under a desktop card's name are not in it.
+    Slices of a device (MIG) and laptop versions with the name of a desktop card are not in the table.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
         return None
     for name, pattern, peaks in _TABLE:
         if re.search(pattern, device_name, re.IGNORECASE):
-            teraflops = dict(zip(_DTYPES, peaks, strict=True)).get(_table_dtype(dtype))
+            column = torch.float8_e4m3fn if str(dtype).startswith("torch.float8") else dtype
+            teraflops = dict(zip(_DTYPES, peaks, strict=True)).get(column)
             return None if teraflops is None else Peak(teraflops * 1e12, f"table: {name}, {_name(dtype)}")
     return None
 
 
 def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
-    """The peak of a device in a dtype: from the table, or measured there and then (half a second).
+    """Returns the peak of a device in a dtype: from the table, or measured now (half a second).
 
-    On CPU it is what this process reaches with the threads it has been given (`torch.get_num_threads()`): call it after
-    setting them, on all ranks of a machine at the same time, and add up.
+    On a CPU it is the peak of this process with its threads (`torch.get_num_threads()`): set the threads first, and
+    call it on all ranks of a machine at the same time.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        stated = table_peak(torch.cuda.get_device_name(device), dtype)
-        if stated is not None:
-            return stated
-    if dtype.itemsize == 1:  # no plain matmul takes it
+        published = table_peak(torch.cuda.get_device_name(device), dtype)
+        if published is not None:
+            return published
+    if dtype.itemsize == 1:  # a plain matmul does not support it
         peak = measured_peak(device, torch.bfloat16)
         return Peak(peak.flops_per_second, f"{peak.origin}, for want of one in {_name(dtype)}")
     return measured_peak(device, dtype)
 
 
 def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.4) -> Peak:
-    """The best of many square matrix products in `dtype`, of several sizes, in about `seconds`.
+    """Measures square matmuls in `dtype` of several sizes for about `seconds`, and returns the best.
 
-    Small sizes are repeated until the large ones cannot be ruled out: on a busy CPU a single product may take a hundred
-    times as long as the next, and a peak that is too low would make the MFU a lie.
+    Small sizes are repeated until the large ones cannot be ruled out. On a busy CPU one matmul may take a hundred times
+    as long as the next, and a peak that is too low would inflate the MFU.
 
     Raises:
-        RuntimeError: the device has no matrix product in this dtype.
+        RuntimeError: the device has no matmul in this dtype.
     """
     device = torch.device(device)
     sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
@@ -134,40 +135,39 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
     began = time.perf_counter()
     for number, size in enumerate(sizes, start=1):
         if best and (2 * 2 * size**3 / best > seconds or time.perf_counter() - began > seconds):
-            break  # the first product and one more would not fit
+            break  # no time for the first matmul and one more
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        out = torch.mm(a, b)  # sets the kernel up as well
+        out = torch.mm(a, b)  # initializes the kernel, too
         for run in range(64):
-            _wait(device)
+            _synchronize(device)
             start = time.perf_counter()
             torch.mm(a, b, out=out)
-            _wait(device)
+            _synchronize(device)
             end = time.perf_counter()
             if (rate := 2 * size**3 / (end - start)) > best:
                 best, best_size = rate, size
             if end - began > seconds * number / len(sizes) and (run >= 2 or end - began > 2 * seconds):
                 break
-    threads = torch.get_num_threads()
-    by = f"on {counted(threads, 'CPU thread')}" if device.type == "cpu" else f"on one {_device_name(device)}"
+    by = f"on {counted(torch.get_num_threads(), 'CPU thread')}"
+    if device.type != "cpu":
+        by = f"on one {torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type} device'}"
     return Peak(best, f"measured with a {best_size} x {best_size} {_name(dtype)} matmul {by}")
 
 
 def total_peak(peaks: list[Peak]) -> Peak:
-    """The sum over the devices of a job, one `Peak` for each; its origin says how many of which."""
-    origins: dict[str, int] = {}
-    for peak in peaks:
-        origins[peak.origin] = origins.get(peak.origin, 0) + 1
-    said = "; ".join(f"{count} x {origin}" if len(peaks) > 1 else origin for origin, count in origins.items())
-    return Peak(sum(peak.flops_per_second for peak in peaks), said)
+    """Returns the sum over the devices of a job; its origin counts the devices of each kind."""
+    origins = Counter(peak.origin for peak in peaks)
+    text = "; ".join(f"{count} x {origin}" if len(peaks) > 1 else origin for origin, count in origins.items())
+    return Peak(sum(peak.flops_per_second for peak in peaks), text)
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """The most memory used so far, in bytes: what `memory_kind` says."""
+    """Returns the peak memory so far, in bytes, as `memory_kind` defines it."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        with open("/proc/self/status", "rb") as status:  # not getrusage: that remembers the parent's size through exec
+        with open("/proc/self/status", "rb") as status:  # getrusage would include the parent's peak from before exec
             for line in status:
                 if line.startswith(b"VmHWM:"):
                     return int(line.split()[1]) * 1024
@@ -180,25 +180,16 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def memory_kind(device: torch.device | str) -> str:
-    """What `memory_bytes` counts on this device, in words."""
+    """Returns what `memory_bytes` counts on this device."""
     if torch.device(device).type == "cuda":
         return "peak memory allocated on the first rank's GPU"
     return "peak resident memory of the first rank's process"
-
-
-def _table_dtype(dtype: torch.dtype) -> torch.dtype:
-    eight_bits = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-    return torch.float8_e4m3fn if dtype in eight_bits else dtype
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} device"
-
-
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

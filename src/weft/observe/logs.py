@@ -1,4 +1,4 @@
-"""A log file for each rank: `<run>/logs/rank-00000.log`. Python's warnings go there, not over the progress bar."""
+"""A log file for each rank, `<run>/logs/rank-00000.log`. Python's warnings go there and not over the progress bar."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _handler: logging.FileHandler | None = None
 
 
 def log_path(run_directory: str | Path, rank: int = 0) -> Path:
-    """Where a rank's log is."""
+    """Returns the path of a rank's log."""
     return Path(run_directory) / "logs" / f"rank-{rank:05d}.log"
 
 
 def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
-    """Append this process's log, local time stamps, to the run directory; and return the logger to write to.
+    """Appends this process's log to the run directory; returns the logger. Replaces an open log.
 
-    Everything that libraries log from INFO (torch: WARNING) up goes there as well, and so do Python's warnings. A
-    second call turns to the new directory.
+    The log has local times, what libraries log from INFO (torch: WARNING) up, and Python's warnings.
 
     Raises:
         UserError: the file cannot be written.
@@ -32,7 +31,7 @@ def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
     path = log_path(run_directory, rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _FailSilent(path, encoding="utf-8", errors="backslashreplace")
+        handler = _FailSilentHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror}; free space or set run.directory", path) from error
     handler.setFormatter(logging.Formatter(FORMAT, "%Y-%m-%d %H:%M:%S"))
@@ -49,12 +48,12 @@ def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
 
 
 def open_log() -> Path | None:
-    """The file that this process's log goes to, if it goes to one."""
+    """Returns the path of this process's open log, or None."""
     return Path(_handler.baseFilename) if _handler is not None else None
 
 
 def stop_log() -> None:
-    """Close this process's log; warnings go to stderr again."""
+    """Closes this process's log; warnings go to stderr again."""
     global _handler
     if _handler is not None:
         logging.captureWarnings(False)
@@ -63,9 +62,8 @@ def stop_log() -> None:
         _handler = None
 
 
-class _FailSilent(logging.FileHandler):
-    """A full disk must not turn each log line into a traceback on the console: the checkpoint or the metrics file will
-    say it once, as an error."""
+class _FailSilentHandler(logging.FileHandler):
+    """Ignores a full disk, instead of a traceback for each line: saving the checkpoint or the metrics reports it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -1,4 +1,4 @@
-"""`manifest.json`: all that is needed to run a run again: versions, commit, command, hardware, seed, data, choices."""
+"""`manifest.json`: what is needed to repeat a run (versions, commit, command, hardware, seed, data, choices)."""
 
 from __future__ import annotations
 
@@ -17,68 +17,66 @@ from typing import Any
 
 import weft
 from weft.errors import UserError
-from weft.files import replace_file
+from weft.files import replace_file, unwritable
 
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")
 
 
 def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int = 0, **facts: Any) -> Path:
-    """Begin a session in the run's manifest (atomically). The first rank calls it when training begins or goes on.
+    """Starts a session in the run's manifest (atomically). The first rank calls it when training starts or resumes.
 
-    The top of the file tells what holds now; `sessions` has one entry for each time that the run was started: when,
-    from which step, by which command, code, versions and hardware.
+    The top level has the current values. `sessions` has one entry for each start of the run: time, step, command, code,
+    versions and hardware.
 
     Args:
-        config: the `RunConfig`, or its `as_dict()`; name, seed, dtype and threads are noted (all is in `config.yaml`).
+        config: the `RunConfig`, or its `as_dict()`; name, seed, dtype and threads are kept (`config.yaml` has all).
         resumed_step: updates made before this session.
-        facts: whatever else is known, as JSON: ranks, mesh, steps, data_digests, parameters, matmul_parameters,
-            flops_per_token, peak_flops_per_second (of all devices), peak_origin, memory_kind ...
+        facts: further values, as JSON: ranks, mesh, steps, data_digests, parameters, matmul_parameters,
+            flops_per_token, peak_flops_per_second (of all devices), peak_origin, memory_kind, ...
 
     Raises:
         UserError: the file cannot be written.
     """
-    path = Path(run_directory) / MANIFEST
     config = config if isinstance(config, dict) else config.as_dict()
+    run, training = config["run"], config.get("training", {})
     sessions = read_manifest(run_directory).get("sessions", [])
-    command = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
-    session = {
-        "started": now(),
-        "step": resumed_step,
-        "command": shlex.join(command),
+    current = {
+        "command": shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),
         "working_directory": os.getcwd(),
         "git": git_state(),
         "versions": versions(),
         "hardware": hardware(),
         "ranks": facts.get("ranks", 1),
     }
+    session = {"started": now(), "step": resumed_step, **current}
     manifest = {
-        "name": config["run"].get("name") or Path(run_directory).name,
-        "seed": config["run"].get("seed"),
-        "dtype": config.get("training", {}).get("dtype"),
-        "threads": config.get("training", {}).get("threads"),
+        "name": run.get("name") or Path(run_directory).name,
+        "seed": run.get("seed"),
+        "dtype": training.get("dtype"),
+        "threads": training.get("threads"),
         "started": sessions[0]["started"] if sessions else session["started"],
-        **{key: session[key] for key in ("command", "working_directory", "git", "versions", "hardware", "ranks")},
+        **current,
         **facts,
         "sessions": [*sessions, session],
     }
-    return _write(path, manifest)
+    return _write(run_directory, manifest)
 
 
 def end_session(run_directory: str | Path, *, status: str, step: int, **facts: float) -> Path:
-    """Note how and when the newest session ended ("finished", "stopped", "non-finite"), after `step` updates in all.
+    """Records how and when the last session ended ("finished", "stopped", "non-finite"), after `step` updates in all.
 
     Args:
-        facts: what else is known of it: warmup_seconds (its first step), steady_step_seconds (mean of the others).
+        facts: warmup_seconds (its first step) and steady_step_seconds (mean of the others), if known.
     """
     manifest = read_manifest(run_directory)
     if manifest.get("sessions"):
         manifest["sessions"][-1].update(ended=now(), status=status, last_step=step, **facts)
-    return _write(Path(run_directory) / MANIFEST, manifest)
+    return _write(run_directory, manifest)
 
 
 def read_manifest(run_directory: str | Path) -> dict[str, Any]:
-    """The manifest as written; empty if there is none.
+    """Returns the manifest; empty if there is none.
 
     Raises:
         UserError: it is damaged.
@@ -96,12 +94,12 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
 
 
 def now() -> str:
-    """This moment, local time with its offset, to the second."""
+    """Returns the local time with its UTC offset, to the second."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """Of Weft, Python, and the packages that numbers depend on."""
+    """Returns the versions of Weft, Python, and the packages that results depend on."""
     found = {"weft": weft.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -110,7 +108,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
-    """Commit and whether files differ from it, of the working directory; None outside a repository or without git."""
+    """Returns the commit of the working directory and whether files differ from it; None without git."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -133,7 +131,7 @@ def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Of this host: CPU model, cores (of the machine; those this process may use), memory in bytes, GPUs."""
+    """Returns CPU model, cores (of the host, and usable by this process), memory in bytes and GPUs of this host."""
     import psutil
     import torch
 
@@ -154,22 +152,17 @@ def hardware() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith(("model name", "Model")):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def _write(path: Path, manifest: dict[str, Any]) -> Path:
+def _write(run_directory: str | Path, manifest: dict[str, Any]) -> Path:
+    path = Path(run_directory) / MANIFEST
     content = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
-    try:
+    with unwritable(path, "mend that and run the same command to go on"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode("utf-8", "replace"))
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}; mend that and run the same command to go on"
-        raise UserError(what, path) from error
     return path

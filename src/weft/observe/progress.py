@@ -1,4 +1,4 @@
-"""How progress is counted and shown: a live bar, plain lines, or nothing. Made by `Console.progress`."""
+"""Progress display: a live bar, plain lines, or nothing. Made by `Console.progress`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from weft import formatting
 
-# What a narrow terminal keeps the longest; other fields weigh 5.
+# Fields with the lowest importance are dropped first on a narrow terminal; other fields have 5.
 _IMPORTANCE = {"loss": 8, "tokens_per_second": 7.8}
 
 
 class Count:
-    """How far the work is, how fast it goes (over the last half minute or so), and how long it will take.
+    """How much is done, the speed over the last half minute or so, and the remaining time.
 
     Args:
-        clock: seconds that only grow.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -33,11 +33,9 @@ class Count:
 
     def update(self, done: int, fields: dict[str, Any]) -> None:
         self.done = done
-        for name, value in fields.items():
-            if value is None:
-                self.fields.pop(name, None)
-            else:
-                self.fields[name] = value
+        self.fields |= fields
+        for name in [name for name, value in fields.items() if value is None]:
+            del self.fields[name]
         now = self.clock()
         if now - self._marks[-1][0] >= 1 or len(self._marks) == 1:
             self._marks.append((now, done))
@@ -48,16 +46,13 @@ class Count:
 
     @property
     def rate(self) -> float | None:
-        """Units a second. The first unit (it may compile) stops counting once it is half a minute behind."""
-        time_then, done_then = self._marks[0]
-        time_now, done_now = self._marks[-1]
-        return (
-            (done_now - done_then) / (time_now - time_then) if time_now > time_then and done_now > done_then else None
-        )
+        """Units per second. The first unit (it may compile) stops counting once it is half a minute old."""
+        (then, done_then), (now, done_now) = self._marks[0], self._marks[-1]
+        return (done_now - done_then) / (now - then) if now > then and done_now > done_then else None
 
     @property
     def remaining(self) -> float | None:
-        """Seconds to go, if that can be known."""
+        """Estimated seconds to the end; None if unknown."""
         if self.total is None or self.rate is None:
             return None
         since = self.clock() - self._marks[-1][0]
@@ -68,7 +63,7 @@ class Count:
         return formatting.progress(self.done, self.total, self.unit)
 
     def speed(self, average: bool = False) -> str | None:
-        """The speed in units a second; None where a field tells it (tokens/s), or before anything is done."""
+        """Units per second; None where a field has a speed (tokens/s), or before anything is done."""
         if any(name.endswith("_per_second") for name in self.fields):
             return None
         rate = (self.done - self.start) / self.elapsed if average and self.elapsed > 0 else self.rate
@@ -76,10 +71,10 @@ class Count:
 
 
 class SilentProgress:
-    """A context manager around `update` that shows nothing: for processes that do not speak."""
+    """Shows nothing: for processes without output."""
 
     def update(self, done: int, **fields: Any) -> None:
-        """`done`: units done in all, those before `start` too. For `fields` see `Console.progress`."""
+        """`done` counts all units, with those before `start`. `fields`: see `Console.progress`."""
 
     def __enter__(self):
         return self
@@ -91,12 +86,12 @@ class SilentProgress:
 
 
 class PlainProgress(SilentProgress):
-    """Lines for logs and pipes, each complete in itself: the start, the first update, the end, and between them one
-    every `interval` seconds; after five minutes less often (a sixtieth of the time gone), at least once a minute."""
+    """Lines for logs and pipes, each complete: at the start, at the first update, at the end, and every `interval`
+    seconds. After five minutes the interval grows to a sixtieth of the elapsed time, at most a minute."""
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         total: int | None,
         description: str,
         unit: str,
@@ -104,26 +99,26 @@ class PlainProgress(SilentProgress):
         interval: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._say, self._interval = say, interval
+        self._print, self._interval = print_line, interval
         self._count = Count(total, description, unit, start, clock)
-        self._spoke, self._spoken = float("-inf"), ""
+        self._printed = float("-inf")
 
     def __enter__(self):
-        self._speak()
-        self._spoke = float("-inf")  # the first update is news, however soon it comes
+        self._print_line()
+        self._printed = float("-inf")  # the first update is printed at once
         return self
 
     def update(self, done: int, **fields: Any) -> None:
         self._count.update(done, fields)
         pause = max(self._interval, min(self._count.elapsed / 60, 60.0))
-        if self._count.clock() - self._spoke >= pause and done != self._count.total:  # the end is told on leaving
-            self._speak()
+        if self._count.clock() - self._printed >= pause and done != self._count.total:  # `__exit__` prints the end
+            self._print_line()
 
     def __exit__(self, kind, error, trace) -> None:
         if self._count.done != self._count.start or self._count.total == self._count.start:
-            self._speak(last=True)
+            self._print_line(last=True)
 
-    def _speak(self, last: bool = False) -> None:
+    def _print_line(self, last: bool = False) -> None:
         count = self._count
         head = count.unit if count.unit == "step" else count.description or ("" if count.unit == "B" else count.unit)
         parts = [f"{head} {count.amount()}".strip()]
@@ -136,19 +131,19 @@ class PlainProgress(SilentProgress):
             parts.append(f"took {formatting.duration(count.elapsed)}")
         elif count.done != count.start and (remaining := count.remaining) is not None:
             parts.append(f"ETA {formatting.duration(remaining)}")
-        self._spoke = count.clock()
-        self._say("  ".join(parts))
+        self._printed = count.clock()
+        self._print("  ".join(parts))
 
 
-def _leave_to_the_parent() -> None:
-    """In a forked child (a data worker): speak past the parent's bar, whose lock its thread may hold for ever here."""
+def _bypass_bar() -> None:
+    """In a forked child (a data worker), restores stdout and stderr: the bar's lock may be held for ever here."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
 
 
 class LiveProgress(SilentProgress):
-    """A bar that redraws itself four times a second, cut to the terminal's width: what matters least goes first."""
+    """A bar that is redrawn four times a second by a thread, and drops the least important fields to fit."""
 
     _watching_forks = False
 
@@ -161,13 +156,13 @@ class LiveProgress(SilentProgress):
         from rich.live import Live
 
         if not LiveProgress._watching_forks and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_leave_to_the_parent)
+            os.register_at_fork(after_in_child=_bypass_bar)
             LiveProgress._watching_forks = True
         self._live = Live(
             self,
             console=self._console,
             refresh_per_second=4,
-            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),  # never swallow a piped stdout
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),  # a piped stdout is not redirected
             redirect_stderr=True,
         )
         self._live.__enter__()
@@ -186,28 +181,28 @@ class LiveProgress(SilentProgress):
         """Whether the bar is on the terminal now."""
         return self._live is not None and not self._ended
 
-    def __rich__(self) -> Any:
-        from rich.text import Text
-
-        count, width = self._count, self._console.width - 1
-        shown = [
-            (formatting.metric(name, value), _IMPORTANCE.get(name, 5)) for name, value in dict(count.fields).items()
-        ]
+    def _pieces(self) -> list[tuple[str, str, float]]:
+        """Text, style and importance of each piece of the line, except the bar."""
+        count, remaining = self._count, None if self._ended else self._count.remaining
+        fields = [(formatting.metric(name, v), _IMPORTANCE.get(name, 5)) for name, v in dict(count.fields).items()]
         if (speed := count.speed(average=self._ended)) is not None:
-            shown.append((speed, 7.8))
-        remaining = None if self._ended else count.remaining
-        share = None if not count.total else min(count.done / count.total, 1.0)
-        # (text, style, importance): the least important leaves first when the terminal is narrow.
+            fields.append((speed, 7.8))
         pieces = [
             (count.description, "bold", 2),
             (count.amount(), "", 9),
-            *((text, "cyan" if i == 0 else "", weight - i / 100) for i, (text, weight) in enumerate(shown)),
+            *((text, "cyan" if i == 0 else "", weight - i / 100) for i, (text, weight) in enumerate(fields)),
             ("" if remaining is None else f"ETA {formatting.duration(remaining)}", "green", 7.5),
             (("took " if self._ended else "") + formatting.duration(count.elapsed), "dim", 0),
         ]
-        pieces = [piece for piece in pieces if piece[0]]
+        return [piece for piece in pieces if piece[0]]
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        count, pieces = self._count, self._pieces()
+        share = None if not count.total else min(count.done / count.total, 1.0)
         percent = "" if share is None else f"{share:4.0%}"
-        room = width - len(percent) - 1
+        room = self._console.width - len(percent) - 2
         while len(pieces) > 1 and sum(len(text) + 2 for text, _, _ in pieces) > room - (12 if share is not None else 0):
             pieces.remove(min(pieces, key=lambda piece: piece[2]))
         line = Text(no_wrap=True, overflow="crop", end="")
@@ -221,8 +216,7 @@ class LiveProgress(SilentProgress):
                 line.append("━" * full, "green" if self._ended and share == 1 else "cyan")
                 line.append("━" * (bar - full) if self._console.color_system else " " * (bar - full), "grey30")
                 line.append(" ")
-            line.append(percent)
-            line.append("  ")
+            line.append(percent + "  ")
         for i, (text, style, _) in enumerate(pieces):
             line.append(("  " if i else "") + text, style)
         return line

@@ -1,4 +1,4 @@
-"""`report.html`: one page, whole in itself, of what a run did and how it went."""
+"""`report.html`: one self-contained page on a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import weft
 from weft.errors import UserError
-from weft.files import replace_file
-from weft.formatting import amount, byte_size, counted, duration, flops_rate, timing
+from weft.files import replace_file, unwritable
+from weft.formatting import amount, byte_size, counted, duration, flat, flops_rate, timing
 from weft.observe.charts import Plot, Series, draw
 from weft.observe.flops import DEFINITION
 from weft.observe.manifest import MANIFEST, now, read_manifest
@@ -19,14 +19,14 @@ from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 
 REPORT = "report.html"
 CONFIG = "config.yaml"
-KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}  # with charts of their own, or none
+KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}  # metrics that get no chart by their name
 
 
 def build_report(run_directory: str | Path) -> Path:
-    """Write `<run>/report.html` from what is in the run directory; the run may still be going on.
+    """Writes `<run>/report.html` from the files of the run directory; the run may still be training.
 
     Returns:
-        The page's path. It needs no network and no other file.
+        The path of the page, which needs no network and no other file.
 
     Raises:
         UserError: not a run directory, a damaged file in it, or the page cannot be written.
@@ -36,34 +36,30 @@ def build_report(run_directory: str | Path) -> Path:
         raise UserError("no such run directory; give the folder that `weft train` made", run)
     if not any((run / name).exists() for name in (METRICS, MANIFEST, CONFIG)):
         raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}", run)
-    page = render("report.html.j2", **gather(run))
-    path = run / REPORT
-    try:
+    page, path = render("report.html.j2", **gather(run)), run / REPORT
+    with unwritable(path, "free space and run the command again"):
         replace_file(path, page.encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", path) from error
     return path
 
 
 def render(template: str, **values: Any) -> str:
-    """A page from a template of this folder; what is put into it is escaped."""
-    from jinja2 import Environment, FileSystemLoader  # lazily: only pages need it
+    """Fills in a template of this folder; values are escaped."""
+    from jinja2 import Environment, FileSystemLoader  # imported only where a page is made
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template).render(values)
 
 
 def gather(run: Path) -> dict[str, Any]:
-    """All that the page shows, as plain data and charts."""
+    """Returns the content of the page as plain data and charts."""
     metrics, manifest = read_metrics(run), read_manifest(run)
     sessions = manifest.get("sessions", [])
     resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
     charts = [chart for plot in plots(metrics, manifest) if (chart := draw(plot, resumes)) is not None]
     samples: dict[int, list[dict[str, str]]] = {}
     for sample in read_samples(run):
-        texts = {"prompt": str(sample.get("prompt", "")), "text": str(sample.get("text", ""))}
+        texts = {key: str(sample.get(key, "")) for key in ("prompt", "text")}
         samples.setdefault(sample["step"], []).append(texts)
     config = run / CONFIG
     return {
@@ -89,7 +85,7 @@ def gather(run: Path) -> dict[str, Any]:
 
 
 def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]:
-    """What the page's charts show."""
+    """Returns the charts of the page: one for each built-in metric, then one for each custom metric."""
 
     def series(key: str, name: str, scale: float = 1.0, **more: Any) -> Series:
         rows = [(m["step"], m[key] * scale) for m in metrics if isinstance(m.get(key), int | float)]
@@ -118,7 +114,7 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
 
 
 def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[str, str]]:
-    """The headline numbers: label, value, and a word on what it is."""
+    """Returns the headline numbers: label, value and note."""
     found: list[dict[str, str]] = []
 
     def tile(label: str, value: str, note: str = "") -> None:
@@ -129,7 +125,7 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
 
     def median(key: str) -> float | None:
         lines = [m for m in metrics if _finite(m.get(key))]
-        # Those with a session's first step in them tell of compiling; they count where there are no others.
+        # Lines with the first step of a session include compilation; they count only if there are no others.
         values = [m[key] for m in lines if "warmup_seconds" not in m] or [m[key] for m in lines]
         return statistics.median(values) if values else None
 
@@ -165,7 +161,7 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
 
 
 def wall_seconds(manifest: dict[str, Any]) -> float | None:
-    """Seconds from start to end over all sessions; None if one has no noted end (it goes on, or was killed)."""
+    """Returns the seconds of all sessions; None if one has no end (it still runs, or was killed)."""
     total = 0.0
     for session in manifest.get("sessions", []):
         try:
@@ -177,7 +173,7 @@ def wall_seconds(manifest: dict[str, Any]) -> float | None:
 
 
 def step_seconds(metrics: list[dict[str, Any]]) -> float:
-    """Seconds spent in steps: each line's mean step time times the steps since the line before."""
+    """Returns the seconds spent in steps: the mean step time of each line times the steps since the line before."""
     total, before = 0.0, 0
     for line in metrics:
         if _finite(line.get("step_seconds")):
@@ -187,17 +183,17 @@ def step_seconds(metrics: list[dict[str, Any]]) -> float:
 
 
 def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
-    """How far the run is, in words."""
+    """Returns how far the run is."""
     step, steps = (metrics[-1]["step"] if metrics else 0), manifest.get("steps")
-    said = (manifest.get("sessions") or [{}])[-1].get("status")
-    if said == "finished" or (steps is not None and step >= steps):
+    last = (manifest.get("sessions") or [{}])[-1].get("status")
+    if last == "finished" or (steps is not None and step >= steps):
         return f"finished: {counted(step, 'step')}"
     so_far = f"step {step:,} of {steps:,}" if isinstance(steps, int) else f"step {step:,}"
-    return f"{said or 'unfinished'}: {so_far}"
+    return f"{last or 'unfinished'}: {so_far}"
 
 
 def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
-    """The peak behind the MFU and where the number is from; empty if the manifest has none."""
+    """Returns the peak FLOP/s behind the MFU and its origin; empty if the manifest has none."""
     peak, origin = manifest.get("peak_flops_per_second"), str(manifest.get("peak_origin", ""))
     if not _finite(peak) or not peak:
         return ""
@@ -208,18 +204,12 @@ def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
 
 
 def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """The manifest as rows of a table: nested keys joined with dots; without the sessions, which have their own."""
+    """Returns the manifest as rows of dotted keys and values; sessions have their own table."""
     rows: list[tuple[str, str]] = []
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        elif value is not None and value != []:
+    for key, value in flat({key: value for key, value in manifest.items() if key != "sessions"}).items():
+        if value is not None and value != []:
             listed = ", ".join(map(str, value)) if isinstance(value, list) else value
-            rows.append((prefix, f"{listed:,}" if isinstance(listed, int) and abs(listed) > 9999 else str(listed)))
-
-    walk("", {key: value for key, value in manifest.items() if key != "sessions"})
+            rows.append((key, f"{listed:,}" if isinstance(listed, int) and abs(listed) > 9999 else str(listed)))
     return rows
 
 

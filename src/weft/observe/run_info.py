@@ -1,4 +1,4 @@
-"""What a tracker is told about the run that it follows."""
+"""The information that a tracker gets about its run, and the names of metrics in trackers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ class RunInfo:
     """A run, as trackers see it.
 
     Attributes:
-        path: the run directory; a tracker keeps its own files below it.
-        name: the run's name.
+        path: the run directory; a tracker keeps its files below it.
         config: the resolved config as plain data (`RunConfig.as_dict()`).
-        resumed_step: the updates made before this session; None for a new run. What was tracked of later steps is
-            made again.
+        resumed_step: the updates before this session, or None for a new run. Later steps are repeated.
     """
 
     path: Path
@@ -29,9 +27,9 @@ _SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seco
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """A step's numbers under the names that trackers show: train/loss, validation/loss, speed/tokens_per_second, ...
+    """Returns the numbers of a step by their names in trackers: train/loss, validation/loss, speed/mfu, ...
 
-    The step itself, text and missing values are left out; NaN and infinities stay.
+    The step, text and missing values are left out; NaN and infinities are not.
     """
     named = {}
     for name, value in metrics.items():

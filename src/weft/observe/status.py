@@ -1,6 +1,6 @@
-"""What this rank reports to the launcher that watches it: what it is doing, and why it failed. Lines of JSON in a pipe.
+"""Status reports of a rank to its local launcher: current work and failures, as lines of JSON in a pipe.
 
-A run without Weft's own launcher reports nothing.
+Without Weft's own launcher nothing is reported.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from typing import Any
 
-_WAIT = 5.0  # seconds for a launcher to read the reason of a failure
+LONG = 600.0  # seconds that a save or the end of a run may take between two reports: a slow disk, a tracker's server
+_WAIT = 5.0  # seconds for the launcher to read the report of a failure
 _pipe: int | None = None
-_last: tuple[str, float, bytes] | None = None  # the last report: its kind, when, and what was written
+_last: tuple[str, float, bytes] | None = None  # kind, time and bytes of the last report
 _intervals: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=8))  # kind of work -> its last seconds
-_lock = threading.Lock()  # a checkpoint's files are written by several threads
-LONG = 600.0  # seconds that saving, or ending a run, may take between two reports: a slow disk, somebody's server
+_lock = threading.Lock()  # several threads write the files of a checkpoint
 
 
 def connect(pipe: int | None) -> None:
-    """Report to this pipe from now on; None: to nobody."""
+    """Sends reports to this pipe from now on; None turns reports off."""
     global _pipe, _last
     if pipe is not None:
         os.set_blocking(pipe, False)
@@ -32,19 +32,18 @@ def connect(pipe: int | None) -> None:
 
 
 def connected() -> bool:
-    """Whether a launcher listens."""
+    """Whether a launcher reads the reports."""
     return _pipe is not None
 
 
 def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
-    """Report progress: from one report to the next, something was done. Never waits, and costs microseconds.
+    """Reports that work begins, which lasts until the next report. Never blocks, and costs microseconds.
 
-    The launcher takes a rank for stuck that reports nothing for much longer than the longest of its last few intervals
-    of any kind: a short interval of one kind says nothing of the others.
+    The launcher considers a rank stuck if it reports nothing for much longer than the longest of its recent intervals.
 
     Args:
-        kind: of the work that begins here and lasts until the next report.
-        may_take: seconds that it may take, however long others of its kind took.
+        kind: intervals are kept for each kind of work, so that many short ones do not displace the longest.
+        may_take: the minimum of seconds to allow, whatever earlier work of this kind took.
     """
     global _last
     if _pipe is None:
@@ -59,17 +58,17 @@ def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
 
 
 def alive() -> None:
-    """Report progress within what was reported last, which goes on."""
+    """Reports progress within the current work."""
     if _pipe is not None and _last is not None:
         with suppress(OSError):  # the launcher is busy, or gone
             os.write(_pipe, _last[2])
 
 
-def failed(word: dict[str, Any]) -> bool:
-    """Report why this rank ends; False if nobody listens."""
+def failed(failure: dict[str, Any]) -> bool:
+    """Reports why this rank exits; returns False if no launcher reads it."""
     if _pipe is None:
         return False
-    left = _line({"failed": word})
+    left = _line({"failed": failure})
     try:
         while left:
             if not select.select([], [_pipe], [], _WAIT)[1]:

@@ -1,11 +1,11 @@
-"""What a profiler's Chrome trace says of a rank's steps: computing, communication, what of it is exposed, and idleness.
+"""Analysis of a profiler's Chrome trace: compute, communication, exposed communication and idle time of each step.
 
-On a GPU, computing is its kernels, copies and fills on any stream, and communication NCCL's kernels (and gloo's work,
-if there is some). On a CPU, computing is a torch operator's on any thread of the process that is no collective and none
-of gloo's own, and compiled code's; communication is gloo's work on its threads, the calls of collectives, and waiting
-for them by `wait_tensor`. On both, what is exposed is communication during which nothing is computed by this rank; and
-the rest of a step, in which neither goes on, is idle (Python, waiting for data). Communication includes waiting for a
-rank that comes late.
+- Compute: on a GPU, kernels (except NCCL's), copies and fills on any stream. On a CPU, torch operators on any thread of
+  the process (except collectives and gloo's own work), and compiled code.
+- Communication: on a GPU, NCCL's kernels and gloo's work. On a CPU, gloo's work on its threads, the calls of
+  collectives, and waits for them in `wait_tensor`. It includes waiting for a rank that comes late.
+- Exposed communication: communication during which this rank computes nothing.
+- Idle: the rest of the step (Python, waiting for data).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 
 import orjson
 
-STEP = "weft: step "  # the range of a whole step, with its number; whoever records a trace for this module opens it
-DATA = "weft: data"  # within it: waiting for the batch
+STEP = "weft: step "  # the name of a step's range, with its number
+DATA = "weft: data"  # the name of the range in which a step waits for its batch
 
 Interval = tuple[float, float]
 
 COLLECTIVE_CALLS = ("c10d::", "_c10d_functional")
-NO_COMPUTING = (*COLLECTIVE_CALLS, "autograd::", "torch::autograd::", "profiler::")
+NOT_COMPUTE = (*COLLECTIVE_CALLS, "autograd::", "torch::autograd::", "profiler::")
 COMPILED = ("Torch-Compiled Region", "CompiledFunction")
 COMPILED_GRAPH = "## Call CompiledFxGraph "
-# gloo's sends and receives are ranges on the thread that asked for them, which computes meanwhile; all else that gloo
-# does is on threads of its own.
-UNBLOCKED = ("gloo:send", "gloo:recv")
+# The ranges of gloo's sends and receives are on the calling thread, which computes meanwhile. Gloo's other work is on
+# its own threads.
+NONBLOCKING = ("gloo:send", "gloo:recv")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 ITEM_BYTES = {
     **dict.fromkeys(("double", "long", "long int"), 8),
@@ -43,7 +43,7 @@ ITEM_BYTES = {
 
 
 class Event(NamedTuple):
-    """A stretch of time on one thread of the host or one stream of the device; in microseconds."""
+    """A range on a host thread or a device stream, in microseconds."""
 
     name: str
     category: str
@@ -54,7 +54,7 @@ class Event(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """Memory taken (`bytes` > 0) or given back at one moment, in microseconds, on a device ((0, -1) is the CPU)."""
+    """An allocation (`bytes` > 0) or a release, at a time in microseconds, on a device ((0, -1) is the CPU)."""
 
     time: float
     address: int
@@ -72,19 +72,19 @@ class Trace:
 
     @property
     def on_device(self) -> bool:
-        """Whether a GPU worked."""
+        """Whether the trace has GPU work."""
         return any(event.category in DEVICE_WORK for event in self.events)
 
     @property
     def steps(self) -> dict[int, Interval]:
-        """The steps' numbers and their time."""
+        """Start and end of each step, by its number."""
         ranges = (e for e in self.events if e.category == "user_annotation" and e.name.startswith(STEP))
         return {int(e.name.removeprefix(STEP)): (e.start, e.end) for e in ranges}
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step; compute + exposed + idle is all of it. `data` (waiting for the batch) is part of these."""
+    """Seconds of one step: compute + exposed + idle = seconds. `data` is the time spent waiting for the batch."""
 
     step: int
     seconds: float
@@ -97,12 +97,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Work:
-    """What one kind of operator, kernel or collective did in all steps of one rank.
+    """Totals of one operator, kernel or collective over the recorded steps of one rank.
 
     Attributes:
-        seconds: of operators on a CPU without those that they called.
-        bytes: of collectives, what this rank gave to them; None if it is not known.
-        exposed: of collectives, the seconds during which nothing was computed.
+        seconds: for operators on a CPU, without the operators that they call.
+        bytes: for collectives, the size of the rank's input; None if unknown.
+        exposed: for collectives, the seconds during which nothing is computed.
     """
 
     name: str
@@ -112,25 +112,24 @@ class Work:
     exposed: float | None = None
 
 
-# --- Arithmetic of intervals. Unions are sorted and do not touch. ---
+# --- Interval arithmetic. A union is sorted, and its intervals do not touch.
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, sorted, those that overlap or touch made one; empty ones are left out."""
-    whole: list[Interval] = []
+    """Merges intervals that overlap or touch, and drops empty ones."""
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
             continue
-        if whole and start <= whole[-1][1]:
-            if end > whole[-1][1]:
-                whole[-1] = (whole[-1][0], end)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            whole.append((start, end))
-    return whole
+            merged.append((start, end))
+    return merged
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What of `one` is not in `other`; both are unions."""
+    """Returns the part of union `one` that is outside union `other`."""
     left: list[Interval] = []
     at = 0
     for start, end in one:
@@ -148,36 +147,34 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 
 def clip(one: Sequence[Interval], window: Interval) -> list[Interval]:
-    """What of a union is within `window`."""
+    """Returns the part of a union within `window`."""
     return [(max(a, window[0]), min(b, window[1])) for a, b in one if b > window[0] and a < window[1]]
 
 
 def length(one: Iterable[Interval]) -> float:
-    """The time that a union covers."""
+    """Returns the total length of a union."""
     return math.fsum(end - start for start, end in one)
 
 
-# --- Reading. ---
+# --- Parsing
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace that `torch.profiler` exported, plain or gzipped."""
+    """Reads a trace that `torch.profiler` exported, plain or gzipped."""
     raw = Path(path).read_bytes()
     return parse(orjson.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)["traceEvents"])
 
 
 def parse(entries: Iterable[dict[str, Any]]) -> Trace:
-    """Chrome's trace events as `Trace`; those of no interest here are left out."""
+    """Converts Chrome trace events; ignores those that are neither ranges nor allocations."""
     events, memory = [], []
     for entry in entries:
-        thread = (entry.get("pid"), entry.get("tid"))
+        args = entry.get("args") or {}
         if entry.get("ph") == "X":
-            start = float(entry["ts"])
+            start, thread = float(entry["ts"]), (entry.get("pid"), entry.get("tid"))
             end = start + float(entry.get("dur", 0))
-            args = entry.get("args") or {}
             events.append(Event(entry["name"], entry.get("cat", ""), start, end, thread, args))
         elif entry.get("name") == "[memory]":
-            args = entry["args"]
             device = (args["Device Type"], args["Device Id"])
             total = args.get("Total Allocated", 0)
             memory.append(MemoryEvent(float(entry["ts"]), args["Addr"], args["Bytes"], total, device))
@@ -186,11 +183,11 @@ def parse(entries: Iterable[dict[str, Any]]) -> Trace:
     return Trace(events, memory)
 
 
-# --- What an event is. ---
+# --- Classification of events
 
 
 def is_communication(event: Event, on_device: bool) -> bool:
-    """Whether data go to other ranks, or this one waits for theirs."""
+    """Whether the event communicates with other ranks or waits for them."""
     if event.category == "user_annotation":
         return event.name.startswith("gloo:")
     if on_device:
@@ -199,71 +196,58 @@ def is_communication(event: Event, on_device: bool) -> bool:
 
 
 def is_compute(event: Event, on_device: bool) -> bool:
-    """Whether something is computed (or copied within the machine)."""
+    """Whether the event computes or copies within the machine."""
     if on_device:
         return event.category in DEVICE_WORK and not is_communication(event, True)
     if event.category == "user_annotation":
         return event.name.startswith(COMPILED_GRAPH)
-    if event.category != "cpu_op" or event.name.startswith(NO_COMPUTING):
+    if event.category != "cpu_op" or event.name.startswith(NOT_COMPUTE):
         return False
-    # A name without a namespace is that of a node of autograd, around its operators and whatever its hooks wait for.
+    # A name without a namespace is an autograd node, which spans its operators and the waits of its hooks.
     return "::" in event.name or event.name.startswith(COMPILED)
 
 
-def computing(trace: Trace, on_device: bool) -> list[Interval]:
-    """When this rank computes."""
-    if on_device:
+def compute_times(trace: Trace) -> list[Interval]:
+    """Returns when this rank computes."""
+    if trace.on_device:
         return union((e.start, e.end) for e in trace.events if is_compute(e, True))
     work, waits = defaultdict(list), defaultdict(list)
     for event in trace.events:
         if is_compute(event, False):
             work[event.thread].append((event.start, event.end))
-        elif is_communication(event, False) and not event.name.startswith(UNBLOCKED):
+        elif is_communication(event, False) and not event.name.startswith(NONBLOCKING):
             waits[event.thread].append((event.start, event.end))
-    # What a collective copies or adds on its own thread is communication, and so is a wait within compiled code.
+    # Copies and sums of a collective on its own thread are communication, and so are waits within compiled code.
     return union(part for thread in work for part in subtract(union(work[thread]), union(waits[thread])))
 
 
-def communicating(trace: Trace, on_device: bool) -> list[Interval]:
-    """When this rank's collectives are on their way."""
-    return union((e.start, e.end) for e in trace.events if is_communication(e, on_device))
-
-
-# --- What is reported. ---
+# --- Reports
 
 
 def step_times(trace: Trace) -> list[StepTimes]:
-    """The seconds of each step."""
-    on_device = trace.on_device
-    compute, communication = computing(trace, on_device), communicating(trace, on_device)
+    """Returns how the time of each step is divided."""
+    on_device, compute = trace.on_device, compute_times(trace)
+    communication = union((e.start, e.end) for e in trace.events if is_communication(e, on_device))
     data = union((e.start, e.end) for e in trace.events if e.category == "user_annotation" and e.name == DATA)
     found = []
     for step, window in sorted(trace.steps.items()):
-        here, there = clip(compute, window), clip(communication, window)
-        exposed = subtract(there, here)
-        found.append(
-            StepTimes(
-                step=step,
-                seconds=(window[1] - window[0]) / 1e6,
-                compute=length(here) / 1e6,
-                communication=length(there) / 1e6,
-                exposed=length(exposed) / 1e6,
-                idle=length(subtract([window], union([*here, *exposed]))) / 1e6,
-                data=length(clip(data, window)) / 1e6,
-            )
-        )
+        computing, communicating = clip(compute, window), clip(communication, window)
+        exposed = subtract(communicating, computing)
+        idle = subtract([window], union([*computing, *exposed]))
+        parts = ([window], computing, communicating, exposed, idle, clip(data, window))
+        found.append(StepTimes(step, *(length(part) / 1e6 for part in parts)))
     return found
 
 
 def operators(trace: Trace) -> list[Work]:
-    """Kernels by name, or on a CPU operators by their own time, within the steps; the longest first."""
+    """Returns the kernels (on a CPU, the operators with their self time) within the steps; the longest first."""
     on_device = trace.on_device
     windows = union(trace.steps.values())
     calls, seconds = Counter[str](), defaultdict[str, float](float)
-    stacks = defaultdict[Any, list[Event]](list)  # of each thread of the host: the operators that an event is within
+    stacks = defaultdict[Any, list[Event]](list)  # the operators around an event, of each host thread
     for event in trace.events:
         waits = not on_device and is_communication(event, False)
-        if not (waits or is_compute(event, on_device)) or event.name.startswith(UNBLOCKED):
+        if not (waits or is_compute(event, on_device)) or event.name.startswith(NONBLOCKING):
             continue
         if not clip(windows, (event.start, event.end)):
             continue
@@ -277,54 +261,57 @@ def operators(trace: Trace) -> list[Work]:
             if stack:
                 seconds[operator_name(stack[-1])] -= (min(event.end, stack[-1].end) - event.start) / 1e6
             stacks[event.thread] = [*stack, event]
-    found = [Work(name, number, max(seconds[name], 0.0)) for name, number in calls.items()]
-    return sorted(found, key=lambda work: (-work.seconds, work.name))
+    return _longest_first(Work(name, number, max(seconds[name], 0.0)) for name, number in calls.items())
 
 
 def operator_name(event: Event) -> str:
-    """An operator's name; of compiled code, that of its graph, shortened."""
+    """Returns the name of an operator, or a short name for the graph of compiled code."""
     if event.name.startswith(COMPILED_GRAPH):
         return f"compiled graph {event.name.removeprefix(COMPILED_GRAPH)[:8]}"
     return event.name.partition(":")[0] if event.name.startswith(COMPILED) else event.name
 
 
 def collectives(trace: Trace) -> list[Work]:
-    """What the backends (gloo, NCCL) did within the steps, by name; the longest first.
+    """Returns the collectives of the backends (gloo, NCCL) within the steps; the longest first.
 
-    gloo makes a reduce-scatter out of an all-reduce, and it is told as that: so it goes over the wire.
+    Gloo implements reduce-scatter by all-reduce, and the trace has it as all-reduce.
     """
-    on_device = trace.on_device
-    compute, windows = computing(trace, on_device), union(trace.steps.values())
+    on_device, compute = trace.on_device, compute_times(trace)
+    windows = union(trace.steps.values())
     found: dict[str, list[Event]] = defaultdict(list)
     for event in trace.events:
-        if event.category in ("user_annotation", "kernel") and is_communication(event, on_device):
-            if not clip(windows, (event.start, event.end)):
-                continue
-            said = event.args.get("Collective name")
-            name = event.name if event.category != "kernel" else f"nccl:{said}" if said else event.name.split("(")[0]
+        if event.category not in ("user_annotation", "kernel") or not is_communication(event, on_device):
+            continue
+        if clip(windows, (event.start, event.end)):
+            nccl = event.args.get("Collective name")
+            name = event.name if event.category != "kernel" else f"nccl:{nccl}" if nccl else event.name.split("(")[0]
             found[name].append(event)
     table = []
     for name, events in found.items():
         times = union((e.start, e.end) for e in events)
-        sizes = [given_bytes(event) for event in events]
+        sizes = [input_bytes(event) for event in events]
         known = [size for size in sizes if size is not None]
-        amount = sum(known) if len(known) == len(sizes) else None
-        table.append(Work(name, len(events), length(times) / 1e6, amount, length(subtract(times, compute)) / 1e6))
-    return sorted(table, key=lambda work: (-work.seconds, work.name))
+        total = sum(known) if len(known) == len(sizes) else None
+        table.append(Work(name, len(events), length(times) / 1e6, total, length(subtract(times, compute)) / 1e6))
+    return _longest_first(table)
 
 
-def given_bytes(event: Event) -> int | None:
-    """What a rank gives to a collective; None if the trace does not say."""
+def _longest_first(works: Iterable[Work]) -> list[Work]:
+    return sorted(works, key=lambda work: (-work.seconds, work.name))
+
+
+def input_bytes(event: Event) -> int | None:
+    """Returns the size of a collective's input on this rank, or None if the trace does not have it."""
     args = event.args
     if "In msg nelems" in args:  # NCCL
         item = ITEM_BYTES.get(str(args.get("dtype")).lower())
         return None if item is None else int(args["In msg nelems"]) * item
     if event.name == "gloo:barrier":
         return 0
-    total = 0
     dims, types = args.get("Input Dims"), args.get("Input type")
     if not dims or not types:
         return None
+    total = 0
     for shape, type_ in zip(dims, types, strict=False):
         item = ITEM_BYTES.get(str(type_).lower().removeprefix("c10::"))
         if item is None or not all(isinstance(size, int) for size in shape):

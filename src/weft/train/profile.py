@@ -142,7 +142,7 @@ class ProfiledLoop(Loop):
             "steps": [dataclasses.asdict(times) for times in step_times(trace)],
             "operators": [work_dict(work) for work in operators(trace)[:KEPT_OPERATORS]],
             "collectives": [work_dict(work) for work in collectives(trace)],
-            "memory": line.as_dict(),
+            "memory": {"peak_bytes": line.peak, "at_peak_bytes": line.at_peak},
         }
 
     def raise_if_empty(self, trace: Trace) -> None:

@@ -16,6 +16,7 @@ from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.files import hidden_folder, publish, replace_file, unwritable
+from weft.formatting import flat
 
 # What a resumed run may differ in without a word: it changes no result.
 SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
@@ -167,10 +168,3 @@ class RunDirectory:
 def reorders(key: str) -> bool:
     """Whether a change of this key moves the boundary between samples seen and samples to come."""
     return key.startswith(ORDER) and not key.startswith(NO_ORDER)
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}

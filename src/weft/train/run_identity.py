@@ -14,8 +14,8 @@ import weft
 from weft.config.run import RunConfig
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
+from weft.formatting import flat
 from weft.headers import read_tokenizer_header
-from weft.train.run_directory import flat
 
 
 def run_facts(config: RunConfig) -> dict[str, str]:

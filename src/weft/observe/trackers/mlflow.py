@@ -8,22 +8,22 @@ import time
 from typing import Any
 
 from weft.errors import UserError
+from weft.formatting import flat
 from weft.observe.run_info import RunInfo, scalars
 
-_BATCH = 500  # metrics sent at once; MLflow takes 1,000
+_BATCH = 500  # metrics per request; MLflow accepts 1,000
 
 
 class MLflow:
-    """Follows a run as one MLflow run, through all its sessions: its id is kept in the run directory.
+    """Logs all sessions of a run as one MLflow run, whose id is kept in the run directory.
 
-    MLflow forgets nothing: of the steps that a resumed run makes again, those that it has already are not sent twice.
+    MLflow keeps every value it gets, so steps that a resumed run repeats are not sent twice.
 
     Args:
-        run: the run.
-        tracking_uri: the server; default: the environment's MLFLOW_TRACKING_URI, else `<run>/mlflow.db` (look with
+        tracking_uri: the server; default: the environment's MLFLOW_TRACKING_URI, else `<run>/mlflow.db` (view it with
             `mlflow ui --backend-store-uri sqlite:///<run>/mlflow.db`).
-        experiment: made if there is none of this name.
-        flush_seconds: how long numbers are gathered before they are sent together.
+        experiment: created if there is none of this name.
+        flush_seconds: the interval at which values are sent together.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class MLflow:
             from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("log.trackers: mlflow is not installed; pip install 'weft-train[mlflow]'") from error
-        for noisy in ("alembic", "mlflow.store.db.utils"):  # every migration of a new database is told at INFO
+        for noisy in ("alembic", "mlflow.store.db.utils"):  # they log every migration of a new database
             logging.getLogger(noisy).setLevel(logging.WARNING)
         self.failures = (MlflowException,)
         self._metric, self._every, self._sent = Metric, flush_seconds, time.monotonic()
@@ -62,7 +62,7 @@ class MLflow:
                 number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
                 self._id = self._client.create_run(number, run_name=run.name).info.run_id
                 self._last = 0
-                parameters = [Param(key, str(value)[:5000]) for key, value in _flat(run.config).items()]
+                parameters = [Param(key, str(value)[:5000]) for key, value in flat(run.config).items()]
                 for start in range(0, len(parameters), 100):
                     self._client.log_batch(self._id, params=parameters[start : start + 100])
                 identity.write_text(self._id + "\n", encoding="utf-8")
@@ -72,7 +72,7 @@ class MLflow:
         self.place = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Note the numbers of one step."""
+        """Queues the numbers of one step."""
         if step <= self._last:
             return
         moment = int(time.time() * 1000)
@@ -81,13 +81,13 @@ class MLflow:
             self._send()
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Note a text, as the artifact `samples/step-00000200-<name>.txt`."""
+        """Logs a text as the artifact `samples/step-00000200-<name>.txt`."""
         if step > self._last:
             safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)
             self._client.log_text(self._id, text, f"samples/step-{step:08d}-{safe}.txt")
 
     def close(self) -> None:
-        """Send what is left, and end the run."""
+        """Sends what is queued and ends the run."""
         self._send()
         self._client.set_terminated(self._id)
 
@@ -95,9 +95,3 @@ class MLflow:
         waiting, self._waiting, self._sent = self._waiting, [], time.monotonic()
         for start in range(0, len(waiting), _BATCH):
             self._client.log_batch(self._id, metrics=waiting[start : start + _BATCH])
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -10,14 +10,13 @@ from weft.observe.run_info import RunInfo, scalars
 
 
 class WandB:
-    """Follows a run as one wandb run, through all its sessions: its id is kept in the run directory.
+    """Logs all sessions of a run as one wandb run, whose id is kept in the run directory.
 
-    wandb takes no step twice: of those that a resumed run makes again it keeps the first values, which are the same.
+    wandb keeps the first value of a step; those that a resumed run repeats are the same.
 
     Args:
-        run: the run.
-        project, entity, group, tags: as in `wandb.init`; by default project "weft" and your own entity.
-        mode: online; offline (then `wandb sync` the folder it names); disabled does nothing.
+        project, entity, group, tags: as in `wandb.init`; by default project "weft" and your default entity.
+        mode: online; offline (then run `wandb sync` on the folder that it names); or disabled.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class WandB:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UserError("log.trackers: wandb is not installed; pip install 'weft-train[wandb]'") from error
-        self._wandb: Any = wandb  # a type checker takes the name for this very file
+        self._wandb: Any = wandb  # a type checker resolves the name to this file
         self.failures = (self._wandb.Error,)
         identity = run.path / "wandb" / "run-id.txt"
         known = identity.read_text(encoding="utf-8").strip() if identity.exists() else None
@@ -50,7 +49,7 @@ class WandB:
                 config=run.config,
                 id=known if run.resumed_step is not None else None,
                 resume="allow" if run.resumed_step is not None and known else None,
-                # The bar is ours; and a second run of the same process (a sweep, a test) is a run of its own.
+                # Weft has its own progress bar. A second run in one process (a sweep, a test) is a new wandb run.
                 settings=self._wandb.Settings(silent=True, console="off"),
                 reinit="create_new",
             )
@@ -64,14 +63,14 @@ class WandB:
         self.place = {"online": self._run.url, "offline": f"wandb sync {folder}"}.get(mode)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Note the numbers of one step."""
+        """Logs the numbers of one step."""
         self._run.log(scalars(metrics), step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Note a text under `samples/<name>`."""
+        """Logs a text under `samples/<name>`."""
         page = self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
         self._run.log({f"samples/{name}": page}, step=step)
 
     def close(self) -> None:
-        """Send what is left (offline: write it)."""
+        """Finishes the wandb run."""
         self._run.finish()
