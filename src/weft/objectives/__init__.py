@@ -1,4 +1,4 @@
-"""Objectives: what is learned. A custom one needs these names, and `docs/own-components.md` says how."""
+"""Training objectives, and the names that a custom objective imports (docs/own-components.md)."""
 
 from weft.data.batches.batch import Batch
 from weft.data.batches.layout import Field

@@ -10,10 +10,10 @@ from weft.data.batches.batch import Batch
 
 
 class Pretrain:
-    """Cross-entropy of every token given those before it; `batch.weight` says which tokens count, and how much."""
+    """Cross-entropy of every token given the tokens before it, weighted by `batch.weight`."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments. With `labels` it returns their log-probabilities `[batch, seq]`, never full logits."""
+        """The model's arguments; with `labels` it returns their log-probabilities `[batch, seq]` instead of logits."""
         return {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -22,9 +22,9 @@ class Pretrain:
         }
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """How much the batch counts: its number of unmasked tokens. A scalar."""
+        """The batch's weight: its number of unmasked tokens, a scalar."""
         return batch.weight.sum(dtype=torch.float64)
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The sum, in nats, over the batch's unmasked tokens. `outputs`: log-probabilities `[batch, seq]`."""
+        """The loss in nats, summed over unmasked tokens. `outputs`: log-probabilities `[batch, seq]`."""
         return -(outputs * batch.weight.to(outputs.dtype)).sum()

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW by its fused kernel: a for-loop takes 3 times as long on a CPU."""
+    """PyTorch's AdamW with its fused kernel: the for-loop implementation takes 3 times as long on a CPU."""
 
     def __init__(
         self,

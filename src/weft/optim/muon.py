@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) beside AdamW."""
+"""Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# Coefficients of the quintic iteration: they push singular values to about 1 in five steps, not exactly to 1.
+# Coefficients of the quintic iteration: five steps bring singular values to about 1, not exactly to 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.AdamW):
-    """Momentum whose direction is orthogonalized, for hidden matrices; AdamW for everything else.
+    """Momentum with orthogonalized updates for hidden matrices; AdamW for everything else.
 
-    Matrices are the parameters of groups with `role: matrix`. Their update is the momentum's nearest (semi-)orthogonal
-    matrix times `sqrt(max(1, rows / columns))`, so `lr` means the same for every shape.
+    Matrices are the parameters of groups with `role: matrix`. Their update is the (semi-)orthogonal matrix nearest to
+    the momentum, times `sqrt(max(1, rows / columns))`, so `lr` means the same for every shape.
 
     Args:
-        lr: of matrices.
-        momentum: of matrices, Nesterov's.
+        lr: learning rate of matrices.
+        momentum: Nesterov momentum of matrices.
         ns_steps: Newton-Schulz iterations, in bfloat16 (float64 for float64 parameters).
-        weight_decay: decoupled, for matrices and, in the AdamW part, wherever it is not off.
-        embedding_lr, head_lr, other_lr: AdamW's, for the parameters of these roles.
+        weight_decay: decoupled; for matrices and for AdamW's parameters unless their group turns it off.
+        embedding_lr, head_lr, other_lr: AdamW's learning rates for the parameters of these roles.
         betas, eps: AdamW's.
     """
 
@@ -49,7 +49,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of all groups."""
+        """Updates all groups."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["role"] != "matrix"]
         try:
@@ -67,13 +67,13 @@ class Muon(torch.optim.AdamW):
             if parameter.grad is not None:
                 by_shape[parameter.shape].append(parameter)
         for shape, parameters in by_shape.items():
-            # Alike shapes go through the iteration as one batch: fewer, larger matrix products.
-            # A stack of experts is as many matrices.
-            directions = torch.stack([whole(self._momentum(p)) for p in parameters]).flatten(0, -3)
+            # Matrices of one shape are orthogonalized as one batch: fewer, larger matrix products.
+            # A stacked expert weight is one matrix per expert.
+            directions = torch.stack([full_matrix(self._momentum(p)) for p in parameters]).flatten(0, -3)
             updates = orthogonalize(directions, self.ns_steps).mul_(max(1.0, shape[-2] / shape[-1]) ** 0.5)
             for parameter, update in zip(parameters, updates.view(len(parameters), *shape), strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(alike(update.to(parameter.dtype), parameter), alpha=-group["lr"])
+                parameter.add_(shard_like(update.to(parameter.dtype), parameter), alpha=-group["lr"])
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
@@ -86,13 +86,13 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """About the nearest semi-orthogonal matrices, by a quintic Newton-Schulz iteration.
+    """Returns approximately the nearest semi-orthogonal matrices, by a quintic Newton-Schulz iteration.
 
     Args:
         matrices: `[count, rows, columns]`, float32 or float64.
 
     Returns:
-        The same shape, bfloat16 (float64 for float64): singular values between about 0.7 and 1.2.
+        The same shape, in bfloat16 (float64 for float64), with singular values between about 0.7 and 1.2.
     """
     a, b, c = QUINTIC
     x = matrices if matrices.dtype == torch.float64 else matrices.to(torch.bfloat16)
@@ -106,15 +106,15 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full matrix: orthogonalizing needs all of it on one rank. On its mesh's device, if it lives on the host."""
+def full_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """The unsharded matrix, which orthogonalization needs; on the mesh's device if offloaded."""
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
-def alike(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`tensor` cut as `parameter` is. Every rank has the whole, so nothing is sent."""
+def shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Shards `tensor` as `parameter` is. Every rank has the full tensor, so nothing is communicated."""
     if not isinstance(parameter, DTensor):
         return tensor
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share a learning rate and a weight decay."""
+"""Optimizer parameter groups: one for each role of parameters."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, roles: Mapping[str, str], no_decay: Collection[str]) -> list[dict]:
-    """One group for each role that the model has.
+    """Groups a model's trainable parameters (`requires_grad`) by role.
 
     Args:
-        model: trained parameters are those with `requires_grad`.
         roles: parameter name -> "embedding", "head", "norm", "bias", "matrix" or "other" (`models.roles`).
-        no_decay: roles that weight decay leaves alone.
+        no_decay: roles without weight decay.
 
     Returns:
-        Groups for a `torch.optim.Optimizer`, in the model's order: `params`, `role` and, where decay is off,
-        `weight_decay: 0.0`.
+        Groups for a `torch.optim.Optimizer`, in the model's order: `params`, `role`, and `weight_decay: 0.0` where
+        decay is off.
     """
     groups: dict[str, dict] = {}
     for name, parameter in model.named_parameters():

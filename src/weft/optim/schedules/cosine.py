@@ -11,7 +11,7 @@ from weft.optim.schedule import Schedule
 
 
 class Cosine(Schedule):
-    """Half a cosine to `final` (a share of lr)."""
+    """Half a cosine down to `final` (a fraction of lr)."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from weft.optim.schedule import Schedule
 
 
 class Exponential(Schedule):
-    """`final ** progress`: the same factor at every step, `final` (a share of lr) at the end."""
+    """`final ** progress`: one constant factor per step, `final` (a fraction of lr) at the end."""
 
     def __init__(
         self,

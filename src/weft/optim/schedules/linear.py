@@ -10,7 +10,7 @@ from weft.optim.schedule import Schedule
 
 
 class Linear(Schedule):
-    """A straight line to `final` (a share of lr)."""
+    """A straight line down to `final` (a fraction of lr)."""
 
     def __init__(
         self,

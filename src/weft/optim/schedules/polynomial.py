@@ -10,7 +10,7 @@ from weft.optim.schedule import Schedule
 
 
 class Polynomial(Schedule):
-    """`(1 - progress) ** power`, down to `final` (a share of lr)."""
+    """`(1 - progress) ** power`, down to `final` (a fraction of lr)."""
 
     def __init__(
         self,

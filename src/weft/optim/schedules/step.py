@@ -10,7 +10,7 @@ from weft.optim.schedule import Schedule
 
 
 class Step(Schedule):
-    """Times `factor` every `every` steps after the warm-up."""
+    """Multiplies the learning rate by `factor` every `every` steps after the warm-up."""
 
     def __init__(
         self,

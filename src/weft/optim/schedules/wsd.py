@@ -10,10 +10,10 @@ from weft.optim.schedule import Schedule
 
 
 class WarmupStableDecay(Schedule):
-    """Full learning rate, then over the last `decay_fraction` of the run down to `final` (a share of lr).
+    """Full learning rate, then a decay over the last `decay_fraction` of the run to `final` (a fraction of lr).
 
-    `shape` is that of the decay; "sqrt" is `1 - sqrt(progress)`, the best of Hägele et al. However short the run, at
-    least its last step is lowered, unless `decay_fraction` is 0.
+    `shape` is the form of the decay; "sqrt" is `1 - sqrt(progress)`, the best one in Hägele et al. At least the last
+    step is decayed, however short the run, unless `decay_fraction` is 0.
     """
 
     def __init__(
@@ -27,14 +27,12 @@ class WarmupStableDecay(Schedule):
         shape: Literal["linear", "sqrt"] = "linear",
     ):
         super().__init__(total_steps, warmup_steps, warmup_fraction)
-        # The first step of the decay is still at full rate: with fewer than two there would be none.
+        # The decay's first step is still at full rate: with fewer than two steps nothing would decay.
         self.decay_steps = max(2, round(decay_fraction * total_steps)) if decay_fraction else 0
         self.final, self.shape = final, shape
 
     def after_warmup(self, step: int, steps: int) -> float:
-        into_decay = step - (steps - min(self.decay_steps, steps))
-        if into_decay < 0:
-            return 1.0
-        progress = into_decay / max(1, min(self.decay_steps, steps))
+        decay_steps = min(self.decay_steps, steps)
+        progress = max(0, step - (steps - decay_steps)) / max(1, decay_steps)
         down = progress if self.shape == "linear" else progress**0.5
         return 1 - (1 - self.final) * down
