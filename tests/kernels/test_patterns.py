@@ -8,9 +8,9 @@ from weft.kernels.attention import attention
 from weft.kernels.masks import (
     attention_mask,
     cached_pattern_mask,
-    document_pattern_block_mask,
     pattern_block_mask,
     pattern_mask,
+    sparse_block_mask,
 )
 from weft.kernels.patterns.bigbird import BigBird
 
@@ -145,9 +145,7 @@ def test_flex_attention_reads_the_pattern(literal, keys, apart):
     seq, pattern = 200, made(literal, keys)
     segments = torch.tensor([documents(seq)[0], documents(30, 130, 40)[0] if apart else documents(seq)[0]])
     table = (
-        document_pattern_block_mask(pattern, segments)
-        if apart
-        else pattern_block_mask(pattern, seq, torch.device("cpu"))
+        sparse_block_mask(segments, None, pattern) if apart else pattern_block_mask(pattern, seq, torch.device("cpu"))
     )
     q, k, v = torch.randn(3, 2, 4, seq, 16)
     ours = flex_attention(q, k, v, block_mask=table)

@@ -55,15 +55,17 @@ def test_flash_attn_is_asked_for_what_it_knows(flash_attn, keys):
     assert flash_attn == ["flash_attn_func"] * 2 + ["flash_attn_varlen_func"] * 2
 
 
-def test_flash_attn_where_it_cannot_be_is_one_line(monkeypatch):
+def test_flash_attn_that_cannot_run_raises_one_line(monkeypatch):
     model = decoder(attention_implementation="flash")
     with pytest.raises(UserError) as error:
         model(tokens())
-    assert str(error.value) == (
-        "model.attention_implementation: flash: flash-attn's kernels run on GPUs, and this is a cpu; set auto"
-    )
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith("model.attention_implementation: flash: ")
+    assert "not cpu" in message
+    assert message.endswith("set auto")
     cuda = torch.device("cuda")
-    with pytest.raises(UserError, match=r"know bfloat16 and float16, and this is float64; set training.dtype"):
+    with pytest.raises(UserError, match=r"bfloat16 and float16, not float64; set training.dtype"):
         flash.flash_usable(cuda, torch.float64)
     monkeypatch.setattr(flash, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="is not installed; pip install flash-attn, or set auto"):

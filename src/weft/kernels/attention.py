@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: PyTorch's fused kernels behind one call."""
+"""Scaled dot-product attention: one call that selects a fused kernel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """How scores are made of queries and keys, beside what a mask hides.
+    """How attention scores are computed, apart from the mask.
 
     Attributes:
         scale: of q k'; default `1 / sqrt(head_dim)`.
-        softcap: squash the scaled scores into (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
-        slopes: `[heads]`, what a key so many places before the query loses of its score for each (`alibi_slopes`).
-        sinks: `[heads]`, a score of a key that has no value (Xiao et al., 2023): it takes part in the softmax.
+        softcap: caps the scaled scores to (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
+        slopes: `[heads]`, subtracted from the score per token of distance (`alibi_slopes`).
+        sinks: `[heads]`, score of an extra key without value that takes part in the softmax (Xiao et al., 2023).
     """
 
     scale: float | None = None
@@ -55,13 +55,12 @@ def attention(
         q: `[batch, heads, seq, head_dim]`.
         k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
         v: as `k`, `[..., v_head_dim]`; not wider.
-        causal: a query sees only the keys before it and its own. With fewer queries than keys, the queries are the
-            last ones. Ignored beside a `mask`.
-        segments: `[batch, seq]`; attention stays inside runs of one number (and is causal).
-        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or what `attention_mask`
-            made, whose form chooses the kernel; one of floats is added to the scores, with the slopes in it. It says
-            all: `causal` and `segments` are not looked at.
-        dropout: probability with which a weight is dropped, or what does it to weights `[batch, heads, seq, keys]`. The
+        causal: a query sees only its own key and earlier ones. With fewer queries than keys, the queries are the last
+            ones. Ignored with a `mask`.
+        segments: `[batch, seq]`, document numbers; attention is causal within each document. Ignored with a `mask`.
+        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or an `attention_mask`,
+            whose form selects the kernel. A float mask is added to the scores and includes the slopes.
+        dropout: probability of dropping an attention weight, or a function of weights `[batch, heads, seq, keys]`. The
             caller passes 0 outside of training.
 
     Returns:
@@ -77,19 +76,18 @@ def attention(
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
         return _flex(q, k, v, mask, scores)
     if callable(dropout) or (not isinstance(mask, FlashMask) and scores[1:] != (None, None, None)):
-        return _spelled_out(q, k, v, mask, causal, dropout, scores)
-    if v.shape[3] < q.shape[3]:  # the fused kernels want one size
-        wide = F.pad(v, (0, q.shape[3] - v.shape[3]))
-        return attention(q, k, wide, causal=causal, mask=mask, dropout=dropout, scores=scores)[..., : v.shape[3]]
+        return _unfused(q, k, v, mask, causal, dropout, scores)
+    if v.shape[3] < q.shape[3]:  # the fused kernels need one size
+        padded = F.pad(v, (0, q.shape[3] - v.shape[3]))
+        return attention(q, k, padded, causal=causal, mask=mask, dropout=dropout, scores=scores)[..., : v.shape[3]]
     if isinstance(mask, FlashMask):
         settings = {"scale": scores.scale, "softcap": scores.softcap, "slopes": scores.slopes}
         return flash_attention(q, k, v, mask, dropout=dropout, **settings)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
-        if grouped:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        k, v = _repeat_kv(q, k, v)
         return document_attention(q, k, v, mask, scores.scale)[0]
     if mask is None and causal and 1 < queries < keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        mask = _causal_mask(queries, keys, q.device)
     # Without a mask the flash kernel skips the blocks above the diagonal; a boolean mask costs 1.7 times as much.
     is_causal = causal and mask is None and queries == keys
     return F.scaled_dot_product_attention(
@@ -98,30 +96,40 @@ def attention(
 
 
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
-    """How steeply each head's scores fall with distance (Press et al., 2022), float32 `[heads]`.
+    """ALiBi's slope of each head (Press et al., 2022), float32 `[heads]`.
 
-    2^-(bias_max x i / n) for i of 1 to n, the power of two from `heads` on; of more than there are heads, every second
-    one first.
+    2^-(bias_max x i / n) for i from 1 to n, with n the next power of two. If n exceeds `heads`, every second slope is
+    taken first, as in the paper's implementation.
     """
     powers = 2 ** math.ceil(math.log2(heads))
     slopes = torch.exp2(torch.arange(1, powers + 1, device=device, dtype=torch.float32) * (-bias_max / powers))
     return slopes if powers == heads else torch.cat((slopes[1::2], slopes[::2]))[:heads]
 
 
-def _spelled_out(q, k, v, mask, causal, dropout, how: Scores):
-    """All scores at once: no fused kernel of PyTorch's changes them but flex attention."""
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeats key/value heads up to the number of query heads."""
+    repeats = q.shape[1] // k.shape[1]
+    return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
+
+
+def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """bool `[queries, keys]`; the queries are the last tokens."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _unfused(q, k, v, mask, causal, dropout, how: Scores):
+    """Attention with all scores materialized, for score changes that no fused kernel but flex attention has."""
+    k, v = _repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
     queries, keys = scores.shape[2:]
     if how.softcap is not None:
         scores = cap(scores, how.softcap)
     if how.slopes is not None:
-        places = torch.arange(keys, device=q.device)
-        distances = places[keys - queries :].unsqueeze(1) - places  # [queries, keys]
+        positions = torch.arange(keys, device=q.device)
+        distances = positions[keys - queries :].unsqueeze(1) - positions  # [queries, keys]
         scores = scores - how.slopes.to(scores.dtype).view(-1, 1, 1) * distances
     if mask is None and causal:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        mask = _causal_mask(queries, keys, q.device)
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -133,23 +141,23 @@ def _spelled_out(q, k, v, mask, causal, dropout, how: Scores):
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:
-    """FlexAttention (Dong et al., 2024). It is a kernel only when compiled; uncompiled it fills the whole matrix."""
+    """FlexAttention (Dong et al., 2024). Uncompiled, it would materialize all scores."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     scale, softcap, slopes, sinks = how
 
-    def changed(score, batch, head, query, key):
+    def modify(score, batch, head, query, key):
         if softcap is not None:
             score = cap(score, softcap)
         return score if slopes is None else score - slopes[head] * (query - key)
 
     call = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-    score_mod = None if softcap is None and slopes is None else changed
+    score_mod = None if softcap is None and slopes is None else modify
     settings = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if sinks is None:
         return call(q, k, v, score_mod, **settings)
     out, aux = call(q, k, v, score_mod, **settings, return_aux=AuxRequest(lse=True))
-    # A key more with score s and no value: the others' weights are sum / (sum + e^s) of what they were.
+    # An extra key with score s and no value scales the other weights by sum / (sum + e^s).
     lse = cast(torch.Tensor, aux.lse)
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
     return out * kept.unsqueeze(-1).to(out.dtype)

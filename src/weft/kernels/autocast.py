@@ -1,4 +1,4 @@
-"""What is not an operator of PyTorch's own, under its autocast."""
+"""Autocast for operators that are not PyTorch's own."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in autocast's dtype where that is on for their device, as a matrix product's operands would be.
-
-    float64 stays, as it does there.
-    """
+    """Casts tensors to the autocast dtype if autocast is enabled on their device. float64 stays, as in PyTorch."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -1,7 +1,7 @@
-"""Which token may look at which where several documents share a row, in the forms that attention's kernels want.
+"""Attention within documents packed into one sequence: masks, and a CPU kernel.
 
-`segments` `[batch, seq]` numbers each token's document. A document is a run of one number: the same number again,
-further on, is another document.
+`segments` `[batch, seq]` numbers each token's document. A document is a run of one number; the same number further on
+is another document.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BLOCK = 128  # the tile of flex attention's kernels
 
 
 def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """The first key that each token sees, int64 `[batch, seq]`: it sees the keys from there to itself.
+    """The first key that each token sees, int64 `[batch, seq]`; it sees all keys from there to itself.
 
-    That is where its document begins or, with a sliding window, the first of the last `window` tokens if that is later.
+    This is the start of its document, or of the sliding `window` if that is later.
     """
-    places = torch.arange(segments.shape[1], device=segments.device)
+    positions = torch.arange(segments.shape[1], device=segments.device)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = torch.where(begins, places, 0).cummax(dim=1).values
-    return starts if window is None else torch.maximum(starts, places - window + 1)
+    starts = torch.where(begins, positions, 0).cummax(dim=1).values
+    return starts if window is None else torch.maximum(starts, positions - window + 1)
 
 
 def segment_mask(
@@ -38,73 +38,70 @@ def segment_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which keys each query may see: its document's, up to itself. The plain reference of all forms here.
+    """The causal mask within each document, bool `[batch, 1, queries, keys]`, true where a query sees a key.
 
     Args:
-        segments: `[batch, seq]`, a number for each token's document.
-        window: the most keys that a query sees, its own with them.
-        queries, keys: places of those that the mask is for; default: all, in order.
-
-    Returns:
-        bool `[batch, 1, queries, keys]`, true where a query (third axis) sees a key (fourth).
+        segments: `[batch, seq]`, each token's document number.
+        window: sliding window size, counting the query itself.
+        queries, keys: indices along the sequence; None: all, in order.
     """
-    places = torch.arange(segments.shape[1], device=segments.device)
-    queries, keys = places if queries is None else queries, places if keys is None else keys
+    positions = torch.arange(segments.shape[1], device=segments.device)
+    queries, keys = positions if queries is None else queries, positions if keys is None else keys
     starts = run_starts(segments, window)[:, queries].unsqueeze(2)
     return ((keys <= queries.unsqueeze(1)) & (keys >= starts)).unsqueeze(1)
 
 
 def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
-    """`segment_mask` as flex attention's table of blocks (Dong et al., 2024), which skips what no query sees.
+    """`segment_mask` as flex attention's `BlockMask` (Dong et al., 2024).
 
-    Made from the documents' starts: `create_block_mask` would first fill the whole `[batch, seq, seq]`.
+    Built from the documents' starts: `create_block_mask` would first materialize `[batch, seq, seq]`.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     seq = segments.shape[1]
     starts = run_starts(segments, window)
     blocks = torch.arange(-(-seq // BLOCK), device=segments.device)
-    # Starts never fall along a row: a block's first query sees the furthest back, its last query the least far.
-    furthest = (starts[:, ::BLOCK] // BLOCK).unsqueeze(2)  # [batch, blocks, 1]
+    # Starts never decrease along a sequence: a block's first query sees furthest back, its last query least far.
+    first_seen = (starts[:, ::BLOCK] // BLOCK).unsqueeze(2)  # [batch, blocks, 1]
     last = starts[:, ((blocks + 1) * BLOCK - 1).clamp(max=seq - 1)]
-    all_see = ((last + BLOCK - 1) // BLOCK).unsqueeze(2)  # from this block on, all of its queries see all keys
+    first_full = ((last + BLOCK - 1) // BLOCK).unsqueeze(2)  # the first key block that all queries see in full
     queries = blocks.unsqueeze(1)  # [blocks, 1], against keys' [blocks]
-    full = (blocks < queries) & (blocks >= all_see)  # [batch, blocks, blocks]
-    full &= (queries + 1) * BLOCK <= seq  # as PyTorch has it, a last block that is not filled sees nothing in full
-    partial = (blocks <= queries) & (blocks >= furthest) & ~full
+    full = (blocks < queries) & (blocks >= first_full)  # [batch, blocks, blocks]
+    full &= (queries + 1) * BLOCK <= seq  # as in PyTorch, an incomplete last query block has no full key blocks
+    partial = (blocks <= queries) & (blocks >= first_seen) & ~full
 
     def visible(batch, head, query, key):
         return (key <= query) & (key >= starts[batch, query])
 
     return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(seq, seq)
+        *_block_lists(partial), *_block_lists(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(seq, seq)
     )
 
 
-def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many key blocks each query block has, int32 `[batch, 1, blocks]`, and which, these first."""
+def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each query block's number of key blocks, int32 `[batch, 1, blocks]`, and their indices, chosen ones first."""
     order = chosen.int().argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
-# --- On a CPU, where no kernel skips what a mask hides: long documents one by one, short ones side by side. ---
-# An operator of its own, so that compiled code holds one call, and nothing of lengths that change with every batch.
+# --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, short ones in batches.
+# It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
 
-# Up to so many tokens, calls for single documents cost more than copying them together; and that in float32, for each
-# of bfloat16's small matrix products has its price: 4,096 tokens in documents of 16 took 176 ms, in float32 42; in
-# documents of 128 they took 120 and 77, of 256 80 and 96, of 2,048 235 and 322 (8 heads of 64, one thread, with AMX).
+# Up to this length, copying documents into a batch is cheaper than a call for each. The batch is computed in float32,
+# as small bfloat16 matrix products are slow. 4,096 tokens took, in bfloat16 and float32 (8 heads of 64, one thread,
+# AMX): in documents of 16 tokens 176 and 42 ms, of 128 120 and 77, of 256 80 and 96, of 2,048 235 and 322.
 SHORT = 180
 
 _SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale) -> (Tensor, Tensor)"
 _BACKWARD = (
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor sums, Tensor segments, float? scale)"
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor segments, float? scale)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.custom_op("weft::document_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)
 def document_attention(q, k, v, segments, scale):
-    """Causal attention within each document, by PyTorch's flash kernel for CPUs.
+    """Causal attention within each document, with PyTorch's flash kernel for CPUs.
 
     Args:
         q, k, v: `[batch, heads, seq, head_dim]`, of one shape.
@@ -112,45 +109,45 @@ def document_attention(q, k, v, segments, scale):
         scale: None: `1 / sqrt(head_dim)`.
 
     Returns:
-        `[batch, heads, seq, head_dim]`, and the logarithms of the softmax's sums `[batch, heads, seq]`, for backward.
+        `[batch, heads, seq, head_dim]`, and the softmax's log-sum-exp `[batch, heads, seq]`, for backward.
     """
-    (out, out_rows), (sums, sums_rows) = _new(q), _new_sums(q)
+    (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q)
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
     starts, lengths = _documents(segments)
-    for part in _long(starts, lengths, segments.shape[1]):
-        out[part], sums[part] = flash_cpu(q[part], k[part], v[part], **settings)
-    rows = [_rows(x) for x in (q, k, v)]
-    for places, targets, _ in _short(starts, lengths):
-        parts = (x[places].to(sums.dtype).transpose(1, 2) for x in rows)  # [documents, heads, longest, head_dim]
-        part_out, part_sums = flash_cpu(*parts, **settings)
-        out_rows[targets] = part_out.transpose(1, 2).to(q.dtype)
-        sums_rows[targets] = part_sums.transpose(1, 2)
-    return out, sums
+    for document in _long_documents(starts, lengths, segments.shape[1]):
+        out[document], lse[document] = flash_cpu(q[document], k[document], v[document], **settings)
+    flat = [_flatten_tokens(x) for x in (q, k, v)]
+    for sources, targets, _ in _short_documents(starts, lengths):
+        padded = (x[sources].to(lse.dtype).transpose(1, 2) for x in flat)  # [documents, heads, longest, head_dim]
+        batch_out, batch_lse = flash_cpu(*padded, **settings)
+        out_tokens[targets] = batch_out.transpose(1, 2).to(q.dtype)
+        lse_tokens[targets] = batch_lse.transpose(1, 2)
+    return out, lse
 
 
 @torch.library.custom_op("weft::document_attention_backward", mutates_args=(), device_types="cpu", schema=_BACKWARD)
-def document_attention_backward(grad, q, k, v, out, sums, segments, scale):
+def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
     """The gradients of q, k and v, each `[batch, heads, seq, head_dim]`."""
-    new = [_new(q) for _ in range(3)]
+    new = [_empty(q) for _ in range(3)]
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
     starts, lengths = _documents(segments)
-    wholes = [x.contiguous() if x is grad else x for x in (grad, q, k, v, out, sums)]  # the last stride must be 1
-    for part in _long(starts, lengths, segments.shape[1]):
-        for (whole, _), one in zip(new, flash_cpu_backward(*(x[part] for x in wholes), **settings), strict=True):
-            whole[part] = one
-    rows = [_rows(x) for x in (grad, q, k, v, out, sums)]
-    for places, targets, padding in _short(starts, lengths):
-        parts = [x[places].to(sums.dtype) for x in rows]
-        parts[0][padding] = 0  # so padding gives nothing to the tokens before it
-        for (_, whole), one in zip(
-            new, flash_cpu_backward(*(x.transpose(1, 2) for x in parts), **settings), strict=True
-        ):
-            whole[targets] = one.transpose(1, 2).to(q.dtype)
-    return tuple(whole for whole, _ in new)
+    inputs = (grad.contiguous(), q, k, v, out, lse)  # the kernel needs a last stride of 1
+    for document in _long_documents(starts, lengths, segments.shape[1]):
+        gradients = flash_cpu_backward(*(x[document] for x in inputs), **settings)
+        for (result, _), gradient in zip(new, gradients, strict=True):
+            result[document] = gradient
+    flat = [_flatten_tokens(x) for x in (grad, q, k, v, out, lse)]
+    for sources, targets, padding in _short_documents(starts, lengths):
+        padded = [x[sources].to(lse.dtype) for x in flat]
+        padded[0][padding] = 0  # no gradient from padding
+        gradients = flash_cpu_backward(*(x.transpose(1, 2) for x in padded), **settings)
+        for (_, tokens), gradient in zip(new, gradients, strict=True):
+            tokens[targets] = gradient.transpose(1, 2).to(q.dtype)
+    return tuple(result for result, _ in new)
 
 
 def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """First tokens, numbered through all rows, and lengths of all documents."""
+    """The first token of each document, counted over the flattened batch, and the documents' lengths."""
     numbers = segments.numpy()
     begins = np.ones(numbers.shape, bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -158,69 +155,71 @@ def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.diff(starts, append=numbers.size)
 
 
-def _long(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Each long document's place in `[batch, heads, seq]`."""
+def _long_documents(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterator[tuple[slice, slice, slice]]:
+    """The slices of `[batch, heads, seq]` that hold each long document."""
     chosen = lengths > SHORT
     for start, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
-        row, first = divmod(start, seq)
-        yield slice(row, row + 1), slice(None), slice(first, first + length)
+        sequence, first = divmod(start, seq)
+        yield slice(sequence, sequence + 1), slice(None), slice(first, first + length)
 
 
-def _short(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Short documents of like lengths, as tables of tokens `[documents, longest]`.
+def _short_documents(
+    starts: np.ndarray, lengths: np.ndarray
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Batches of short documents of similar length, as token indices `[documents, longest]`.
 
-    A shorter one is filled up with its last token: what comes after a token changes nothing for it.
+    Shorter documents are right-padded with their last token, which changes nothing for the tokens before it.
 
     Yields:
-        Where to read; where to write, which for padding is behind all tokens; and what is padding.
+        Indices to read; indices to write, where padding goes behind all tokens; and a bool mask of padding.
     """
     tokens = int(lengths.sum())
-    classes = np.where(lengths <= SHORT, np.ceil(2 * np.log2(lengths)), -1)  # two for each doubling: little padding
-    for one in np.unique(classes[classes >= 0]):
-        chosen = np.flatnonzero(classes == one)
-        own = lengths[chosen, None]
-        counted = np.arange(own.max())
-        places = torch.from_numpy(starts[chosen, None] + np.minimum(counted, own - 1))
-        padding = torch.from_numpy(counted >= own)
-        yield places, places.masked_fill(padding, tokens), padding
+    classes = np.where(lengths <= SHORT, np.ceil(2 * np.log2(lengths)), -1)  # two per doubling: little padding
+    for length_class in np.unique(classes[classes >= 0]):
+        chosen = np.flatnonzero(classes == length_class)
+        length = lengths[chosen, None]
+        offsets = np.arange(length.max())
+        sources = torch.from_numpy(starts[chosen, None] + np.minimum(offsets, length - 1))
+        padding = torch.from_numpy(offsets >= length)
+        yield sources, sources.masked_fill(padding, tokens), padding
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[batch, heads, seq, ...]` as `[batch x seq, heads, ...]`."""
+def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
+    """`[batch, heads, seq, ...]` -> `[batch x seq, heads, ...]`."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _new(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for a result shaped as `q`, and the same as rows `[batch x seq + 1, heads, head_dim]`, one for padding."""
+def _empty(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An empty tensor shaped as `q`; and its memory, `[batch x seq + 1, heads, head_dim]`, one row more for padding."""
     batch, heads, seq, head_dim = q.shape
-    rows = q.new_empty(batch * seq + 1, heads, head_dim)
-    return rows[:-1].view(batch, seq, heads, head_dim).transpose(1, 2), rows
+    tokens = q.new_empty(batch * seq + 1, heads, head_dim)
+    return tokens[:-1].view(batch, seq, heads, head_dim).transpose(1, 2), tokens
 
 
-def _new_sums(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_lse(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seq, _ = q.shape
-    rows = q.new_empty(batch * seq + 1, heads, dtype=torch.promote_types(q.dtype, torch.float32))
-    return rows[:-1].view(batch, seq, heads).transpose(1, 2), rows
+    tokens = q.new_empty(batch * seq + 1, heads, dtype=torch.promote_types(q.dtype, torch.float32))
+    return tokens[:-1].view(batch, seq, heads).transpose(1, 2), tokens
 
 
 @document_attention.register_fake
 def _(q, k, v, segments, scale):
-    return _new(q)[0], _new_sums(q)[0]
+    return _empty(q)[0], _empty_lse(q)[0]
 
 
 @document_attention_backward.register_fake
-def _(grad, q, k, v, out, sums, segments, scale):
-    return _new(q)[0], _new(q)[0], _new(q)[0]
+def _(grad, q, k, v, out, lse, segments, scale):
+    return _empty(q)[0], _empty(q)[0], _empty(q)[0]
 
 
-def _keep(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     q, k, v, segments, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, segments)
 
 
 def _backward(ctx, grad, _):
-    q, k, v, out, sums, segments = ctx.saved_tensors
-    return *document_attention_backward(grad, q, k, v, out, sums, segments, ctx.scale), None, None
+    q, k, v, out, lse, segments = ctx.saved_tensors
+    return *document_attention_backward(grad, q, k, v, out, lse, segments, ctx.scale), None, None
 
 
-document_attention.register_autograd(_backward, setup_context=_keep)
+document_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,4 @@
-"""The flash-attn package's kernels (Dao, "FlashAttention-2", 2023), where it is installed: for GPUs, in 16 bits."""
+"""Attention with the flash-attn package (Dao, "FlashAttention-2", 2023): CUDA devices, 16-bit dtypes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashMask(NamedTuple):
-    """What these kernels know of a mask, beside causality.
+    """A causal mask in the form that flash-attn takes.
 
     Attributes:
-        ends: int32 `[documents + 1]`: 0 and where each document ends, counted through all rows; None: rows are whole.
-        window: the most keys that a query sees, its own with them; None: all before it.
+        ends: int32 `[documents + 1]`, cumulative document lengths over the flattened batch, starting with 0; None:
+            each sequence is one document.
+        window: sliding window size, counting the query itself; None: no window.
     """
 
     ends: torch.Tensor | None
@@ -25,7 +26,7 @@ class FlashMask(NamedTuple):
 
     @classmethod
     def of(cls, segments: torch.Tensor | None, window: int | None) -> FlashMask:
-        """Of segments `[batch, seq]`, a number for each token's document."""
+        """From `segments` `[batch, seq]`, each token's document number."""
         if segments is None:
             return cls(None, window)
         begins = torch.ones_like(segments, dtype=torch.bool)
@@ -35,15 +36,15 @@ class FlashMask(NamedTuple):
 
 
 def flash_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can be called; where a gradient is wanted and they cannot, that is the user's to mend.
+    """Whether flash-attn can run.
 
     Raises:
-        UserError: (in training) what is missing.
+        UserError: it cannot, and gradients are enabled.
     """
     if device.type != "cuda":
-        lacks = f"flash-attn's kernels run on GPUs, and this is a {device.type}; set auto"
+        lacks = f"flash-attn needs a CUDA device, not {device.type}; set auto"
     elif dtype not in DTYPES:
-        lacks = f"flash-attn's kernels know bfloat16 and float16, and this is {str(dtype)[6:]}; set training.dtype"
+        lacks = f"flash-attn supports bfloat16 and float16, not {str(dtype)[6:]}; set training.dtype"
     elif find_spec("flash_attn") is None:
         lacks = "the package flash-attn is not installed; pip install flash-attn, or set auto"
     else:
@@ -64,7 +65,7 @@ def flash_attention(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.attention.attention`, for a `FlashMask`."""
+    """`weft.kernels.attention.attention` with a `FlashMask`."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     settings = {
@@ -79,7 +80,7 @@ def flash_attention(
     if mask.ends is None:
         return flash_attn_func(q, k, v, **settings).transpose(1, 2)
     batch, seq = q.shape[:2]
-    # The longest document is told as a whole row's length: its own would have to come from the GPU in each forward.
+    # The sequence length bounds the longest document: its exact length would need a device synchronization.
     lengths = (mask.ends, mask.ends, seq, seq)
     out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **settings)
     return out.unflatten(0, (batch, seq)).transpose(1, 2)

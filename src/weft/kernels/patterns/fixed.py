@@ -9,19 +9,18 @@ from annotated_types import Ge
 
 
 class Fixed:
-    """Each token looks at its own block, and at the last tokens of every block before: these sum up for the rest.
+    """Each token attends to its own block, and to the last tokens of every earlier block, which summarize it.
 
-    The paper's two sets of keys, merged: all heads look at both.
+    All heads use the union of the paper's two sets of keys.
 
     Args:
-        stride: tokens of a block.
-        expressivity: how many tokens at a block's end are seen from later ones; the paper's c.
+        stride: block size in tokens.
+        expressivity: number of tokens at each block's end that later blocks see; the paper's c.
     """
 
     def __init__(self, *, stride: Annotated[int, Ge(1)], expressivity: Annotated[int, Ge(1)] = 1):
         self.stride, self.expressivity = stride, expressivity
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether a query looks at a key."""
-        own = query // self.stride == key // self.stride
-        return own | (key % self.stride >= self.stride - self.expressivity)
+        same_block = query // self.stride == key // self.stride
+        return same_block | (key % self.stride >= self.stride - self.expressivity)

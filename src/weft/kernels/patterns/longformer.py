@@ -9,12 +9,12 @@ from annotated_types import Ge
 
 
 class Longformer:
-    """Each token looks at a window before it and at the first tokens of its document; causal, as the paper's decoder.
+    """Each token attends to a dilated window before it and to the first tokens of its document; causal.
 
     Args:
-        window: how many keys of the window a query sees at the most, its own with them.
-        dilation: the window takes every so-manieth key, and so reaches that much further.
-        global_tokens: all tokens look at so many of their document's first ones.
+        window: window size in keys, counting the query itself.
+        dilation: the window takes every N-th key.
+        global_tokens: number of tokens at the document's start that all tokens attend to.
     """
 
     def __init__(
@@ -27,7 +27,6 @@ class Longformer:
         self.window, self.dilation, self.global_tokens = window, dilation, global_tokens
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether a query looks at a key."""
         distance = query - key
         near = (distance < self.window * self.dilation) & (distance % self.dilation == 0)
         return near | (key < self.global_tokens)

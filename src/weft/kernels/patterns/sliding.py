@@ -1,4 +1,4 @@
-"""A window that slides along the text (Beltagy et al., "Longformer", 2020; Jiang et al., "Mistral 7B", 2023)."""
+"""Sliding window attention (Beltagy et al., "Longformer", 2020; Jiang et al., "Mistral 7B", 2023)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from annotated_types import Ge
 
 
 class Sliding:
-    """Each token looks at the last tokens before it.
+    """Each token attends to the last `window` tokens.
 
     Args:
-        window: the most keys that a query sees, its own with them.
+        window: window size, counting the query itself.
     """
 
     def __init__(self, *, window: Annotated[int, Ge(1)]):
         self.window = window
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether a query looks at a key."""
         return query - key < self.window

@@ -9,18 +9,17 @@ from annotated_types import Ge
 
 
 class Strided:
-    """Each token looks at the `stride` tokens before it, and at every `stride`-th one further back.
+    """Each token attends to the `stride` tokens before it, and to every `stride`-th token further back.
 
-    The paper's two sets of keys, merged: all heads look at both.
+    All heads use the union of the paper's two sets of keys.
 
     Args:
-        stride: about the square root of the sequence's length makes the work least.
+        stride: the cost is lowest near the square root of the sequence length.
     """
 
     def __init__(self, *, stride: Annotated[int, Ge(1)]):
         self.stride = stride
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Whether a query looks at a key."""
         distance = query - key
         return (distance <= self.stride) | (distance % self.stride == 0)

@@ -27,7 +27,7 @@ from weft.config.mesh import exchangeable
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
-from weft.kernels.masks import alibi_mask, flex_usable, partial_block_mask, pattern_mask, segment_mask
+from weft.kernels.masks import alibi_mask, flex_usable, pattern_mask, segment_mask, sparse_block_mask
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attend
 from weft.models.layers.moe import Router
@@ -178,7 +178,7 @@ class Context:
             if self.way == "ring" and plain and not hidden and dropout == 0:
                 return None
             if flex_usable(device, dtype, config.qk_head_dim, dropout) and config.attention_implementation != "sdpa":
-                return partial_block_mask(whole, window, model.pattern, queries, keys)
+                return sparse_block_mask(whole, window, model.pattern, queries, keys)
             if model.pattern is not None:
                 seen = pattern_mask(model.pattern, whole, queries, keys)
             else:
