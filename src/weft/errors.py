@@ -1,17 +1,17 @@
-"""What Weft says when the user has made a mistake: one line each, what, where, what to do."""
+"""Errors of the user: one line each, with what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. The command line prints its text (no traceback) and exits with 2.
+    """A mistake that the user can correct. The command line prints its text without a traceback and exits with code 2.
 
     >>> try:
     ...     weft.load_model("nowhere")
@@ -21,11 +21,11 @@ class UserError(Exception):
 
     Args:
         what: what is wrong and what to do about it, in one line ("...; ...").
-        where: the file it is in, if it is in one.
+        where: the file that it is about, if any.
         line: the line in that file, counted from 1.
 
     Attributes:
-        quiet: another rank says it; this one only leaves.
+        quiet: another rank reports it, and this one only exits.
     """
 
     quiet = False
@@ -49,7 +49,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All the problems of one configuration, found in one pass; `str()` has one line for each."""
+    """All problems of one configuration; `str()` has one line for each."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
@@ -57,50 +57,57 @@ class ConfigError(UserError):
 
 
 def _place(where: str | Path | None, line: int | None) -> str:
-    """`path:line: `. A file's name may hold a line end or an escape sequence: the message stays one plain line."""
+    """Returns `path:line: `, with line ends and escape sequences in the path escaped."""
     if where is None:
         return ""
-    shown = str(where)
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(where))
     return f"{shown}: " if line is None else f"{shown}:{line}: "
 
 
-def is_own(file: str) -> bool:
-    """Whether a source file is the user's: neither Weft's, nor Python's, nor an installed package's."""
+def is_user_file(file: str) -> bool:
+    """Whether a source file is the user's: not of Weft, Python, or an installed package."""
     path = Path(file)
     if file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
-    ours = [Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))]
-    return not any(path.resolve().is_relative_to(root.resolve()) for root in ours)
+    others = [Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))]
+    return not any(path.resolve().is_relative_to(root.resolve()) for root in others)
 
 
-def told_of_own(error: BaseException, module_file: str | None = None) -> str | None:
-    """`my.py:12: ValueError: ...`: what the user's own code raised, with the innermost line of it.
+def user_frames(error: BaseException, module_file: str | None = None) -> list[TracebackType]:
+    """Returns the entries of the traceback that are in the user's code, outermost first.
 
     Args:
-        module_file: a file that counts as the user's wherever it is: that of a plugin.
-
-    Returns:
-        None if `error` did not come from there.
+        module_file: a file that counts as the user's wherever it is, such as a plugin's.
     """
-    steps = traceback.extract_tb(error.__traceback__)
-    own = [step for step in steps if step.filename == module_file or is_own(step.filename)]
-    return f"{short_path(own[-1].filename)}:{own[-1].lineno}: {told_type(error)}" if own else None
+    found, entry = [], error.__traceback__
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if file == module_file or is_user_file(file):
+            found.append(entry)
+        entry = entry.tb_next
+    return found
 
 
-def told_type(error: BaseException) -> str:
-    """`ValueError: what it says`, in one line."""
+def describe_user_exception(error: BaseException, module_file: str | None = None) -> str | None:
+    """Returns `my.py:12: ValueError: ...`, with the innermost line in the user's code; None if there is none."""
+    frames = user_frames(error, module_file)
+    if not frames:
+        return None
+    return f"{short_path(frames[-1].tb_frame.f_code.co_filename)}:{frames[-1].tb_lineno}: {describe_exception(error)}"
+
+
+def describe_exception(error: BaseException) -> str:
+    """Returns `ValueError: its text`, in one line."""
     what = " ".join(str(error).split())
     return type(error).__name__ + (f": {what}" if what else "")
 
 
 def short_path(file: str) -> str:
-    """The path from the working directory, if the file is below it."""
+    """Returns the path relative to the working directory, if the file is below it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
-def told_by_another(error: UserError) -> bool:
-    """Whether this rank need not tell it: all ranks read the same file, and the first on each machine speaks of it."""
+def reported_elsewhere(error: UserError) -> bool:
+    """Whether another rank reports the error: all ranks read the same config, and local rank 0 reports its problems."""
     return error.quiet or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0")

@@ -1,11 +1,11 @@
-"""Plugins: what installed packages add to Weft, by entry points of the group `weft.plugins` (docs/plugins.md).
+"""Plugins: components and verbs of installed packages, by entry points of the group `weft.plugins` (docs/plugins.md).
 
     [project.entry-points."weft.plugins"]
     "verb.publish" = "my_package.publish"             # weft publish
     "export.mine" = "my_package.mine"                 # weft export --to mine
     "optimizer.lion" = "my_package.lion:Lion"         # optimizer: {type: lion}
 
-The name is `KIND.NAME`, the value a module or `module:Name`. A built-in of the same name comes first. Plugins are found
+The name is `KIND.NAME`, the value a module or `module:Name`. Built-in components take precedence. Plugins are found
 without importing them.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from weft.errors import UserError
 
 GROUP = "weft.plugins"
-# From `optimizer` on: what a run's file gives by a short name or as module:Class (weft.config.components).
+# From `optimizer` on: components of a config, given by name or as module:Class (weft.config.components).
 KINDS = (
     "verb", "source", "export", "optimizer", "schedule", "objective", "tracker", "callback", "metric", "dataset",
     "model", "attention_pattern",
@@ -37,7 +37,7 @@ class Plugin(NamedTuple):
 
     Attributes:
         reference: `module` or `module:Name`.
-        package: the installed package that states it, with its version.
+        package: name and version of the installed package.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Plugin(NamedTuple):
     package: str
 
     def load(self) -> Any:
-        """Import it. Raises UserError that names the package if that fails."""
+        """Imports it; raises a UserError that names the package if that fails."""
         try:
             return load_reference(self.reference)
         except Exception as error:
@@ -56,7 +56,7 @@ class Plugin(NamedTuple):
 
 @cache
 def _installed() -> tuple[Plugin, ...]:
-    from importlib.metadata import entry_points  # 25 ms: only where a name is no built-in's
+    from importlib.metadata import entry_points  # takes 25 ms, so only for names that are not built in
 
     found = []
     for point in entry_points(group=GROUP):
@@ -67,7 +67,7 @@ def _installed() -> tuple[Plugin, ...]:
 
 
 def plugins(kind: str) -> dict[str, Plugin]:
-    """The plugins of one kind ("verb", "export", "source", "optimizer", ...), by name; nothing is imported.
+    """Returns the plugins of one kind ("verb", "export", "source", "optimizer", ...) by name, without importing them.
 
     Raises:
         UserError: two packages provide the same name.
@@ -83,19 +83,19 @@ def plugins(kind: str) -> dict[str, Plugin]:
     return found
 
 
-def of_no_kind(name: str) -> str:
-    """For the message that nothing has this name: the entry point that has it, if its kind is none ("family.mine")."""
+def unknown_kind_hint(name: str) -> str:
+    """Returns a hint for an unknown name: an entry point that has it under an unknown kind ("family.mine")."""
     for plugin in _installed():
         if plugin.name == name and plugin.kind not in KINDS:
-            return f"; {plugin.package} states {plugin.kind}.{name}, but a plugin's kind is one of {', '.join(KINDS)}"
+            return f"; {plugin.package} declares {plugin.kind}.{name}, but the kinds are {', '.join(KINDS)}"
     return ""
 
 
 def load_reference(reference: str) -> Any:
-    """Import a `module`, or what `module:Name` names in it. The working directory is on the import path.
+    """Imports `module` or `module:Name`. The working directory is on the import path.
 
     Raises:
-        UserError: there is no such module or name. What the module itself raises is not caught.
+        UserError: there is no such module or name. Exceptions of the module are not caught.
     """
     module, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
@@ -114,11 +114,11 @@ def load_reference(reference: str) -> Any:
 
 
 def built_in(package: ModuleType, name: str, defines: str) -> ModuleType | None:
-    """The module of `package` that is a built-in of this name; None if there is none.
+    """Returns the module of `package` that implements the built-in of this name, or None.
 
     Args:
-        name: the file's, with `-` for `_`, and without the `_` that follows a word of Python's (`import_.py`).
-        defines: what a built-in's module defines; modules without it are helpers.
+        name: the file name with `-` for `_`, without the `_` after a Python keyword (`import_.py`).
+        defines: a name that built-ins define; modules without it are helpers.
     """
     stem = name.replace("-", "_") + "_" * iskeyword(name)
     if not stem.isidentifier() or find_spec(f"{package.__name__}.{stem}") is None:
@@ -128,17 +128,17 @@ def built_in(package: ModuleType, name: str, defines: str) -> ModuleType | None:
 
 
 def built_ins(package: ModuleType, defines: str) -> dict[str, ModuleType]:
-    """All built-ins of a package by name, imported."""
+    """Returns all built-ins of a package by name, imported."""
     names = (stem.removesuffix("_").replace("_", "-") for _, stem, _ in iter_modules(package.__path__))
     found = {name: built_in(package, name, defines) for name in names}
     return {name: module for name, module in found.items() if module is not None}
 
 
 def find(kind: str, name: str, package: ModuleType, defines: str) -> Any:
-    """What a name stands for: a built-in, which is a module of `package`; a plugin of this kind; `module:Name` itself.
+    """Returns the built-in (a module of `package`), the plugin, or the `module:Name` that a name refers to.
 
     Raises:
-        UserError: nothing has this name (the message lists what there is), or it cannot be imported.
+        UserError: the name is unknown (the message lists the known ones), or it cannot be imported.
     """
     if ":" in name:
         return load_reference(name)
@@ -149,5 +149,5 @@ def find(kind: str, name: str, package: ModuleType, defines: str) -> Any:
         return plugins(kind)[name].load()
     known = [*built_ins(package, defines), *plugins(kind)]
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}; one of your own is module:Name"
-    raise UserError(f"there is no {kind} {name!r}; {hint}{of_no_kind(name)}")
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}, or give module:Name"
+    raise UserError(f"there is no {kind} {name!r}; {hint}{unknown_kind_hint(name)}")

@@ -1,17 +1,21 @@
-"""Local processes: what they inherit from the launcher, and that they end with their parent."""
+"""Processes: what ranks inherit from the launcher, signal handlers, and ending with the parent process."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-LAUNCHER = "WEFT_LAUNCHER"  # in a rank's environment: the launcher's process and the pipe that it reads
-STORE_SOCKET = "WEFT_STORE_SOCKET"  # in the first rank's: a listening socket, at which its store is to answer
+LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's process id and the pipe that it reads
+STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent is gone: a killed parent tells nobody (Linux)."""
+    """Has the kernel kill this process when its parent ends, even if the parent is killed (Linux)."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # takes 10 ms
@@ -19,4 +23,18 @@ def die_with(parent: int) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the parent was gone before the kernel knew
+        os._exit(1)  # the parent ended before the call
+
+
+@contextmanager
+def signal_handler(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Handles these signals by `handler` within the context. Only the main thread can: elsewhere it does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -93,7 +93,7 @@ def test_two_processes_show_their_communication(run_yaml, tmp_path):
     ("arguments", "said"),
     [
         (["--ranks", "5"], "--ranks: there is no rank 5; they are 0 to 0"),
-        (["--ranks", "one"], "--ranks one: all, or numbers"),
+        (["--ranks", "one"], "--ranks one: give all, or numbers"),
         (["--steps", "0"], "--steps 0: at least 1"),
         (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, and this run has 30"),
         (["--out", "taken"], "taken: exists already"),

@@ -5,7 +5,7 @@ import signal
 import pytest
 from running import QUIET, train
 
-from weft.launch.failures import account_for, lacking, leave_word, own_part
+from weft.launch.failures import custom_component_error, out_of_resources, report_failed_ranks, send_to_launcher
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def failure(tmp_path, monkeypatch):
         path = tmp_path / f"error-{len(list(tmp_path.iterdir()))}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
         if kind is not None:
-            assert leave_word(text, kind)
+            assert send_to_launcher(text, kind)
         return ProcessFailure(local_rank=0, pid=4242, exitcode=exitcode, error_file=str(path))
 
     return make
@@ -28,7 +28,7 @@ def failure(tmp_path, monkeypatch):
 def test_a_killed_rank_is_named_with_where_to_go_on(failure, tmp_path, capsys):
     lost = failure(1, "internal", "Traceback: connection closed by peer")
     run = tmp_path / "run"
-    assert account_for({0: lost, 1: failure(-signal.SIGKILL)}, run) == 3
+    assert report_failed_ranks({0: lost, 1: failure(-signal.SIGKILL)}, run) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rank 1 (process 4242) was killed by SIGKILL")
     assert "no checkpoint yet, so the same command starts over" in line
@@ -36,32 +36,32 @@ def test_a_killed_rank_is_named_with_where_to_go_on(failure, tmp_path, capsys):
 
 
 def test_what_the_agent_ends_itself_is_not_blamed(failure, tmp_path, capsys):
-    assert account_for({1: failure(-signal.SIGTERM), 0: failure(-signal.SIGSEGV)}, tmp_path) == 3
+    assert report_failed_ranks({1: failure(-signal.SIGTERM), 0: failure(-signal.SIGSEGV)}, tmp_path) == 3
     assert capsys.readouterr().err.startswith("rank 0 (process 4242) was killed by SIGSEGV; ")
 
 
 def test_the_users_own_exception_is_shown_once_and_before_what_it_caused(failure, tmp_path, capsys):
     first = failure(1, "internal", "Traceback: connection closed")
-    own = failure(2, "own", "my.py:3: ValueError: boom\nTraceback: my.py")
-    assert account_for({0: first, 1: own, 2: failure(-signal.SIGABRT)}, tmp_path) == 2
+    own = failure(2, "custom", "my.py:3: ValueError: boom\nTraceback: my.py")
+    assert report_failed_ranks({0: first, 1: own, 2: failure(-signal.SIGABRT)}, tmp_path) == 2
     assert capsys.readouterr().err == "my.py:3: ValueError: boom\nTraceback: my.py\n"
 
 
 def test_a_mistake_was_told_by_its_rank(failure, tmp_path, capsys):
-    assert account_for({0: failure(1, "internal", "x"), 1: failure(2, "mistake", "wrong")}, tmp_path) == 2
+    assert report_failed_ranks({0: failure(1, "internal", "x"), 1: failure(2, "mistake", "wrong")}, tmp_path) == 2
     assert capsys.readouterr().err == ""
 
 
 def test_of_faults_of_weft_the_first_is_shown(failure, tmp_path, capsys):
     first = failure(1, "internal", "Traceback: the cause")
-    assert account_for({0: failure(1, "internal", "Traceback: a consequence"), 1: first}, tmp_path) == 1
+    assert report_failed_ranks({0: failure(1, "internal", "Traceback: a consequence"), 1: first}, tmp_path) == 1
     assert "the cause" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [130, 143])
 def test_ranks_that_left_in_peace(failure, tmp_path, capsys, code):
-    assert account_for({0: failure(-signal.SIGTERM), 1: failure(code)}, tmp_path) == code
-    assert account_for({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: told by the first rank
+    assert report_failed_ranks({0: failure(-signal.SIGTERM), 1: failure(code)}, tmp_path) == code
+    assert report_failed_ranks({0: failure(1), 1: failure(1)}, tmp_path) == 1  # not finite: told by the first rank
     assert capsys.readouterr().err == ""
 
 
@@ -76,21 +76,23 @@ def raised(file):
 
 
 def test_what_is_the_users_own():
-    beneath = own_part(raised("/lib/python3/site-packages/torch/nn/modules/linear.py"), {})
+    beneath = custom_component_error(raised("/lib/python3/site-packages/torch/nn/modules/linear.py"), {})
     line, _, first, *_ = beneath.splitlines()
     assert "test_failures.py:" in line
     assert line.endswith(": RuntimeError: closed")
     assert first.startswith(f'  File "{__file__}"')
     # A rank that died is not the fault of the model that waits for its weights.
-    assert own_part(raised("/lib/python3/site-packages/torch/distributed/distributed_c10d.py"), {}) is None
+    assert (
+        custom_component_error(raised("/lib/python3/site-packages/torch/distributed/distributed_c10d.py"), {}) is None
+    )
     # What an optimizer asks of a sharded parameter may be nothing that DTensor knows.
-    assert own_part(raised("/lib/python3/site-packages/torch/distributed/tensor/_dispatch.py"), {})
+    assert custom_component_error(raised("/lib/python3/site-packages/torch/distributed/tensor/_dispatch.py"), {})
 
 
 def test_no_launcher_no_word(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("RANK", "0")
-    assert not leave_word("text", "own")
+    assert not send_to_launcher("text", "custom")
 
 
 def test_too_little_memory_is_one_line_and_the_traceback_is_logged(run_yaml, tmp_path, monkeypatch, capsys):
@@ -104,5 +106,5 @@ def test_too_little_memory_is_one_line_and_the_traceback_is_logged(run_yaml, tmp
     assert line.endswith(f"the traceback is in {log}")
     assert "Traceback" in log.read_text()
     torch_says = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1"
-    assert "the GPU's memory has no room for another 20.00 GiB;" in lacking(RuntimeError(torch_says))
-    assert lacking(RuntimeError("something else")) is None
+    assert "the GPU's memory has no room for another 20.00 GiB;" in out_of_resources(RuntimeError(torch_says))
+    assert out_of_resources(RuntimeError("something else")) is None

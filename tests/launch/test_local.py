@@ -120,7 +120,7 @@ def test_a_killed_rank_is_told_in_one_line_and_a_signal_to_any_rank_stops_all(ru
     assert code == 3
     assert "Traceback" not in errors
     assert errors.splitlines()[-1].startswith(f"rank 1 (process {victim}) was killed by SIGKILL")
-    assert f"the last checkpoint is that of step {saved}, and the same command goes on" in errors.splitlines()[-1]
+    assert f"the same command resumes from the last checkpoint, of step {saved};" in errors.splitlines()[-1]
     assert "Traceback" in (run / "logs" / "rank-00000.log").read_text()
     assert none_left_in(tmp_path)
 

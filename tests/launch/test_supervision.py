@@ -14,7 +14,7 @@ from weft.launch import local
 
 RANK = """
 import os, signal, sys, time
-from weft.launch.failures import leave_word
+from weft.launch.failures import send_to_launcher
 from weft.launch.local import join_launcher
 from weft.observe.status import alive, doing
 
@@ -130,7 +130,7 @@ sys.exit(143)
 def test_the_others_end_with_a_rank_that_fails(launch):
     fails = """
 if rank == 1:
-    leave_word("Traceback: the cause " + "x" * 200_000, "internal")
+    send_to_launcher("Traceback: the cause " + "x" * 200_000, "internal")
     sys.exit(1)
 while True: time.sleep(1)
 """

@@ -127,9 +127,9 @@ class Beginnings:
 class Unstopped:
     """No signal comes, and nobody is asked for one."""
 
-    votes, ASKED = (), 0
+    votes, BY_CALLBACK = (), 0
 
-    def agreed(self, votes: list[float]) -> None:
+    def decide(self, votes: list[float]) -> None:
         return None
 
 

@@ -22,7 +22,7 @@ from typing import NoReturn, TextIO
 import weft
 from weft import cli
 from weft.cli.stopping import Terminated, terminable
-from weft.errors import UserError, told_by_another
+from weft.errors import UserError, reported_elsewhere
 from weft.plugins import built_in, built_ins, plugins
 
 GROUPS = ("start", "data", "train", "use")
@@ -182,7 +182,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
         with one_line_warnings(), nullcontext() if command in SAVES_FIRST else terminable():
             return int(verb.run(args) or 0)
     except UserError as error:
-        if not told_by_another(error):
+        if not reported_elsewhere(error):
             print(error, file=sys.stderr, flush=True)
         return 2
 

@@ -1,4 +1,4 @@
-"""A verb that trains: in this process, as one rank of a torchrun job, or as N local processes of the same command."""
+"""Runs a verb on ranks: in this process, as one rank of a torchrun job, or as N local processes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.errors import UserError
+
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
     from weft.train.loop import Outcome
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which run it is, and on how many ranks."""
+    """Adds the arguments that select a run and the number of ranks."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the file's")
-    parser.add_argument("--nproc", type=int, metavar="N", help="local processes (default: all GPUs, or 1 on CPU)")
+    parser.add_argument("file", metavar="FILE", help="the YAML file of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of the file")
+    parser.add_argument("--nproc", type=int, metavar="N", help="local processes (default: one per GPU, or 1 on CPU)")
 
 
 def run_on_ranks(
@@ -28,16 +30,13 @@ def run_on_ranks(
     act: Callable[[RunConfig], Outcome],
     prepare: Callable[[RunConfig], tuple[Path, Sequence[str]]],
 ) -> int:
-    """Run `act` on every rank.
+    """Runs `act` on every rank; returns the exit code.
 
     Args:
-        args: of `add_run_arguments`.
-        verb: what a local process is started with, after `weft`.
-        act: what one rank does with the checked config.
-        prepare: called once, before any rank starts; gives the run directory and the options of the local processes.
-
-    Returns:
-        The exit code.
+        args: the arguments of `add_run_arguments`.
+        verb: the verb of local processes, as in `weft train`.
+        act: the work of one rank with the checked config.
+        prepare: called once, before any rank starts; returns the run directory and the options of local processes.
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig
@@ -50,7 +49,7 @@ def run_on_ranks(
         join_launcher()
         return run_rank(lambda: RunConfig.load(args.file, args.overrides), act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
-    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # mistakes are told before anything heavy starts
+    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports mistakes before torch is imported
     run_directory, options = prepare(config)
     from weft.launch.local import checked_nproc, launch_local
 
@@ -63,20 +62,20 @@ def run_on_ranks(
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:
-    """Run `act` in this process; returns the exit code."""
-    from weft.errors import UserError
-    from weft.launch.failures import told, told_mistake
+    """Runs `act` in this process; returns the exit code."""
+    from weft.launch.failures import report_exception, report_mistake
 
     config = None
     try:
         config = load()
         outcome = act(config)
     except UserError as error:
-        raise told_mistake(error) from None
+        report_mistake(error)
+        raise
     except Exception as error:
         if config is None:
-            return told(error, {})
-        return told(error, config.as_dict(), config.run_directory if verb == "train" else None)  # others leave none
+            return report_exception(error, {})
+        return report_exception(error, config.as_dict(), config.run_directory if verb == "train" else None)
     if outcome.status == "stopped":
         return 128 + (outcome.signal or 15)
     return 1 if outcome.status == "non-finite" else 0

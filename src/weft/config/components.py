@@ -24,7 +24,7 @@ from weft.config.section import Component, Section
 from weft.config.signature import MISSING, Argument, method_signature, signature
 from weft.config.suggest import did_you_mean
 from weft.errors import UserError
-from weft.plugins import of_no_kind, plugins
+from weft.plugins import plugins, unknown_kind_hint
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -244,7 +244,7 @@ def _locate(type_: str, room: str) -> tuple[str, str | None]:
             raise UserError(f"unknown {room} {type_!r}; {own}")
         names = [*known, *plugins(room)]
         near = did_you_mean(short, names)
-        what = f"unknown {room} {type_!r}{near} (there are {', '.join(names)}; {own}){of_no_kind(type_)}"
+        what = f"unknown {room} {type_!r}{near} (there are {', '.join(names)}; {own}){unknown_kind_hint(type_)}"
         raise UserError(what)
     return known[short], None
 

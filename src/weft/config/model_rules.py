@@ -10,7 +10,7 @@ from weft.config.moe import ExpertsSection, LatentAttentionSection
 from weft.config.section import known_section
 from weft.config.suggest import did_you_mean
 from weft.families import families
-from weft.plugins import of_no_kind
+from weft.plugins import unknown_kind_hint
 
 
 class Mistake(NamedTuple):
@@ -39,7 +39,7 @@ def mistakes(model: ModelSection) -> Iterator[Mistake]:
     if model.family not in families():
         near = did_you_mean(model.family, families())
         hint = f"{near} (`weft models` lists them all)" if near else f"; choose one (there are {', '.join(families())})"
-        yield Mistake("family", f"there is no family {model.family!r}{hint}{of_no_kind(str(model.family))}")
+        yield Mistake("family", f"there is no family {model.family!r}{hint}{unknown_kind_hint(str(model.family))}")
     yield from _heads(model)
     yield from _layers(model)
     yield from _rotations(model)

@@ -33,7 +33,7 @@ from weft.train.job import Job
 from weft.train.recorder import Recorder
 from weft.train.sample_writer import Sampler
 from weft.train.state import State
-from weft.train.stop import StopSignal
+from weft.train.stop import StopRequest
 from weft.train.validate import validate
 
 
@@ -103,10 +103,10 @@ class Loop:
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
 
-    def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
+    def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
         """Train from `step` updates to the end, to a number that is none, or to what `stop` or a callback asks for on
         any rank."""
-        stop = stop or StopSignal()
+        stop = stop or StopRequest()
         state = self.begin(step, stop)
         batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
         with self.recorder.progress(step):
@@ -122,7 +122,7 @@ class Loop:
                 weight, learned, *votes = self.world.sum(
                     self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
                 )
-                if (received := stop.agreed(votes)) == stop.ASKED:
+                if (received := stop.decide(votes)) == stop.BY_CALLBACK:
                     reasons = self.world.gather(stop.reason)
                     return self.leave("stopped-early", reason=next(reason for reason in reasons if reason is not None))
                 if received is not None:
@@ -132,7 +132,7 @@ class Loop:
                 self.after_update(state.step)
             return self.leave("finished")
 
-    def begin(self, step: int, stop: StopSignal) -> State:
+    def begin(self, step: int, stop: StopRequest) -> State:
         """Get ready to go on after `step` updates."""
         self.saved_at, self.measured = step, {}
         self.state = State(

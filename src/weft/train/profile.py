@@ -31,7 +31,7 @@ from weft.parallel.world import World
 from weft.train.capture import Capture, ProfilingRecorder, Request, storages
 from weft.train.loop import Loop, Outcome
 from weft.train.run_directory import RunDirectory
-from weft.train.stop import StopSignal
+from weft.train.stop import StopRequest
 from weft.train.trainer import Trainer
 
 KEPT_OPERATORS = 50  # kinds, of each rank
@@ -53,10 +53,10 @@ class ProfiledLoop(Loop):
     def save(self, step: int) -> None:
         """A signal or a loss that is no number ends the profile: there is nothing to keep."""
 
-    def run(self, step: int, stop: StopSignal | None = None) -> Outcome:
+    def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
         """Warm up, record, and leave the profile in its folder, whole; nothing of it if the steps end early."""
         capture, request, world = self.capture, self.capture.request, self.world
-        stop = stop or StopSignal()
+        stop = stop or StopRequest()
         steps = request.warmup + request.steps
         if steps > self.length.steps:
             raise mistake(

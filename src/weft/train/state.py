@@ -16,7 +16,7 @@ from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.observe.metrics import NAMES
 from weft.parallel.ranks import mistake
-from weft.train.stop import StopSignal
+from weft.train.stop import StopRequest
 
 
 @dataclass
@@ -49,7 +49,7 @@ class State:
     optimizer: torch.optim.Optimizer
     step: int
     steps: int
-    stop: StopSignal
+    stop: StopRequest
     weights_replaced: Callable[[], None]
     batch: Batch | None = None
     loss: float | None = None

@@ -31,6 +31,7 @@ from weft.parallel.model_state import ModelPlan
 from weft.parallel.ranks import mistake
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
+from weft.processes import signal_handler
 from weft.train.auto_settings import DTYPES, apply_choices, choose
 from weft.train.custom_metrics import Metrics
 from weft.train.data import Data, layout_of, open_data
@@ -42,7 +43,7 @@ from weft.train.recorder import Recorder
 from weft.train.run_directory import RunDirectory, claim, set_aside_damaged
 from weft.train.run_identity import run_facts
 from weft.train.sample_writer import Sampler
-from weft.train.stop import StopSignal
+from weft.train.stop import StopRequest
 
 
 class Trainer:
@@ -122,7 +123,8 @@ class Trainer:
                 callbacks,
                 replay=not state.get("validated", True),
             )
-            with StopSignal() as stop:  # to the end: a second signal must not cut off the last words
+            stop = StopRequest()
+            with signal_handler(stop.receive, *StopRequest.SIGNALS):  # to the end, so that trackers are closed
                 outcome = loop.run(step, stop)
                 loop.recorder.ended(outcome.status, outcome.step, outcome.reason)
                 world.close()

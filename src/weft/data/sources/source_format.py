@@ -20,7 +20,7 @@ from weft.data.sources import formats
 from weft.data.sources.read_options import Reading, Unit
 from weft.data.sources.streams import Broken, Raw
 from weft.data.sources.values import Take, Unfit, checking, size_of
-from weft.errors import UserError, told_of_own, told_type
+from weft.errors import UserError, describe_exception, describe_user_exception
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 NO_MORE = (".txt", ".md", ".html", ".py", "")  # endings of text, for which no package is asked
@@ -122,7 +122,7 @@ def source_format(name: str) -> SourceFormat:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        told = told_of_own(error) or told_type(error)
+        told = describe_user_exception(error) or describe_exception(error)
         raise UserError(f"{told} (on importing --format {name})") from error
     made = getattr(found, "Format", found)
     if not (isinstance(made, type) and issubclass(made, SourceFormat)):
@@ -143,7 +143,7 @@ def users_code(kind: type[SourceFormat], path: str | None = None) -> Iterator[No
     except (UserError, Broken, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        told = told_of_own(error, getattr(sys.modules.get(kind.__module__), "__file__", None))
+        told = describe_user_exception(error, getattr(sys.modules.get(kind.__module__), "__file__", None))
         if told is None or kind.__module__.startswith(f"{__package__}."):
             raise
         reading = f", reading {path}" if path is not None else ""
