@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from weft.processes import signal_handler
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: it ends a verb as Ctrl-C does."""
@@ -24,12 +26,5 @@ def terminable() -> Iterator[None]:
             return
         raise Terminated
 
-    try:
-        before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: signals are another's
+    with signal_handler(terminate, signal.SIGTERM):
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
