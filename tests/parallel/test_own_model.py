@@ -95,8 +95,23 @@ def write_run(folder, name, model, mesh, **training):
             [{"dp_shard": 2}, {"dp_shard": 2, "dp_replicate": 2}, {"dp_shard": 2, "tp": 2}],
             {"activation_checkpointing": "full"},
         ),
+        # Replicated parameters that are used after the head, with and without dimensions.
+        (
+            [
+                ("self.head(self.norm(x))", "self.gain * self.head(self.norm(x)) + self.bias"),
+                (
+                    "        if tied:\n",
+                    "        self.gain = nn.Parameter(torch.tensor(0.7))\n"
+                    "        self.bias = nn.Parameter(torch.linspace(-1, 1, vocab_size))\n"
+                    "        if tied:\n",
+                ),
+            ],
+            {},
+            [{"tp": 2}, {"tp": 2, "dp_shard": 2}],
+            {},
+        ),
     ],
-    ids=["tied", "recomputing", "whole head", "labels", "scalars"],
+    ids=["tied", "recomputing", "whole head", "labels", "scalars", "after the head"],
 )
 def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, meshes, training):
     model = {"type": own(*changes), **arguments}
@@ -151,6 +166,18 @@ WRONG = {
         [('        "places": "positions",\n', "")],
         {},
         "cut over 2 ranks the model fails in line 54: RuntimeError: The size of tensor a (4) must match",
+    ),
+    # Right in forward, and in backward a norm over a slice of the sequence.
+    "gradient": (
+        [
+            (
+                "            x = block(x)\n",
+                "            x = block(x)\n            if x.requires_grad:\n"
+                "                x.register_hook(lambda grad: grad / grad.norm())\n",
+            )
+        ],
+        {},
+        "gives other gradients of ",
     ),
 }
 

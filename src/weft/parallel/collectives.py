@@ -83,3 +83,19 @@ class _SumParts(torch.autograd.Function):
 def sum_parts(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' tensors, where each goes on with it in its own way: the gradients are summed too."""
     return _SumParts.apply(x, group)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns `x`, and multiplies its gradient by `factor`."""
+    return _ScaleGradient.apply(x, factor)

@@ -1,7 +1,8 @@
 """A model of the user's own, cut over `tp` by the table of its class (`weft.models.sharding`), once that is checked.
 
 What is wrong in a table is mostly a wrong sum, that is: no error, and another model. So its names and sizes are
-checked, and on CPUs the model is tried: a few tokens have to give what they gave before it was cut.
+checked. On CPUs the model is tried: for a few tokens its outputs, and the gradients of replicated parameters, must be
+those of the unsharded model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from fnmatch import fnmatchcase
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.config.suggest import did_you_mean
 from weft.errors import UserError
@@ -26,6 +29,8 @@ from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.model_state import ModelState
 
 TOLERANCE = 1e-3  # of the largest output: a wrong table is wrong by much more, other orders of sums by less
+GRADIENT_TOLERANCE = 1e-2  # of a parameter's largest gradient: what is wrong is wrong by a factor
+NOISE = 1e-5  # of the largest of all gradients: some are 0 but for rounding, as that of a bias before a softmax
 
 
 class CustomTrial:
@@ -40,40 +45,63 @@ class CustomTrial:
 
     def __init__(self, model: nn.Module, state: ModelState):
         self.model, self.state, self.ranks = model, state, state.world.shape.tp
+        self.sharded = False
         self.table: dict[str, ShardingRule] = state.world.agree(lambda: checked_table(model, self.ranks))
-        self.before: torch.Tensor | None = None
+        self.before: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
         if state.world.device.type == "cpu":
             self.tokens = _tokens(model, self.table, self.ranks, state.plan.sequence)
             self.zeros = _zeros(model)
-            self.before = self.outputs()
+            self.before = self.results()
 
-    @torch.no_grad()
-    def outputs(self) -> torch.Tensor:
-        """What the model gives in evaluation; it is left as it was, but for being in training."""
+    def results(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the model's outputs in evaluation, and the gradients of its replicated parameters by name.
+
+        The gradients are those of a seeded weighted sum of the outputs, summed over the ranks. The model is left in
+        training mode.
+        """
         tokens, model = self.tokens, self.model
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
         if "labels" in inspect.signature(model.forward).parameters:
             inputs["labels"] = tokens
         try:
-            return LocalParameters(model, (), self.state).around(forward_of(model.eval()))(inputs)
+            outputs = LocalParameters(model, (), self.state).around(forward_of(model.eval()))(inputs)
         finally:
             model.train()
+        replicated = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not isinstance(find_rule(self.table, name), int)
+        }
+        if not replicated or not outputs.requires_grad:
+            return outputs.detach(), {}
+        weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+        found = torch.autograd.grad((outputs * weights).sum(), list(replicated.values()), allow_unused=True)
+        gradients = {name: grad for name, grad in zip(replicated, found, strict=True) if grad is not None}
+        return outputs.detach(), {name: self._summed(grad) for name, grad in gradients.items()}
+
+    def _summed(self, grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, DTensor):
+            return grad.full_tensor()
+        if self.sharded:  # scalars are no DTensors yet
+            dist.all_reduce(grad, group=self.state.world.group("tp"))
+        return grad
 
     def compare(self) -> None:
-        """Once its parts are sharded. Raises UserError if the outputs are no longer what they were."""
-        before = self.before
-        if before is None:
+        """Once its parts are sharded. Raises UserError if outputs or gradients are no longer what they were."""
+        if self.before is None:
             return
-        self.state.world.agree(lambda: self._compare(before))
+        self.sharded, before = True, self.before
+        self.state.world.agree(lambda: self._compare(*before))
+        self.before = None
         parameters = dict(self.model.named_parameters())
         for name in self.zeros:
             parameters[name].detach().zero_()
 
-    def _compare(self, before: torch.Tensor) -> None:
+    def _compare(self, before: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         model, over = self.model, f"cut over {self.ranks} ranks the model"
         check = "check which modules are parts, which matrices are cut, and that biases after the sum are 'added'"
         try:
-            after = self.outputs()
+            after, found = self.results()
         except Exception as error:
             what = f"{over} fails{_place(model, error)}: {type(error).__name__}: {error}".splitlines()[0]
             raise _wrong(model, f"{what}; {check}") from error
@@ -82,6 +110,13 @@ class CustomTrial:
         apart, largest = (before - after).abs().max().item(), before.abs().max().item()
         if not apart <= TOLERANCE * largest:
             raise _wrong(model, f"{over} gives other outputs (by {apart:.2g}, of up to {largest:.2g}); {check}")
+        noise = NOISE * max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
+        for name, grad in gradients.items():
+            other = found.get(name, torch.zeros_like(grad))
+            apart, largest = (grad - other).abs().max().item(), grad.abs().max().item()
+            if not apart <= GRADIENT_TOLERANCE * largest + noise:
+                what = f"{over} gives other gradients of {name} (by {apart:.2g}, of up to {largest:.2g})"
+                raise _wrong(model, f"{what}; outside of parts, compute each token by itself, in backward too")
 
 
 def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:

@@ -26,7 +26,7 @@ from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
 from weft.parallel.axes.custom_model import CustomTrial
-from weft.parallel.collectives import gather, gather_copies, scatter_sum, sum_parts
+from weft.parallel.collectives import gather, gather_copies, scale_gradient, scatter_sum, sum_parts
 from weft.parallel.local_parameters import distribute_parameters
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, share_row
@@ -51,7 +51,9 @@ def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
         return model
     trial = CustomTrial(model, state)
     share_parts(model, trial.table, state)
-    if "head" not in trial.table.values():
+    if "head" in trial.table.values():
+        state.wrap(model, "tp: gradient / ranks", partial(_partial_gradient, tp.size()))
+    else:
         state.wrap(model, "tp: all-gather the output's sequence", partial(_whole_output, tp.get_group()))
     trial.compare()
     return model
@@ -223,8 +225,25 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
+    """Returns all logits on every rank of `tp`. Each rank's gradient of them is 1 / ranks of theirs.
+
+    After the head all ranks compute the same. `_partial_gradient` divides the gradient there, so that a replicated
+    parameter after the head gets a partial gradient, as everywhere else.
+    """
+
     def call(x):
-        return gather_copies(forward(gather(x, SEQUENCE, group)), -1, group)
+        logits = scale_gradient(forward(gather(x, SEQUENCE, group)), group.size())
+        return gather_copies(logits, -1, group)
+
+    return call
+
+
+def _partial_gradient(ranks: int, forward: Callable) -> Callable:
+    """Divides the gradient of the output, which is the same on all ranks of `tp`, by their number."""
+
+    @wraps(forward)
+    def call(*arguments, **named):
+        return scale_gradient(forward(*arguments, **named), 1 / ranks)
 
     return call
 
