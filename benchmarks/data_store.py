@@ -83,7 +83,7 @@ def make_pbin(folder: Path) -> None:
 
     from weft.data.stores.store import TokenStore
 
-    store = TokenStore.open(folder)
+    store = TokenStore(folder)
     pairs = list(zip(store.offsets.tolist(), (store.lengths.astype("i8") * 2).tolist(), strict=True))
     with open(folder / "tokens.pbin", "wb") as file:
         file.write((2 * store.num_tokens).to_bytes(8, "little") + (2).to_bytes(4, "little"))
@@ -95,7 +95,7 @@ class Weft:
     def __init__(self, folder: Path):
         from weft.data.stores.store import TokenStore
 
-        self.store = TokenStore.open(folder)
+        self.store = TokenStore(folder)
 
     def document(self, number: int):
         return self.store.document(number)

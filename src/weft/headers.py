@@ -1,4 +1,4 @@
-"""What tokenizers and token stores say of themselves, read without torch: checking a config is instant."""
+"""Headers of tokenizers and token stores, read without torch so that checking a configuration is instant."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weft.formatting import counted
 # Megatron's indexed dataset: magic, version, dtype code, number of sequences, number of document boundaries.
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 DTYPE_NAMES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+DTYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 FLOAT_CODES = (6, 7)
-BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class TokenizerHeader:
-    """`vocab_size` counts special tokens; `eod_id` is None if the folder states no end-of-document token."""
+    """`vocab_size` includes special tokens. `eod_id` is None if the folder names no end-of-document token."""
 
     vocab_size: int
     eod_id: int | None
@@ -35,8 +35,13 @@ class TokenizerHeader:
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """Of an `.idx`: dtype code, numbers of sequences and of document boundaries, and whether a mode follows for each
-    sequence (multimodal data)."""
+    """Header of an `.idx` file.
+
+    Attributes:
+        code: of the dtype, a key of `DTYPE_NAMES`.
+        boundaries: number of document boundaries.
+        modes: whether a mode byte follows for each sequence (multimodal data).
+    """
 
     code: int
     sequences: int
@@ -46,7 +51,7 @@ class IndexHeader:
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What `store.json` says, checked against the sizes of the files; None where a store without it leaves a gap."""
+    """Contents of `store.json`, checked against the file sizes. A field is None if `store.json` leaves it open."""
 
     num_tokens: int
     num_documents: int
@@ -58,10 +63,10 @@ class StoreHeader:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The tokenizer.json that a tokenizer's folder holds, or that `path` itself is.
+    """Returns the tokenizer.json in the folder `path`, or `path` if it is that file.
 
     Raises:
-        UserError: there is none; a SentencePiece model or tiktoken ranks are to be imported first.
+        UserError: there is none. A SentencePiece model or tiktoken ranks must be imported first.
     """
     path = Path(path)
     if path.is_dir():
@@ -76,11 +81,11 @@ def tokenizer_file(path: str | Path) -> Path:
         raise UserError("no such tokenizer; `weft data train-tokenizer` makes one, `import-tokenizer` imports", path)
     elif path.suffix == ".json":
         return path
-    raise UserError(f"not a tokenizer.json; `weft data import-tokenizer {path} --out DIR` makes one of it", path)
+    raise UserError(f"not a tokenizer.json; convert it with `weft data import-tokenizer {path} --out DIR`", path)
 
 
 def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
-    """Read a tokenizer's folder, or its tokenizer.json; the files that go with it lie beside it.
+    """Reads a tokenizer folder, or a tokenizer.json and the configuration files in its folder.
 
     The end-of-document token is the `eos_token` of tokenizer_config.json, or of special_tokens_map.json.
 
@@ -91,13 +96,13 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
 
 
 def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
-    """`read_tokenizer_header`, and tokenizer.json's content."""
+    """Returns `read_tokenizer_header(path)` and the content of tokenizer.json."""
     file = tokenizer_file(path)
     try:
         raw = file.read_bytes()
         content = orjson.loads(raw)
     except (OSError, orjson.JSONDecodeError):
-        content = read_json(file)  # says where it is broken
+        content = read_json(file)  # reports the line
     try:
         vocabulary = content["model"]["vocab"]
         ids = {t["content"]: t["id"] for t in content.get("added_tokens") or []}
@@ -109,23 +114,22 @@ def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
             ids = {piece: id for id, (piece, _) in enumerate(vocabulary)} | ids
     except (KeyError, TypeError, AttributeError, ValueError):
         raise UserError("not a tokenizer file: it has no vocabulary; make it again", file) from None
-    stated = None
-    for name in BESIDE_TOKENIZER:
-        beside = file.parent / name
-        if stated is None and beside.exists() and isinstance(settings := read_json(beside), dict):
-            stated = settings.get("eos_token")
-            stated = stated.get("content") if isinstance(stated, dict) else stated
-    if stated is not None and stated not in ids:
-        raise UserError(f"its eos_token {stated!r} is not in the vocabulary; name one that is", file.parent)
-    eod = None if stated is None else ids[stated]
-    return TokenizerHeader(size, eod, hashlib.sha256(raw).hexdigest(), stated), content
+    eos_token = None
+    for config_file in (file.parent / name for name in TOKENIZER_CONFIG_FILES):
+        if eos_token is None and config_file.exists() and isinstance(settings := read_json(config_file), dict):
+            eos_token = settings.get("eos_token")
+            eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    if eos_token is not None and eos_token not in ids:
+        raise UserError(f"its eos_token {eos_token!r} is not in the vocabulary; name one that is", file.parent)
+    eod_id = None if eos_token is None else ids[eos_token]
+    return TokenizerHeader(size, eod_id, hashlib.sha256(raw).hexdigest(), eos_token), content
 
 
 def read_megatron_index(path: Path) -> IndexHeader:
-    """The header of any `.idx` file of Megatron's, against which its size is checked.
+    """Reads the header of a Megatron `.idx` file and checks the file's size.
 
     Raises:
-        UserError: not an index, or cut short.
+        UserError: not an index, or truncated.
     """
     try:
         with open(path, "rb") as file:
@@ -138,75 +142,72 @@ def read_megatron_index(path: Path) -> IndexHeader:
     if len(head) < HEADER.size or head[:9] != MAGIC:
         raise UserError("not the index of a token store (its first bytes are not MMIDIDX); pack the store again", path)
     _, version, code, sequences, boundaries = HEADER.unpack(head)
-    if version != 1 or code not in DTYPE_SIZES:
-        raise UserError(f"an index of version {version}, dtype code {code}, which is not known; pack again", path)
+    if version != 1 or code not in DTYPE_NAMES:
+        raise UserError(f"index version {version} with dtype code {code} is not supported; pack the store again", path)
     expected = HEADER.size + sequences * 12 + boundaries * 8
     modes = sequences > 0 and size == expected + sequences  # one byte a sequence
     if size != expected and not modes:
-        raise UserError(
-            f"{size:,} bytes where its header means {expected:,}; it is damaged: pack the store again", path
-        )
+        raise UserError(f"damaged: {size:,} bytes, but its header implies {expected:,}; pack the store again", path)
     return IndexHeader(code, sequences, boundaries, modes)
 
 
 def read_index_header(path: Path) -> tuple[int, int]:
-    """The dtype code and number of documents of a token store's `.idx`, whose size is checked.
+    """Returns the dtype code and the number of documents of a token store's `.idx`.
 
     Raises:
-        UserError: not an index, cut short, or one in which a document is not one sequence.
+        UserError: not an index, truncated, or its documents are not one sequence each.
     """
     header = read_megatron_index(path)
     if header.boundaries != header.sequences + 1 or header.modes or header.code in FLOAT_CODES:
         raise UserError(
-            "an index of Megatron's that is not a token store's (a document is not one sequence of ids); "
-            "`weft data convert` makes a store of it",
+            "a Megatron index, but not a token store's: its documents are not one sequence of ids each; "
+            "convert it with `weft data convert`",
             path,
         )
     return header.code, header.sequences
 
 
 def read_store_header(path: str | Path) -> StoreHeader:
-    """Read a token store's `store.json` and the sizes of its files.
+    """Reads a token store's `store.json` and checks it against the sizes of the store's files.
 
     Raises:
-        UserError: no store, or its files do not fit one another.
+        UserError: not a token store, or its files do not match.
     """
     folder = Path(path)
+    file, index, data = folder / "store.json", folder / "tokens.idx", folder / "tokens.bin"
     if not folder.exists():
         raise UserError("no such token store; `weft data pack` makes one", folder)
-    if not (folder / "store.json").exists():
+    if not file.exists():
         raise UserError("not a token store: it has no store.json; `weft data pack` makes one", folder)
-    info = read_json(folder / "store.json")
+    info = read_json(file)
     try:
         header = StoreHeader(
-            info["tokens"],
-            info["documents"],
-            info["vocab_size"],
-            info["tokenizer_digest"],
-            info["eod_id"],
-            info["bytes"],
-            info.get("kind", "text"),
+            num_tokens=info["tokens"],
+            num_documents=info["documents"],
+            vocab_size=info["vocab_size"],
+            tokenizer_digest=info["tokenizer_digest"],
+            eod_id=info["eod_id"],
+            bytes=info["bytes"],
+            kind=info.get("kind", "text"),
         )
         dtype = info["dtype"]
     except (KeyError, TypeError):
-        raise UserError("broken: it lacks the store's numbers; pack the store again", folder / "store.json") from None
-    needed = {"tokens": header.num_tokens, "documents": header.num_documents}
-    known = {"vocab_size": header.vocab_size, "eod_id": header.eod_id, "bytes": header.bytes}
-    for key, number in (needed | {key: number for key, number in known.items() if number is not None}).items():
+        raise UserError("damaged: required keys are missing; pack the store again", file) from None
+    for key in ("tokens", "documents", "vocab_size", "eod_id", "bytes"):
+        number = info[key]
+        if number is None and key not in ("tokens", "documents"):
+            continue
         if type(number) is not int or number < 0:
-            raise UserError(f"{key}: {number!r} is no such number; pack the store again", folder / "store.json")
-    code, sequences = read_index_header(folder / "tokens.idx")
+            raise UserError(f"{key}: {number!r} is not a non-negative integer; pack the store again", file)
+    code, sequences = read_index_header(index)
     if dtype != DTYPE_NAMES[code]:
-        raise UserError(
-            f"dtype: {dtype!r} where tokens.idx says {DTYPE_NAMES[code]}; pack the store again", folder / "store.json"
-        )
+        raise UserError(f"dtype: {dtype!r}, but tokens.idx has {DTYPE_NAMES[code]}; pack the store again", file)
     if sequences != header.num_documents:
         raise UserError(
-            f"{counted(sequences, 'document')} where store.json has {header.num_documents:,}; pack the store again",
-            folder / "tokens.idx",
+            f"{counted(sequences, 'document')}, but store.json has {header.num_documents:,}; pack the store again",
+            index,
         )
-    file = folder / "tokens.bin"
-    size, expected = file.stat().st_size if file.exists() else 0, header.num_tokens * DTYPE_SIZES[code]
+    size, expected = data.stat().st_size if data.exists() else 0, header.num_tokens * DTYPE_SIZES[code]
     if size != expected:
-        raise UserError(f"{size:,} bytes where {expected:,} belong; it is damaged: pack the store again", file)
+        raise UserError(f"damaged: {size:,} bytes instead of {expected:,}; pack the store again", data)
     return header

@@ -380,7 +380,8 @@ def test_a_store_short_by_one_byte_and_a_missing_tokenizer(files):
     Path("heldout/tokens.bin").write_bytes(Path("heldout/tokens.bin").read_bytes()[:-1])
     found = problems(RUN, "tokenizer=nowhere", data=True)
     assert len(found) == 2
-    assert found[0].startswith("run.yaml:4: data.validation: heldout/tokens.bin: 139 bytes where 140 belong")
+    assert found[0].startswith("run.yaml:4: data.validation: heldout/tokens.bin: ")
+    assert "139 bytes instead of 140" in found[0]
     assert found[1].startswith("command line: tokenizer: nowhere: no such tokenizer")
     load(RUN, "tokenizer=nowhere", data=False)
 

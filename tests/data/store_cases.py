@@ -4,7 +4,7 @@ import numpy as np
 
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 
 EOD = 0
 
@@ -31,8 +31,8 @@ def make_store(folder, lengths, *, tokens=None, mask=None, kind="text", dtype=np
         idx_sha256=index_digest,
         mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
     )
-    write_stored(folder, info.model_dump())
-    return TokenStore.open(folder)
+    write_store_json(folder, info.model_dump())
+    return TokenStore(folder)
 
 
 def some_lengths(seed: int, documents: int, longest: int) -> np.ndarray:

@@ -359,7 +359,7 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
     assert pack(folder, tmp_path, records, *options, "--on-error", "skip") == 0
     told = capsys.readouterr()
     assert "records: messages (messages, role, content); template: the format chatml" in told.err
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     assert store.info.kind == "conversations"
     assert store.info.rejected == {"no messages": 1}
     expected, _ = encode(encoder(folder, NAMED["chatml"].source), records)
@@ -377,7 +377,7 @@ def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_p
     long = {"prompt": "Hi", "chosen": "Yo", "rejected": "loom " * 50}
     records = [PAIR, long, PAIR]
     assert pack(folder, tmp_path, records, "--chat-template", "chatml", "--max-tokens", "40") == 0
-    store = TokenStore.open(tmp_path / "store")
+    store = TokenStore(tmp_path / "store")
     assert (store.info.kind, store.num_documents) == ("preferences", 4)
     chosen, rejected = store.lengths[0], store.lengths[1]
     told = f"chosen have {chosen} to {chosen} tokens, median {chosen}; rejected have {rejected} to {rejected} tokens"

@@ -30,7 +30,7 @@ def test_a_trillion_samples_need_no_table():
 
 @pytest.fixture
 def dataset(tiny_store):
-    return StoreDataset(TokenStore.open(tiny_store), 16)
+    return StoreDataset(TokenStore(tiny_store), 16)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -62,7 +62,7 @@ def test_iterating_gives_what_asking_directly_gives(dataset, workers):
 
 
 def test_labels_are_the_next_tokens_of_the_store(dataset, tiny_store):
-    tokens = TokenStore.open(tiny_store).tokens
+    tokens = TokenStore(tiny_store).tokens
     batch = BatchSource(dataset, rows=3, seed=None).batch(0)
     assert batch.tokens.flatten().tolist() == tokens[:48].tolist()
     assert batch.labels.flatten().tolist() == tokens[1:49].tolist()

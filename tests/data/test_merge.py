@@ -44,16 +44,14 @@ def test_shards_merge_to_the_bytes_of_the_whole_pack(tmp_path, inputs, tiny_toke
     a.pop("made_from")
     assert a.pop("digest") != b.pop("digest")  # of all that is said, the request too
     assert a == b
-    assert all(TokenStore.open(shard).num_documents < 290 for shard in shards) == (shares > 1)
+    assert all(TokenStore(shard).num_documents < 290 for shard in shards) == (shares > 1)
 
 
 def test_merging_keeps_every_document_where_it_belongs(tmp_path, inputs, tiny_tokenizer):
     stores = [packed([path], tmp_path / path.stem, tiny_tokenizer) for path in (inputs[1], inputs[0])]
     merge(stores, tmp_path / "merged")
-    merged = TokenStore.open(tmp_path / "merged")
-    documents = [
-        store.document(n).tolist() for store in map(TokenStore.open, stores) for n in range(store.num_documents)
-    ]
+    merged = TokenStore(tmp_path / "merged")
+    documents = [store.document(n).tolist() for store in map(TokenStore, stores) for n in range(store.num_documents)]
     assert [merged.document(n).tolist() for n in range(merged.num_documents)] == documents
 
 
@@ -131,7 +129,7 @@ def test_loss_masks_are_merged_and_blocks_are_crossed(tmp_path, monkeypatch):
         (folder / "store.json").write_text(json.dumps(info))
         stores.append(folder)
     merge(stores, tmp_path / "merged")
-    merged = TokenStore.open(tmp_path / "merged")
+    merged = TokenStore(tmp_path / "merged")
     assert np.array_equal(merged.tokens, np.concatenate(tokens))
     assert np.array_equal(merged.loss_mask, np.concatenate(masks))
     assert merged.info.mask_sha256 is not None

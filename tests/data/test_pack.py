@@ -45,7 +45,7 @@ def test_ids_are_those_of_the_tokenizers_library_in_megatrons_format(tmp_path, t
     for text, length, offset in zip(texts, lengths, offsets, strict=True):
         ids = struct.unpack_from(f"<{length}H", data, offset)
         assert list(ids) == [*reference.encode(text, add_special_tokens=False).ids, end]
-    info = TokenStore.open(tmp_path / "s").info
+    info = TokenStore(tmp_path / "s").info
     assert (info.documents, info.empty_documents) == (len(texts), 9)
     assert info.bytes == sum(len(text.encode()) for text in texts)
 
@@ -84,7 +84,7 @@ def test_what_is_no_document_is_told_with_its_line(tmp_path, tiny_tokenizer, cap
     assert reason in told
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
     assert pack(*arguments, "--on-error", "skip") == 0
-    info = TokenStore.open(tmp_path / "s").info
+    info = TokenStore(tmp_path / "s").info
     assert (info.documents, info.empty_documents, info.blank_lines, sum(info.rejected.values())) == (2, 1, 1, 1)
     reject = json.loads((tmp_path / "s" / "rejects.jsonl").read_text())
     assert reject["line"] == 3
@@ -98,7 +98,7 @@ def test_a_folder_of_text_skips_binary_files_and_says_so(tmp_path, tiny_tokenize
     (folder / "b.bin").write_bytes(b"\0\1\2")
     assert pack(folder, "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
     assert "skipped 1 binary" in capsys.readouterr().err
-    assert TokenStore.open(tmp_path / "s").info.documents == 1
+    assert TokenStore(tmp_path / "s").info.documents == 1
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def partial(out):
 
 
 def test_every_document_is_packed_or_rejected_where_it_is(undisturbed, inputs):
-    info = TokenStore.open(undisturbed).info
+    info = TokenStore(undisturbed).info
     lines = [line for path in (inputs[0], inputs[2]) for line in path.read_text().splitlines()]
     good = sum('"text": "' in line for line in lines)
     blank = sum(not line for line in lines)
@@ -174,7 +174,7 @@ def test_what_a_kill_left_before_the_first_journal_line_is_no_harm(tmp_path, inp
     request.pop("files")
     (partial(out) / "request.json").write_text(json.dumps(request))
     pack(inputs[1:2], out, tiny_tokenizer, workers=1, on_error="skip", range_bytes=RANGE)
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     assert store.num_documents == 20
     assert not (out / "rejects.jsonl").exists()
     assert main(["data", "verify", str(out)]) == 0
@@ -227,7 +227,7 @@ def test_another_request_does_not_go_on_with_an_unfinished_pack(tmp_path, inputs
     with pytest.raises(UserError, match=r"unfinished.*--exact.*--overwrite starts over"):
         pack(inputs[1:2], tmp_path / "s", FailingEncoder(tiny_tokenizer, exact=True), range_bytes=RANGE)
     assert main([*arguments, "--overwrite"]) == 0
-    assert TokenStore.open(tmp_path / "s").info.documents == 20
+    assert TokenStore(tmp_path / "s").info.documents == 20
 
 
 def test_a_changed_input_is_packed_anew_and_what_comes_before_it_is_kept(tmp_path, inputs, tiny_tokenizer):
@@ -311,7 +311,7 @@ def test_a_part_is_done_again_if_a_worker_dies_once(tmp_path, tiny_tokenizer, ca
 def test_if_the_fast_library_is_not_trusted_all_is_done_exactly(tmp_path, inputs, workers):
     packed = pack(inputs, tmp_path / "s", DistrustedEncoder(), workers=workers, on_error="skip", range_bytes=RANGE)
     assert packed.reason == "it was wrong"
-    assert np.unique(TokenStore.open(tmp_path / "s").tokens).tolist() == [2]
+    assert np.unique(TokenStore(tmp_path / "s").tokens).tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ PROGRAM = """
 import hashlib, sys
 from weft.data.sequences.packing_index import packing_index
 from weft.data.stores.store import TokenStore
-index = packing_index(TokenStore.open(sys.argv[1]), 32)
+index = packing_index(TokenStore(sys.argv[1]), 32)
 print(index.sequences, hashlib.sha256(index.order.tobytes()).hexdigest())
 """
 

@@ -39,7 +39,7 @@ def pack(tokenizer, out, *options):
 
 
 def texts(tokenizer, out):
-    store, tokenizer = TokenStore.open(out), Tokenizer.load(tokenizer)
+    store, tokenizer = TokenStore(out), Tokenizer.load(tokenizer)
     return [tokenizer.decode(store.document(n)[:-1]) for n in range(store.num_documents)]
 
 

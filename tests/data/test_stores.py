@@ -30,7 +30,7 @@ def make(folder, documents=200, *, seed=0, copies=0, **changes):
 
 def documents(path):
     """What is in a store: each document's ids with its mask, as tuples."""
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     starts = store.offsets // store.tokens.dtype.itemsize
     found = []
     for start, length in zip(starts.tolist(), store.lengths.tolist(), strict=True):
@@ -60,7 +60,7 @@ def test_shuffle_gives_the_same_documents_in_another_order_and_again_the_same(tm
     assert Counter(a) == Counter(c) == Counter(before)
     for name in ("tokens.bin", "tokens.idx", "loss_mask.bin", "store.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    old, new = TokenStore.open(tmp_path / "in").info, TokenStore.open(tmp_path / "a").info
+    old, new = TokenStore(tmp_path / "in").info, TokenStore(tmp_path / "a").info
     assert (new.kind, new.bytes, new.tokens, new.dtype) == (old.kind, old.bytes, old.tokens, old.dtype)
     assert verify(tmp_path / "a") == []
 
@@ -84,7 +84,7 @@ def test_pairs_stay_together(tmp_path, command):
     found = Counter(zip(after[::2], after[1::2], strict=True))
     assert found
     assert not found - pairs
-    info = TokenStore.open(tmp_path / "out").info
+    info = TokenStore(tmp_path / "out").info
     assert info.kind == "preferences"
     assert info.documents + sum(info.rejected.values()) == len(before)
 
@@ -109,7 +109,7 @@ def test_split_keeps_copies_in_one_part_and_all_documents(tmp_path, capsys):
     capsys.readouterr()
     for share in ("1.5", "1", "nan"):
         assert weft("split", tmp_path / "in", "--validation", share, "--out", *outs) == 2
-        assert f"--validation {share}: a share above 0 and below 1 is needed" in capsys.readouterr().err
+        assert f"--validation {share}: must be above 0 and below 1" in capsys.readouterr().err
     for wrong in (["--fractions", "0.5", "0.6"], ["--fractions", "1"], ["--validation", "0"]):
         assert weft("split", tmp_path / "in", *wrong, "--out", tmp_path / "p", tmp_path / "q") == 2
 
@@ -126,7 +126,7 @@ def test_sample_draws_exactly_so_many_evenly_and_in_order(tmp_path):
     numbers = [place[ids] for ids in a if len(ids) > 1]
     assert numbers == sorted(numbers)
     assert 25 < sum(number < 250 for number in numbers) < 75
-    assert TokenStore.open(tmp_path / "a").info.rejected == {"not drawn": 400}
+    assert TokenStore(tmp_path / "a").info.rejected == {"not drawn": 400}
     assert weft("sample", tmp_path / "in", "--documents", 501, "--out", tmp_path / "c") == 2
     assert not (tmp_path / "c").exists()
 
@@ -140,7 +140,7 @@ def test_filter_by_length_and_function_says_how_many_and_why(tmp_path, monkeypat
     before = documents(tmp_path / "in")
     fits = [d for d in before if 10 <= len(d[0]) - 1 <= 50]
     assert documents(tmp_path / "out") == [d for d in fits if sum(d[0]) % 2 == 0]
-    info = TokenStore.open(tmp_path / "out").info
+    info = TokenStore(tmp_path / "out").info
     short = sum(len(d[0]) - 1 < 10 for d in before)
     assert info.rejected["fewer than 10 tokens"] == short
     assert info.documents + sum(info.rejected.values()) == len(before)
@@ -158,7 +158,7 @@ def test_a_function_that_fails_is_one_line_with_the_document(tmp_path, monkeypat
     for function, told in (
         ("bad_taste:fails", f"document {first}: --function bad_taste:fails failed: ZeroDivisionError"),
         ("bad_taste:leaves", f"document {first}: --function bad_taste:leaves failed: SystemExit: 3"),
-        ("leaving:any", "--function leaving:any: SystemExit: 0; mend the module"),
+        ("leaving:any", "--function leaving:any: SystemExit: 0; fix the module"),
         ("bad_taste:absent", "no function 'absent'"),
         ("absent_module:x", "ModuleNotFoundError"),
         ("nonsense", "module:name"),
@@ -180,10 +180,10 @@ def test_filter_by_text_and_the_bytes_that_are_left(tmp_path, tiny_store, tiny_t
     texts = [tokenizer.decode(ids[:-1]) for ids in documents(tiny_store)]
     kept = [tokenizer.decode(ids[:-1]) for ids in documents("out")]
     assert kept == [text for text in texts if len(text) < 200]
-    assert TokenStore.open("out").info.bytes == sum(len(text.encode()) for text in kept)
+    assert TokenStore("out").info.bytes == sum(len(text.encode()) for text in kept)
     # Of all documents it is what packing counted from the text itself.
     assert weft("shuffle", tiny_store, "--out", "all", "--tokenizer", tiny_tokenizer) == 0
-    assert TokenStore.open("all").info.bytes == TokenStore.open(tiny_store).info.bytes
+    assert TokenStore("all").info.bytes == TokenStore(tiny_store).info.bytes
 
 
 def test_exact_duplicates_leave_and_the_first_one_stays(tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_exact_duplicates_leave_and_the_first_one_stays(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "out" / "duplicates.jsonl").read_text().splitlines()]
     assert [line["document"] for line in lines] == [i for i, d in enumerate(before) if d in before[:i]]
     assert all(before.index(before[line["document"]]) == line["duplicate_of"] for line in lines)
-    assert TokenStore.open(tmp_path / "out").info.rejected == {"duplicates": len(lines)}
+    assert TokenStore(tmp_path / "out").info.rejected == {"duplicates": len(lines)}
     assert not (tmp_path / "out" / "work").exists()
 
 
@@ -209,12 +209,12 @@ def jaccard(a, b, n=5):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["dedup", "--exact", "--threshold", "0.5"], "--threshold: is of near duplicates; add --near, or leave it out"),
-        (["dedup", "--ngram", "5"], "--ngram: is of near duplicates"),
-        (["dedup", "--near", "--ngram", "100000"], "--ngram 100000: a number from 1 to 64 is needed"),
-        (["dedup", "--near", "--ngram", "0"], "--ngram 0: a number from 1 to 64 is needed"),
-        (["filter", "--min-tokens", "-1"], "--min-tokens -1: 0 or more"),
-        (["filter", "--max-tokens", "-3"], "--max-tokens -3: 0 or more"),
+        (["dedup", "--exact", "--threshold", "0.5"], "--threshold: applies to near duplicates only; add --near"),
+        (["dedup", "--ngram", "5"], "--ngram: applies to near duplicates only; add --near"),
+        (["dedup", "--near", "--ngram", "100000"], "--ngram 100000: must be from 1 to 64"),
+        (["dedup", "--near", "--ngram", "0"], "--ngram 0: must be from 1 to 64"),
+        (["filter", "--min-tokens", "-1"], "--min-tokens -1: must be 0 or more"),
+        (["filter", "--max-tokens", "-3"], "--max-tokens -3: must be 0 or more"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_in_one_line(tmp_path, capsys, arguments, told):

@@ -22,7 +22,7 @@ def convert(*arguments) -> int:
 
 
 def texts_of(path) -> list[list[int]]:
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     return [store.document(i).tolist() for i in range(store.num_documents)]
 
 
@@ -59,7 +59,7 @@ def test_what_megatrons_builder_writes(tmp_path, megatron, dtype):
         assert convert(tmp_path / given, "--to", "weft", "--vocab-size", 120, "--eod", EOD, "--out", out) == 0
         assert texts_of(out) == [*TEXTS, [3, 4, EOD]]
     assert verify(out) == []
-    info = TokenStore.open(out).info
+    info = TokenStore(out).info
     assert (info.vocab_size, info.eod_id, info.tokenizer_digest, info.bytes) == (120, EOD, None, None)
 
 
@@ -89,8 +89,8 @@ def test_a_multimodal_index_and_broken_ones(tmp_path, megatron, capsys):
     for offset, form, value, told in (
         (17, "B", 7, "float32 numbers"),
         (34 + 4 * count + 8, "<q", 0, "sequence 1 does not begin"),
-        (34 + 12 * count + 8, "<q", 9, "go back"),
-        (34 + 12 * count + 8 * count, "<q", 4, "4 sequences where there are 5"),
+        (34 + 12 * count + 8, "<q", 9, "boundaries after number 0 decrease"),
+        (34 + 12 * count + 8 * count, "<q", 4, "4 sequences in total, but there are 5"),
         (18, "<Q", 4, "damaged"),
         (0, "B", 0, "MMIDIDX"),
     ):
@@ -136,7 +136,7 @@ def test_an_id_outside_of_the_vocabulary_names_its_document(tmp_path, capsys):
 def test_with_a_tokenizer_the_store_says_whose_it_is_and_how_much_text(tmp_path, tiny_store, tiny_tokenizer):
     assert convert(tiny_store, "--to", "nanogpt", "--out", tmp_path / "train.bin") == 0
     assert convert(tmp_path / "train.bin", "--to", "weft", "--tokenizer", tiny_tokenizer, "--out", tmp_path / "s") == 0
-    old, new = TokenStore.open(tiny_store).info, TokenStore.open(tmp_path / "s").info
+    old, new = TokenStore(tiny_store).info, TokenStore(tmp_path / "s").info
     same = {"tokenizer_digest", "vocab_size", "eod_id", "documents", "tokens", "bytes", "bin_sha256", "idx_sha256"}
     assert new.model_dump(include=same) == old.model_dump(include=same)
 
@@ -205,7 +205,7 @@ def test_an_index_that_is_more_than_pairs_is_refused_not_run(tmp_path, monkeypat
 def test_an_index_that_points_outside_is_refused(tmp_path, capsys, pairs):
     write_pbin(tmp_path / "in.pbin", [[1, 2]], 2, index=pickle.dumps(pairs))
     assert convert(tmp_path / "in.pbin", "--to", "nanogpt", "--out", tmp_path / "out.bin") == 2
-    assert "document 0 lies outside" in capsys.readouterr().err
+    assert "document 0 lies outside the data" in capsys.readouterr().err
 
 
 def test_documents_of_a_pbin_in_any_order(tmp_path):
@@ -302,7 +302,7 @@ def test_what_is_there_stays_unless_told_and_unknown_things_are_named(tmp_path, 
     assert (tmp_path / "x.pbin").read_bytes() == b"mine"
     assert "--overwrite" not in capsys.readouterr().err
     assert convert(tmp_path / "x.pbin", "--to", "megatron", "--out", tmp_path / "m") == 2
-    assert "cut short" in capsys.readouterr().err
+    assert "a truncated one" in capsys.readouterr().err
     assert convert(ours, "--to", "pbin", "--out", tmp_path / "x.pbin", "--overwrite") == 2
     assert (tmp_path / "x.pbin").read_bytes() == b"mine"
     assert convert(ours, "--to", "pbin", "--out", tmp_path / "z.pbin") == 0

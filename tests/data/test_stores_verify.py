@@ -12,7 +12,7 @@ from store_cases import EOD, make_store
 from weft.cli.main import main
 from weft.data.inspect import looked_at
 from weft.data.stores.operations.verify import verify
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 
 
@@ -35,17 +35,20 @@ def change(path, offset, form, value):
 IDX = 34  # where its lengths begin; then 4 bytes a length, 8 an offset, 8 a boundary
 DAMAGE = {
     "a flipped bit": (lambda s: change(s / "tokens.bin", 4, "<H", 3), "tokens.bin: its bytes are not"),
-    "an id outside": (lambda s: change(s / "tokens.bin", 16, "<H", 700), "document 2, token 1 is 700, outside"),
+    "an id outside": (
+        lambda s: change(s / "tokens.bin", 16, "<H", 700),
+        "document 2, token 1 is 700, outside the vocab",
+    ),
     "a lost end": (lambda s: change(s / "tokens.bin", 12, "<H", 9), "document 1 does not end with"),
     "lengths that moved": (
         lambda s: (change(s / "tokens.idx", IDX, "<i", 7), change(s / "tokens.idx", IDX + 4, "<i", 0)),
-        "document 1: a document without",
+        "document 1: has no end-of-document token",
     ),
-    "an offset": (lambda s: change(s / "tokens.idx", IDX + 24 + 8, "<q", 2), "document 1: an offset"),
-    "a boundary": (lambda s: change(s / "tokens.idx", IDX + 24 + 48 + 16, "<q", 9), "document 2: a boundary"),
-    "a mask of twos": (lambda s: change(s / "loss_mask.bin", 8, "B", 2), "document 2, token 1 neither 0 nor 1"),
+    "an offset": (lambda s: change(s / "tokens.idx", IDX + 24 + 8, "<q", 2), "document 1: its offset"),
+    "a boundary": (lambda s: change(s / "tokens.idx", IDX + 24 + 48 + 16, "<q", 9), "document 2: its boundary"),
+    "a mask of twos": (lambda s: change(s / "loss_mask.bin", 8, "B", 2), "document 2, token 1 is neither 0 nor 1"),
     "a mask bit": (lambda s: change(s / "loss_mask.bin", 0, "B", 0), "loss_mask.bin: its bytes are not"),
-    "a cut file": (lambda s: (s / "tokens.bin").write_bytes(b"12"), "2 bytes where 128 belong"),
+    "a cut file": (lambda s: (s / "tokens.bin").write_bytes(b"12"), "tokens.bin: damaged: 2 bytes instead of 128"),
 }
 
 
@@ -67,10 +70,10 @@ def test_wrong_totals_and_several_stores(tmp_path, capsys):
     make(tmp_path / "b")
     for name, empty in (("a", 1), ("b", 4)):
         content = json.loads((tmp_path / name / "store.json").read_text())
-        write_stored(tmp_path / name, content | {"empty_documents": empty})
+        write_store_json(tmp_path / name, content | {"empty_documents": empty})
     assert main(["data", "verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     said = capsys.readouterr()
-    assert "empty_documents is 4 where there are 1" in said.err
+    assert "empty_documents is 4, but there are 1" in said.err
     assert "a: every byte" in said.out
     assert main(["data", "verify", str(tmp_path / "none")]) == 2
     assert "no such token store" in capsys.readouterr().err
@@ -114,15 +117,15 @@ def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_told(
     assert "rejects.jsonl: is missing; store.json has its digest" in capsys.readouterr().err
     (store / "rejects.jsonl").write_bytes((packed / "rejects.jsonl").read_bytes())
     (store / "duplicates.jsonl").write_text("{}\n")
-    assert any("duplicates.jsonl: is there" in line for line in verify(store))
+    assert any("duplicates.jsonl: exists" in line for line in verify(store))
     (store / "duplicates.jsonl").unlink()
     content = json.loads((store / "store.json").read_text())
     content["rejected"] = {"broken JSON": 5}
     content["sources"][0]["documents"] = 7
-    write_stored(store, content)  # a digest that is right
+    write_store_json(store, content)  # a digest that is right
     told = "\n".join(verify(store))
-    assert "rejected is 5 where its sources have 2" in told
-    assert "documents is 2 where its sources have 7" in told
+    assert "rejected is 5, but its sources have 2" in told
+    assert "documents is 2, but its sources have 7" in told
 
 
 def test_of_a_store_without_digests_it_is_said_what_was_not_looked_at(tmp_path, packed, capsys):
@@ -188,9 +191,9 @@ def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
-        ("dtype", "foo", "dtype: 'foo' where tokens.idx says int32"),
-        ("dtype", "uint16", "dtype: 'uint16' where tokens.idx says int32"),
-        ("tokens", "many", "tokens: 'many' is no such number"),
+        ("dtype", "foo", "dtype: 'foo', but tokens.idx has int32"),
+        ("dtype", "uint16", "dtype: 'uint16', but tokens.idx has int32"),
+        ("tokens", "many", "tokens: 'many' is not a non-negative integer"),
         ("documents", -1, "documents: -1"),
         ("vocab_size", 2.5, "vocab_size: 2.5"),
         ("eod_id", True, "eod_id: True"),

@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_text_in_utf_8(tmp_path, tiny_tokenizer):
     model = weft.load_model(tmp_path / "hf")
     found = perplexity(model, tmp_path / "store", documents_apart=False, tokenizer=tmp_path / "hf")
     size = sum(len(text.encode()) for text in texts)
-    tokens = TokenStore.open(tmp_path / "store").num_tokens - len(texts)  # of text; its first is not predicted
+    tokens = TokenStore(tmp_path / "store").num_tokens - len(texts)  # of text; its first is not predicted
     assert found.bytes == pytest.approx(size * (tokens - 1) / tokens, rel=1e-12)
     assert found.bits_per_byte == pytest.approx(found.nats / math.log(2) / found.bytes, rel=1e-12)
 

@@ -16,7 +16,7 @@ from weft.data.sequences.packed import PackedDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.store import StoreInfo, TokenStore
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 from weft.evaluation.bits import bytes_per_token
 from weft.objectives.pretrain import Pretrain
 from weft.parallel.passes import Passes
@@ -52,8 +52,8 @@ def store(request, tmp_path):
         idx_sha256=index_digest,
         mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
     )
-    write_stored(tmp_path / "store", info.model_dump())
-    return TokenStore.open(tmp_path / "store")
+    write_store_json(tmp_path / "store", info.model_dump())
+    return TokenStore(tmp_path / "store")
 
 
 class Known(torch.nn.Module):
@@ -120,8 +120,7 @@ def test_several_sets_are_measured_by_name_and_together(run_yaml, tmp_path, tiny
     assert both["validation_loss/books"] == one["validation_loss"]
     assert both["validation_bits_per_byte/books"] == one["validation_bits_per_byte"]
     tokens = {
-        name: (TokenStore.open(path).num_tokens - 1) // 64
-        for name, path in (("books", tiny_heldout), ("web", tiny_store))
+        name: (TokenStore(path).num_tokens - 1) // 64 for name, path in (("books", tiny_heldout), ("web", tiny_store))
     }
     mean = sum(both[f"validation_loss/{name}"] * count for name, count in tokens.items()) / sum(tokens.values())
     assert both["validation_loss"] == pytest.approx(mean, abs=1e-12)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.conversations.show_mask import with_mask
-from weft.data.stores.indexed import release
+from weft.data.stores.indexed import release_pages
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.data.stores.store import TokenStore
 from weft.files import read_json
@@ -27,7 +27,7 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
     Raises:
         UserError: no store, a damaged one, or the wrong tokenizer.
     """
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     info = store.info
     kind = "" if info.kind == "text" else f" of {info.kind}"
     documents, tokens = counted(store.num_documents, "document"), counted(store.num_tokens, "token")
@@ -71,7 +71,7 @@ def looked_at(array: np.ndarray) -> tuple[np.ndarray, bool]:
         return np.array(array), True
     starts = np.linspace(0, len(array) - LOOKED_AT // RUNS, RUNS).astype(int)
     found = np.concatenate([array[start : start + LOOKED_AT // RUNS] for start in starts])
-    release(array)
+    release_pages(array)
     return found, False
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft import files
 from weft.errors import UserError
-from weft.headers import BESIDE_TOKENIZER
+from weft.headers import TOKENIZER_CONFIG_FILES
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ STORE = Kind(
 TOKENIZER = Kind(
     "tokenizer",
     frozenset(["tokenizer.json", "tokenizer_config.json"]),
-    frozenset(["tokenizer.json", *BESIDE_TOKENIZER, "chat_template.jinja", "chat_template.json"]),
+    frozenset(["tokenizer.json", *TOKENIZER_CONFIG_FILES, "chat_template.jinja", "chat_template.json"]),
 )
 
 

@@ -110,7 +110,7 @@ def evaluate(
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
     if not given and tasks is None:
         given = list(_held_out_stores(checkpoint))
-    stores = [one if isinstance(one, TokenStore) else TokenStore.open(one) for one in given]
+    stores = [one if isinstance(one, TokenStore) else TokenStore(one) for one in given]
     tokenizer = how.tokenizer or (tokenizer_folder(checkpoint) if checkpoint is not None else None)
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, _device(how.device), how.dtype)

@@ -139,7 +139,7 @@ def measure(
     batch_size, max_tokens = settings.batch_size, settings.max_tokens
     _check(length, stride, batch_size, max_tokens)
     check_length(model, length, "windows of", "give a shorter sequence length")
-    opened = store if isinstance(store, TokenStore) else TokenStore.open(store)
+    opened = store if isinstance(store, TokenStore) else TokenStore(store)
     check_fit(model, opened, tokenizer)
     total = count(opened, apart=apart)
     total = total if max_tokens is None else min(total, max_tokens)

@@ -224,7 +224,7 @@ def open_source(
             "your own",
             chosen,
         )
-    store, data, length = TokenStore.open(chosen), config.data, sequence_length(config)
+    store, data, length = TokenStore(chosen), config.data, sequence_length(config)
     if data.packing == "best_fit":
         return PackedDataset(store, length, console=console), store.info
     return StoreDataset(store, length, document_attention=data.document_attention), store.info

@@ -47,7 +47,7 @@ def _store(source: Any) -> Any:
         return source
 
     def digest() -> str:
-        info = TokenStore.open(source).info
+        info = TokenStore(source).info
         return hashlib.sha256(f"{info.bin_sha256} {info.idx_sha256} {info.mask_sha256}".encode()).hexdigest()
 
     return _digest(digest)

@@ -15,7 +15,7 @@ from weft.errors import UserError
 from weft.families.config_json import is_huggingface, read_config
 from weft.files import read_json
 from weft.formatting import first_few
-from weft.headers import BESIDE_TOKENIZER, read_tokenizer
+from weft.headers import TOKENIZER_CONFIG_FILES, read_tokenizer
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _CONFIG = "tokenizer_config.json"
@@ -111,7 +111,7 @@ def tokenizer_doubts(
 
 def _check_beside(folder: Path) -> None:
     """Raise UserError if one of the files beside a tokenizer and a model is damaged: it would go along."""
-    for name in (*BESIDE_TOKENIZER, "chat_template.json", "generation_config.json"):
+    for name in (*TOKENIZER_CONFIG_FILES, "chat_template.json", "generation_config.json"):
         file = folder / name
         if not file.exists():
             continue

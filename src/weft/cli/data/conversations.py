@@ -138,7 +138,7 @@ def tell_lengths(out: str | Path, console: Console) -> None:
     from weft.data.inspect import looked_at
     from weft.data.stores.store import TokenStore
 
-    store = TokenStore.open(out)
+    store = TokenStore(out)
     lengths, whole = looked_at(store.lengths)
     if not len(lengths) or store.loss_mask is None:
         return

@@ -1,4 +1,4 @@
-"""`weft data convert`: token stores of other tools."""
+"""`weft data convert`: converts token stores from and to the formats of other tools."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from pathlib import Path
 
 from weft.formatting import counted
 
-HELP = "stores of Megatron, nanoGPT, Modalities, LitData, MDS"
+HELP = "convert stores of Megatron, nanoGPT, Modalities, LitData, MDS"
 GROUP = "work"
 FORMATS = ("weft", "megatron", "nanogpt", "pbin", "litdata", "mds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "INPUT is known by its files: a folder with store.json; Megatron's prefix, .bin, .idx or a folder with one "
-        "pair; nanoGPT's .bin; Modalities' .pbin; folders of LitData and MDS. Nothing in them is executed. A store of "
-        "Weft's says what its ids mean, so --to weft needs --tokenizer, or --vocab-size and --eod."
+        "Detects the format of INPUT from its files: a folder with store.json; Megatron's prefix, .bin, .idx or a "
+        "folder with one pair; nanoGPT's .bin; Modalities' .pbin; folders of LitData and MDS. Never executes anything "
+        "from these files. --to weft needs the vocabulary: --tokenizer, or --vocab-size and --eod."
     )
     parser.add_argument("input", metavar="INPUT", help="a token store")
-    parser.add_argument("--to", required=True, choices=FORMATS[:4], help="the format to write")
+    parser.add_argument("--to", required=True, choices=FORMATS[:4], help="format to write")
     parser.add_argument("--out", required=True, metavar="OUT", help="a folder (weft), a prefix (megatron), a file")
-    parser.add_argument("--from", dest="source", choices=FORMATS, help="the format of INPUT, if it is not found out")
-    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer that made the ids")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids are below it; an id that is not is an error")
-    parser.add_argument("--eod", type=int, metavar="ID", help="the id of the end-of-document token")
+    parser.add_argument("--from", dest="source", choices=FORMATS, help="format of INPUT (default: detected)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer of the ids")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="an id that is not below it is an error")
+    parser.add_argument("--eod", type=int, metavar="ID", help="id of the end-of-document token")
     parser.add_argument(
         "--recut",
         action="store_true",
-        help="forget INPUT's documents: cut behind each end-of-document token",
+        help="ignore the documents of INPUT and split its tokens after each end-of-document token",
     )
-    parser.add_argument("--dtype", metavar="TYPE", help="of the ids of nanoGPT's .bin (default: uint16), or of MDS")
-    parser.add_argument("--field", metavar="NAME", help="the column of the ids in MDS (default: tokens or input_ids)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--dtype", metavar="TYPE", help="of the ids in nanoGPT's .bin (default: uint16) or in MDS")
+    parser.add_argument("--field", metavar="NAME", help="column of the ids in MDS (default: tokens or input_ids)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.data.stores.external.detect import open_foreign
+    from weft.data.stores.external.detect import open_external_store
     from weft.data.stores.operations.convert import Vocabulary, convert
     from weft.data.stores.operations.new_store import Output
     from weft.observe.console import Console
@@ -49,14 +49,14 @@ def run(args: argparse.Namespace) -> int:
         eod = header.eod_id if args.eod is None else args.eod
         vocabulary = Vocabulary(args.vocab_size or header.vocab_size, eod, header.digest)
     console = Console()
-    source = open_foreign(Path(args.input), args.source, dtype=args.dtype, field=args.field)
+    source = open_external_store(Path(args.input), args.source, dtype=args.dtype, field=args.field)
     output = Output(Path(args.out), args.tokenizer, args.overwrite, console)
-    made = convert(Path(args.input), output, args.to, vocabulary, source=source, recut=args.recut)
-    if made.mask_lost:
-        console.warning(f"{args.to} has no place for the store's loss mask: it was left behind")
-    closed = f", {made.closed:,} of which had no end-of-document token and were given one" if made.closed else ""
-    linked = " (the same files under another name)" if made.linked else ""
+    converted = convert(Path(args.input), source, output, args.to, vocabulary, recut=args.recut)
+    if converted.mask_lost:
+        console.warning(f"the format {args.to} has no loss mask: the store's mask was dropped")
+    closed = f" ({converted.closed:,} got a missing end-of-document token)" if converted.closed else ""
+    linked = " (hard links to the input)" if converted.linked else ""
     console.result(
-        f"{args.out}: {counted(made.documents, 'document')}{closed}; {counted(made.tokens, 'token')}{linked}"
+        f"{args.out}: {counted(converted.documents, 'document')}{closed}; {counted(converted.tokens, 'token')}{linked}"
     )
     return 0

@@ -1,22 +1,22 @@
-"""`weft data dedup`: a store without copies."""
+"""`weft data dedup`: removes duplicates from a store."""
 
 from __future__ import annotations
 
 import argparse
 
-from weft.cli.data.stores import add_store, make
+from weft.cli.data.stores import add_store_arguments, run_operation
 
-HELP = "documents without copies, exact or near"
+HELP = "remove exact or near duplicates"
 GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_store(parser, seed=False)
+    add_store_arguments(parser, seed=False)
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--exact", action="store_true", help="what has the same ids (default)")
-    kind.add_argument("--near", action="store_true", help="also what shares most of its n-grams, by MinHash")
-    parser.add_argument("--threshold", type=float, metavar="F", help="of --near: the least similarity (default: 0.8)")
-    parser.add_argument("--ngram", type=int, metavar="N", help="of --near: tokens of an n-gram, 1 to 64 (default: 5)")
+    kind.add_argument("--exact", action="store_true", help="remove documents with the same ids (default)")
+    kind.add_argument("--near", action="store_true", help="also remove documents that share most n-grams (MinHash)")
+    parser.add_argument("--threshold", type=float, metavar="F", help="with --near: minimum similarity (default: 0.8)")
+    parser.add_argument("--ngram", type=int, metavar="N", help="with --near: tokens of an n-gram, 1 to 64 (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,10 +24,10 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("threshold", "ngram"):
         if getattr(args, name) is not None and not args.near:
-            raise UserError(f"--{name}: is of near duplicates; add --near, or leave it out")
+            raise UserError(f"--{name}: applies to near duplicates only; add --near, or leave it out")
     from weft.data.stores.operations.dedup import dedup
 
-    return make(
+    return run_operation(
         dedup,
         args,
         near=args.near,

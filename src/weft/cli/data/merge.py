@@ -1,4 +1,4 @@
-"""`weft data merge`: stores put end to end."""
+"""`weft data merge`: concatenates token stores."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from weft.formatting import counted
 
-HELP = "put stores end to end, shards among them"
+HELP = "concatenate stores, such as the shards of a pack"
 GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Concatenates token stores in the order given. They must have been packed with the same tokenizer; the shards "
-        "1/n to n/n of one pack give the same bytes as the pack of all."
+        "Concatenates token stores in the given order. All must have been packed with the same tokenizer. Merging the "
+        "shards 1/N to N/N of a pack gives the same bytes as a single pack."
     )
-    parser.add_argument("stores", nargs="+", metavar="STORE", help="folders that `weft data pack` wrote")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the merged store's folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="folders of token stores")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the merged store")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,25 +1,25 @@
-"""`weft data split`: a store in parts."""
+"""`weft data split`: splits a store."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from weft.cli.data.stores import add_store, make
+from weft.cli.data.stores import add_store_arguments, run_operation
 
-HELP = "parts for training and validation; copies stay together"
+HELP = "split into training and validation data; copies stay together"
 GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A document's part depends on its content and the seed alone, so copies of it are all in one part, and the "
-        "parts' sizes are near the fractions, not exactly these."
+        "Assigns each document to a split by its content and the seed alone. Copies of a document are in the same "
+        "split. The sizes of the splits are close to the fractions, but not exact."
     )
-    add_store(parser, parts=True)
+    add_store_arguments(parser, several=True)
     sizes = parser.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--fractions", type=float, nargs="+", metavar="F", help="one for each --out; their sum is 1")
-    sizes.add_argument("--validation", type=float, metavar="F", help="two parts, of which the second has this share")
+    sizes.add_argument("--fractions", type=float, nargs="+", metavar="F", help="one for each --out; they sum to 1")
+    sizes.add_argument("--validation", type=float, metavar="F", help="two splits, the second with this fraction")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     fractions = args.fractions
     if fractions is None:
         if not 0 < args.validation < 1:
-            raise UserError(f"--validation {args.validation:g}: a share above 0 and below 1 is needed, such as 0.01")
+            raise UserError(f"--validation {args.validation:g}: must be above 0 and below 1, such as 0.01")
         fractions = [1 - args.validation, args.validation]
-    return make(split, args, [Path(out) for out in args.out], fractions, seed=args.seed)
+    return run_operation(split, args, [Path(out) for out in args.out], fractions, seed=args.seed)

@@ -1,4 +1,4 @@
-"""What the verbs that make a store of a store share: their arguments and what they say in the end."""
+"""Arguments and output shared by the verbs that create a token store from another one."""
 
 from __future__ import annotations
 
@@ -10,46 +10,50 @@ from typing import TYPE_CHECKING, Any
 from weft.formatting import counted
 
 if TYPE_CHECKING:
-    from weft.data.stores.operations.new_store import Made
+    from weft.data.stores.operations.new_store import StoreResult
 
 
-def add_store(parser: argparse.ArgumentParser, *, parts: bool = False, seed: bool = True) -> None:
-    """Add STORE, --out and what goes with them.
+def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = False, seed: bool = True) -> None:
+    """Adds STORE, --out, --seed, --tokenizer and --overwrite.
 
     Args:
-        parts: several folders are made.
-        seed: something is drawn at random.
+        several: the verb writes several stores.
+        seed: the verb is random.
     """
-    parser.add_argument("store", metavar="STORE", help="a token store's folder")
-    if parts:
-        parser.add_argument("--out", required=True, nargs="+", metavar="DIR", help="a folder for each part")
+    parser.add_argument("store", metavar="STORE", help="folder of a token store")
+    if several:
+        parser.add_argument("--out", required=True, nargs="+", metavar="DIR", help="folder of each new store")
     else:
-        parser.add_argument("--out", required=True, metavar="DIR", help="the new store's folder")
+        parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new store")
     if seed:
-        parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random choice (default: 0)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="count the bytes of the text, for bits per byte")
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that is there")
+        parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="count the bytes of text, which bits per byte need")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
 
 
-def make(operation: Callable[..., Made | list[Made]], args: argparse.Namespace, *further: Any, **options: Any) -> int:
-    """Make stores of another, by an operation of `weft.data.stores.operations` and what it takes besides; say what was
-    made: each line's numbers add up to the input's documents."""
+def run_operation(
+    operation: Callable[..., StoreResult | list[StoreResult]], args: argparse.Namespace, *further: Any, **options: Any
+) -> int:
+    """Runs an operation of `weft.data.stores.operations` and prints one line per new store.
+
+    The numbers in a line add up to the documents of the input. `further` and `options` are passed to the operation.
+    """
     from weft.data.stores.operations.new_store import Output
     from weft.observe.console import Console
 
     console, out = Console(), args.out if isinstance(args.out, str) else args.out[0]
     output = Output(Path(out), args.tokenizer, args.overwrite, console)
-    found = operation(args.store, output, *further, **options)
-    made = found if isinstance(found, list) else [found]
-    for one in made:
-        info = one.info
+    result = operation(args.store, output, *further, **options)
+    stores = result if isinstance(result, list) else [result]
+    for store in stores:
+        info = store.info
         left = "".join(f" + {number:,} {reason}" for reason, number in info.rejected.items())
         total = info.documents + sum(info.rejected.values())
-        took = "up to date" if one.seconds is None else f"{one.seconds:,.1f} s"
+        time = "up to date" if store.seconds is None else f"{store.seconds:,.1f} s"
         kept = f"{info.documents:,} kept" if left else "all kept"
         console.result(
-            f"{one.path}: {counted(total, 'document')} = {kept}{left}; {counted(info.tokens, 'token')}; {took}"
+            f"{store.path}: {counted(total, 'document')} = {kept}{left}; {counted(info.tokens, 'token')}; {time}"
         )
-    if any(one.info.bytes is None for one in made):
-        console.line("the text's bytes are not known now; --tokenizer DIR counts them (bits per byte need it)")
+    if any(store.info.bytes is None for store in stores):
+        console.line("the number of bytes of text is unknown; --tokenizer DIR counts them (bits per byte need it)")
     return 0

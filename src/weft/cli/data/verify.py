@@ -1,15 +1,15 @@
-"""`weft data verify`: every byte of token stores."""
+"""`weft data verify`: verifies every byte of token stores."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "read every byte of token stores and say what is wrong where"
+HELP = "read every byte of token stores and report damage"
 GROUP = "look"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stores", nargs="+", metavar="STORE", help="token stores' folders")
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="folders of token stores")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,9 +18,9 @@ def run(args: argparse.Namespace) -> int:
 
     console, damaged = Console(), 0
     for path in args.stores:
-        wrong = verify(path, console)
-        damaged += bool(wrong)
-        for line in (*wrong, *wrong.unchecked):
+        problems = verify(path, console)
+        damaged += bool(problems)
+        for line in (*problems, *problems.unchecked):
             console.line(line)
-        console.result(f"{path}: {wrong.verdict}")
+        console.result(f"{path}: {problems.verdict}")
     return 2 if damaged else 0

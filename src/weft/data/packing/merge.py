@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.output_folder import STORE, check_out, exists_already, publish
-from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, release, spans
+from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, document_blocks, release_pages
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import hidden_folder, read_json, unwritable
 from weft.observe.console import Console
@@ -36,7 +36,7 @@ def merge(
         UserError: no store, one that is damaged or of another tokenizer, kind or vocabulary; something at `out`.
     """
     console, out = console or Console(speaks=False), Path(out)
-    stores = [TokenStore.open(path) for path in inputs]
+    stores = [TokenStore(path) for path in inputs]
     if not stores:
         raise UserError("no stores to merge; name some")
     for store in stores[1:]:
@@ -69,14 +69,14 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
     with console.progress(total, "merging", unit="B") as bar:
         for store in stores:
             digests = [hashlib.sha256(), hashlib.sha256()]
-            for start, stop, begin, end in spans(store.lengths):
+            for start, stop, begin, end in document_blocks(store.lengths):
                 for low in range(begin, end, BLOCK_TOKENS):  # a document may be longer than a block
                     digests[0].update(store.tokens[low : min(low + BLOCK_TOKENS, end)].data)
                     if store.loss_mask is not None:
                         digests[1].update(store.loss_mask[low : min(low + BLOCK_TOKENS, end)].data)
                 mask = None if store.loss_mask is None else store.loss_mask[begin:end]
                 writer.add(store.tokens[begin:end], store.lengths[start:stop], mask)
-                release(store.tokens, store.loss_mask)
+                release_pages(store.tokens, store.loss_mask)
                 bar.update(writer.tokens * first.tokens.dtype.itemsize)
             for digest, name, told in zip(
                 digests, ("tokens.bin", "loss_mask.bin"), (store.info.bin_sha256, store.info.mask_sha256), strict=True
@@ -109,7 +109,7 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
         raise UserError("the stores' counts do not add up; `weft data verify` tells which one is damaged", folder)
     stored: dict[str, Any] = info.model_dump()
     stored["sources"] = [source.model_dump(exclude_none=True) for source in sources]
-    write_stored(folder, stored)
+    write_store_json(folder, stored)
     return info
 
 

@@ -23,7 +23,7 @@ from weft.data.packing.request import claim, request_of, up_to_date
 from weft.data.sources import Files, Reading, find_files, plan
 from weft.data.sources.find import summary
 from weft.data.sources.source_format import holdings, mistake_at
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import partial_path
 from weft.formatting import counted, progress
@@ -325,7 +325,7 @@ class _Pack:
             "sources": assembly.sources,
             "made_from": request,
         }
-        return write_stored(self._folder / "store", stored)
+        return write_store_json(self._folder / "store", stored)
 
     def _wanted(self) -> str:
         """What the files should hold."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.sequences.best_fit import Patterns, best_fit_decreasing
-from weft.data.stores.indexed import map_file, release
+from weft.data.stores.indexed import map_file, release_pages
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.files import hidden_folder, publish, sync_tree
@@ -210,7 +210,7 @@ def _rests(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np
         rests = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
         at = np.flatnonzero(rests >= length)
         pieces, rests[at] = np.divmod(rests[at], length)
-        release(store.lengths)
+        release_pages(store.lengths)
         yield start, rests, at, pieces.astype(np.int64)
 
 

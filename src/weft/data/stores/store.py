@@ -1,4 +1,4 @@
-"""The token store: Megatron's indexed dataset with `store.json` beside it, which says what the tokens are."""
+"""The token store: a Megatron indexed dataset and a `store.json` that describes its tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from weft.data.stores.indexed import IndexedReader, map_file
+from weft.data.stores.indexed import map_file
 from weft.errors import UserError
 from weft.files import read_json
-from weft.headers import read_store_header
+from weft.headers import HEADER, read_store_header
 
 
-class CutFile(BaseModel):
-    """Of a shard's first or last file: whether there is more of it in the shards before and after, and its units'
-    digests."""
+class PartialFile(BaseModel):
+    """A shard's first or last file, if the shard has only some of its units.
+
+    Attributes:
+        before, after: whether the previous or the next shard has other units of the file.
+        digests: of this shard's units.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     before: bool
@@ -25,8 +29,13 @@ class CutFile(BaseModel):
 
 
 class SourceFile(BaseModel):
-    """One input file: its size in bytes, its sha256 (of a file read in several units: that of their digests), the
-    documents and rejects that it gave, and why it was skipped if it is no text at all."""
+    """One input file.
+
+    Attributes:
+        size: in bytes.
+        sha256: of the file; of a file read in several units, of the units' digests.
+        skipped: why the file was skipped, if it is not text.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     path: str
@@ -35,23 +44,23 @@ class SourceFile(BaseModel):
     documents: int
     rejected: int = 0
     skipped: str | None = None
-    cut: CutFile | None = None
+    cut: PartialFile | None = None
 
 
 class StoreInfo(BaseModel):
     """`store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
 
-    Besides, it has digests that only `weft data verify` looks at: its own, and those of the rejects and duplicates.
+    The file also has digests that only `weft data verify` reads: of itself, the rejects and the duplicates.
 
     Attributes:
-        tokenizer_digest: None for a store converted from another tool's without naming the tokenizer.
-        bytes: of the documents' text in UTF-8, without end-of-document tokens; None where nobody counted them.
+        tokenizer_digest: None for a store converted from an external format without naming the tokenizer.
+        bytes: of the documents' text in UTF-8, without end-of-document tokens; None if not counted.
         empty_documents: packed documents without text.
-        blank_lines: of JSON-lines files; no documents.
+        blank_lines: blank lines of JSON Lines files, which are not documents.
         rejected: reason -> count.
-        notes: what happened to documents that were kept -> count.
-        kind: what a document is: text; a conversation with a loss mask; or, two by two, a chosen and a rejected one.
-        mask_sha256: of `loss_mask.bin`, where there is one.
+        notes: change made to packed documents, such as truncation -> count.
+        kind: of each document: text, a conversation with a loss mask, or alternately a chosen and a rejected answer.
+        mask_sha256: of `loss_mask.bin`, if there is one.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -76,55 +85,58 @@ class StoreInfo(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Of the tokens: what a run's manifest names."""
+        """Digest of the tokens, recorded in a run's manifest."""
         return self.bin_sha256
 
     @property
     def item_documents(self) -> int:
-        """Documents that belong together and are never parted: a preference's chosen and rejected one, else one."""
+        """Documents per item. An item is never split: 2 for preferences (chosen and rejected), else 1."""
         return 2 if self.kind == "preferences" else 1
 
 
 class TokenStore:
-    """An opened store.
+    """A token store opened for reading. Opening reads only headers, so its time does not depend on the size.
 
     Attributes:
-        tokens: `[num_tokens]`, a memory map.
-        lengths, offsets: tokens per document and their first byte `[num_documents]`, memory maps.
-        loss_mask: uint8 `[num_tokens]`, 1 where a token is to be learned; None where all are.
+        tokens: all tokens `[num_tokens]`, a memory map.
+        lengths, offsets: tokens and first byte of each document `[num_documents]`, memory maps.
+        loss_mask: uint8 `[num_tokens]`, 1 for tokens that are trained on; None if all are.
+
+    Raises:
+        UserError: not a token store, or a damaged one.
     """
 
-    def __init__(self, path: Path, info: StoreInfo, reader: IndexedReader):
-        self.path, self.info, self._reader = path, info, reader
-        self.tokens, self.lengths, self.offsets = reader.tokens, reader.lengths, reader.offsets
-        self.loss_mask = None
-        if info.mask_sha256 is not None:
-            mask = path / "loss_mask.bin"
-            size = mask.stat().st_size if mask.exists() else 0
-            if size != len(reader.tokens):
-                raise UserError(
-                    f"{size:,} bytes where {len(reader.tokens):,} belong; it is damaged: pack the store again", mask
-                )
-            self.loss_mask = map_file(mask, np.uint8, 0, size)
-        self.num_tokens, self.num_documents = len(reader.tokens), len(reader.lengths)
-
-    @classmethod
-    def open(cls, path: str | Path) -> TokenStore:
-        """Open a store; headers and sizes are checked, nothing is read.
-
-        Raises:
-            UserError: no store, or a damaged one.
-        """
-        folder = Path(path)
-        read_store_header(folder)
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        header = read_store_header(self.path)
+        file, index, data = (self.path / name for name in ("store.json", "tokens.idx", "tokens.bin"))
         try:
-            info = StoreInfo.model_validate(read_json(folder / "store.json"))
+            self.info = StoreInfo.model_validate(read_json(file))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
-            raise UserError(f"{key}: {first['msg']}; pack the store again", folder / "store.json") from None
-        return cls(folder, info, IndexedReader(folder / "tokens"))
+            raise UserError(f"{key}: {first['msg']}; pack the store again", file) from None
+        self.num_tokens, self.num_documents = header.num_tokens, header.num_documents
+        dtype = np.dtype(self.info.dtype)
+        self.lengths = map_file(index, np.int32, HEADER.size, self.num_documents)
+        self.offsets = map_file(index, np.int64, HEADER.size + 4 * self.num_documents, self.num_documents)
+        # Documents are contiguous, so the last one ends the tokens; `weft data verify` checks all of them.
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * dtype.itemsize if self.num_documents else 0
+        _check_size(data, end)
+        self.tokens = map_file(data, dtype, 0, self.num_tokens)
+        self.loss_mask = None
+        if self.info.mask_sha256 is not None:
+            mask = self.path / "loss_mask.bin"
+            _check_size(mask, self.num_tokens)
+            self.loss_mask = map_file(mask, np.uint8, 0, self.num_tokens)
 
     def document(self, number: int) -> np.ndarray:
-        """The ids of one document, its end-of-document token among them."""
-        return self._reader.document(number)
+        """Returns the ids of one document, including its end-of-document token."""
+        start = int(self.offsets[number]) // self.tokens.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[number])]
+
+
+def _check_size(file: Path, expected: int) -> None:
+    size = file.stat().st_size if file.exists() else 0
+    if size != expected:
+        raise UserError(f"damaged: {size:,} bytes instead of {expected:,}; pack the store again", file)

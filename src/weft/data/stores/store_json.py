@@ -1,4 +1,4 @@
-"""`store.json` as bytes: written by this alone, with a digest of itself, so that any change of it is seen."""
+"""Writes `store.json` with a digest of its own content, so that any change to it is detected."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Files beside the tokens; their digests are in `store.json`. That of the first is there always, if only as null.
-BESIDE = {"rejects_sha256": "rejects.jsonl", "duplicates_sha256": "duplicates.jsonl"}
+# Key of store.json -> the file of which it is the digest. The first key is always present, null without the file.
+FILE_DIGESTS = {"rejects_sha256": "rejects.jsonl", "duplicates_sha256": "duplicates.jsonl"}
 
 
-def write_stored(folder: Path, stored: dict[str, Any]) -> dict[str, Any]:
-    """Write `store.json`, the last of a store's files.
+def write_store_json(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Writes `store.json`, the last of a store's files.
 
     Args:
-        stored: what it says, without the digests of `rejects.jsonl`, `duplicates.jsonl` and itself.
+        content: without the digests of `rejects.jsonl`, `duplicates.jsonl` and the content itself.
 
     Returns:
-        What it says, with them.
+        The content with these digests.
     """
-    stored = {key: value for key, value in stored.items() if key not in BESIDE and key != "digest"}
-    for key, name in BESIDE.items():
+    content = {key: value for key, value in content.items() if key not in FILE_DIGESTS and key != "digest"}
+    for key, name in FILE_DIGESTS.items():
         digest = file_digest(folder / name)
         if digest is not None or key == "rejects_sha256":
-            stored[key] = digest
-    stored["digest"] = own_digest(stored)
-    (folder / "store.json").write_bytes(as_bytes(stored))
-    return stored
+            content[key] = digest
+    content["digest"] = content_digest(content)
+    (folder / "store.json").write_bytes(to_bytes(content))
+    return content
 
 
-def as_bytes(stored: dict[str, Any]) -> bytes:
-    """The bytes of a `store.json` that says this."""
-    return (json.dumps(stored, indent=1) + "\n").encode()
+def to_bytes(content: dict[str, Any]) -> bytes:
+    """Returns the bytes of a `store.json` with this content."""
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
-def own_digest(stored: dict[str, Any]) -> str:
-    """sha256 of all keys but `digest`, as JSON with sorted keys and without blanks."""
-    rest = {key: value for key, value in stored.items() if key != "digest"}
+def content_digest(content: dict[str, Any]) -> str:
+    """Returns the sha256 of all keys except `digest`, as JSON with sorted keys and without spaces."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str | None:
-    """sha256 of a file; None if there is none."""
+    """Returns the sha256 of a file, or None if there is no such file."""
     if not path.exists():
         return None
     with open(path, "rb") as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from weft.headers import BESIDE_TOKENIZER, tokenizer_file
+from weft.headers import TOKENIZER_CONFIG_FILES, tokenizer_file
 
 TEMPLATES = "additional_chat_templates"  # NAME.jinja each, beside chat_template.jinja
 
@@ -15,7 +15,7 @@ def copy_tokenizer(path: str | Path, into: Path) -> None:
     file = tokenizer_file(path)
     into.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, into / "tokenizer.json")
-    for name in (*BESIDE_TOKENIZER, "chat_template.jinja", "chat_template.json"):
+    for name in (*TOKENIZER_CONFIG_FILES, "chat_template.jinja", "chat_template.json"):
         if (file.parent / name).exists():
             shutil.copy(file.parent / name, into / name)
     for template in sorted((file.parent / TEMPLATES).glob("*.jinja")):

@@ -1,20 +1,20 @@
-"""Token stores of other tools: which one it is, and its documents in order."""
+"""Detects the format of a token store and opens it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from weft.data.stores.external.external_store import Foreign
+from weft.data.stores.external.external_store import ExternalStore
 from weft.errors import UserError
 from weft.files import read_json
 from weft.headers import MAGIC
 
 
-def detect(path: Path) -> str:
-    """The format of a store, by what its files begin with and how they are called.
+def detect_format(path: Path) -> str:
+    """Returns the format of a token store, from the names and first bytes of its files.
 
     Raises:
-        UserError: none that is known.
+        UserError: no such store, or an unknown format.
     """
     if path.is_dir():
         if (path / "store.json").exists():
@@ -36,7 +36,9 @@ def detect(path: Path) -> str:
     elif not path.exists():
         raise UserError("no such store", path)
     raise UserError(
-        "not a token store that is known (weft, megatron, nanogpt, pbin, litdata, mds); --from FORMAT says which", path
+        "unknown format of a token store (known are weft, megatron, nanogpt, pbin, litdata, mds); state it: "
+        "--from FORMAT",
+        path,
     )
 
 
@@ -48,32 +50,32 @@ def _is_index(path: Path) -> bool:
         return False
 
 
-def open_foreign(
+def open_external_store(
     path: Path, format: str | None = None, *, dtype: str | None = None, field: str | None = None
-) -> Foreign:
-    """Open a store; nothing in it is ever executed.
+) -> ExternalStore:
+    """Opens a token store. Never executes anything from its files.
 
     Args:
-        format: `weft`, `megatron`, `nanogpt`, `pbin`, `litdata` or `mds`; None: found out.
-        dtype: of the ids where the files do not say it (nanoGPT: default uint16; columns of bytes in MDS).
-        field: the column with the ids (MDS).
+        format: `weft`, `megatron`, `nanogpt`, `pbin`, `litdata` or `mds`; default: detected.
+        dtype: of the ids, for formats that do not record it (nanoGPT, default uint16; byte columns of MDS).
+        field: the column of the ids (MDS).
 
     Raises:
-        UserError: not such a store, or a damaged one.
+        UserError: not a store of this format, or a damaged one.
     """
-    chosen = format or detect(path)
-    if chosen in ("weft", "megatron"):
+    format = format or detect_format(path)
+    if format in ("weft", "megatron"):
         from weft.data.stores.external.megatron import open_megatron
 
-        return open_megatron(path / "tokens" if chosen == "weft" else path, chosen)
-    if chosen == "nanogpt":
+        return open_megatron(path / "tokens" if format == "weft" else path, format)
+    if format == "nanogpt":
         from weft.data.stores.external.nanogpt import open_nanogpt
 
         return open_nanogpt(path, dtype or "uint16")
-    if chosen == "pbin":
+    if format == "pbin":
         from weft.data.stores.external.pbin import open_pbin
 
         return open_pbin(path)
     from weft.data.stores.external.shards import open_litdata, open_mds
 
-    return open_litdata(path) if chosen == "litdata" else open_mds(path, field, dtype)
+    return open_litdata(path) if format == "litdata" else open_mds(path, field, dtype)

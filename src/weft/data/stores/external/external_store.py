@@ -1,4 +1,4 @@
-"""An opened token store of another tool's, as every reader here gives it."""
+"""A token store of another tool, opened for reading."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-Documents = tuple[np.ndarray, np.ndarray]  # ids end to end, and how many are each document's (int64)
+Documents = tuple[np.ndarray, np.ndarray]  # concatenated ids, and the length of each document (int64)
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """An opened store of another tool's.
+class ExternalStore:
+    """A token store in an external format, opened for reading.
 
     Attributes:
-        path: the file that an error is about.
-        tokens: in all; -1 where only reading tells.
-        documents: how many, or None where there is but one stream of tokens.
-        largest: what its dtype can hold.
-        blocks: gives its documents in order; of a stream without documents, pieces of it with no lengths (empty).
+        path: the file that errors refer to.
+        tokens: number of tokens; -1 if it is unknown before reading.
+        documents: number of documents; None for a stream of tokens without document boundaries.
+        largest: the largest id that the dtype can hold.
+        blocks: yields the documents in order. For a stream, yields slices of it with empty lengths.
     """
 
     format: str

@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets as others write them: any integer dtype, documents of several sequences."""
+"""Megatron's indexed datasets with any integer dtype and with documents of several sequences."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.stores.external.external_store import Documents, Foreign
-from weft.data.stores.indexed import BLOCK_DOCUMENTS, DTYPES, map_file, release, spans
+from weft.data.stores.external.external_store import Documents, ExternalStore
+from weft.data.stores.indexed import BLOCK_DOCUMENTS, document_blocks, map_file, release_pages
 from weft.errors import UserError
-from weft.headers import FLOAT_CODES, HEADER, read_megatron_index
+from weft.headers import DTYPE_NAMES, FLOAT_CODES, HEADER, read_megatron_index
 
 
-def open_megatron(path: Path, format: str = "megatron") -> Foreign:
-    """Open `path` (the prefix, either file, or a folder that holds one pair). A document is all of its sequences.
+def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
+    """Opens `path`: the prefix, either file, or a folder with one pair of files. Joins a document's sequences.
 
     Raises:
-        UserError: no such files, floats in place of ids, or an index that does not fit the tokens.
+        UserError: no such files, floats in place of ids, or an index that does not match the tokens.
     """
     prefix = find_prefix(path)
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     header = read_megatron_index(index)
     if header.code in FLOAT_CODES:
-        raise UserError(f"holds {np.dtype(DTYPES[header.code])} numbers, not token ids", index)
-    dtype, count = np.dtype(DTYPES[header.code]), header.sequences
+        raise UserError(f"holds {DTYPE_NAMES[header.code]} numbers, not token ids", index)
+    dtype, count = np.dtype(DTYPE_NAMES[header.code]), header.sequences
     lengths = map_file(index, np.int32, HEADER.size, count)
     offsets = map_file(index, np.int64, HEADER.size + 4 * count, count)
     boundaries = map_file(index, np.int64, HEADER.size + 12 * count, header.boundaries)
-    total = _check(index, lengths, offsets, boundaries, dtype.itemsize)
+    total = _count_tokens(index, lengths, offsets, boundaries, dtype.itemsize)
     size = data.stat().st_size if data.exists() else 0
     if size != total * dtype.itemsize:
-        raise UserError(f"{size:,} bytes where its index means {total * dtype.itemsize:,}; it is damaged", data)
+        raise UserError(f"damaged: {size:,} bytes, but its index implies {total * dtype.itemsize:,}", data)
     tokens = map_file(data, dtype, 0, total)
-    sizes = _Sizes(offsets, boundaries, total, dtype.itemsize)
+    sizes = _DocumentSizes(offsets, boundaries, total, dtype.itemsize)
 
     def blocks() -> Iterator[Documents]:
-        for first, stop, start, end in spans(sizes):  # type: ignore[arg-type]
+        for first, stop, start, end in document_blocks(sizes):  # type: ignore[arg-type]
             yield tokens[start:end], sizes[first:stop]
-            release(tokens, offsets, boundaries)
+            release_pages(tokens, offsets, boundaries)
 
-    return Foreign(format, data, total, len(sizes), int(np.iinfo(dtype).max), blocks)
+    return ExternalStore(format, data, total, len(sizes), int(np.iinfo(dtype).max), blocks)
 
 
 def find_prefix(path: Path) -> Path:
-    """What the names of `.bin` and `.idx` have in common."""
+    """Returns the common prefix of the `.bin` and `.idx` file."""
     if path.is_dir():
         found = sorted(file for file in path.glob("*.idx") if file.is_file())
         if len(found) != 1:
@@ -53,8 +53,8 @@ def find_prefix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (".bin", ".idx") and not Path(f"{path}.idx").exists() else path
 
 
-class _Sizes:
-    """Tokens of each document, worked out as they are asked for: `sizes[a:b]` is an int64 array."""
+class _DocumentSizes:
+    """Tokens of each document, computed on access: `sizes[a:b]` is an int64 array."""
 
     def __init__(self, offsets: np.ndarray, boundaries: np.ndarray, total: int, itemsize: int):
         self.offsets, self.boundaries, self.end, self.itemsize = offsets, boundaries, total * itemsize, itemsize
@@ -62,8 +62,8 @@ class _Sizes:
     def __len__(self) -> int:
         return max(0, len(self.boundaries) - 1)
 
-    def __getitem__(self, part: slice) -> np.ndarray:
-        start, stop, _ = part.indices(len(self))
+    def __getitem__(self, documents: slice) -> np.ndarray:
+        start, stop, _ = documents.indices(len(self))
         edges = np.array(self.boundaries[start : stop + 1])
         inside = edges < len(self.offsets)
         bytes_ = np.full(len(edges), self.end, np.int64)
@@ -71,22 +71,22 @@ class _Sizes:
         return np.diff(bytes_) // self.itemsize
 
 
-def _check(index: Path, lengths, offsets, boundaries, itemsize: int) -> int:
-    """The number of tokens, if sequences lie end to end and documents are made of whole ones."""
+def _count_tokens(index: Path, lengths, offsets, boundaries, itemsize: int) -> int:
+    """Returns the number of tokens. Raises UserError if sequences or document boundaries are not contiguous."""
     count, end, edge = len(lengths), 0, 0
     for start in range(0, count, BLOCK_DOCUMENTS):
-        part = np.array(lengths[start : start + BLOCK_DOCUMENTS], np.int64)
-        ends = end + np.cumsum(part) * itemsize
-        wrong = np.flatnonzero((offsets[start : start + BLOCK_DOCUMENTS] != ends - part * itemsize) | (part < 0))
+        block = np.array(lengths[start : start + BLOCK_DOCUMENTS], np.int64)
+        ends = end + np.cumsum(block) * itemsize
+        wrong = np.flatnonzero((offsets[start : start + BLOCK_DOCUMENTS] != ends - block * itemsize) | (block < 0))
         if len(wrong):
-            raise UserError(f"sequence {start + int(wrong[0]):,} does not begin where the one before ends", index)
+            raise UserError(f"sequence {start + int(wrong[0]):,} does not begin at the end of the previous one", index)
         end = int(ends[-1])
     for start in range(0, len(boundaries), BLOCK_DOCUMENTS):
-        part = np.concatenate([[edge], boundaries[start : start + BLOCK_DOCUMENTS]])
-        if (np.diff(part) < 0).any():
-            raise UserError(f"the document boundaries after number {start:,} go back; it is damaged", index)
-        edge = int(part[-1])
+        block = np.concatenate([[edge], boundaries[start : start + BLOCK_DOCUMENTS]])
+        if (np.diff(block) < 0).any():
+            raise UserError(f"damaged: the document boundaries after number {start:,} decrease", index)
+        edge = int(block[-1])
     if (len(boundaries) and int(boundaries[0]) != 0) or edge != count:
-        raise UserError(f"its documents are made of {edge:,} sequences where there are {count:,}; it is damaged", index)
-    release(lengths, offsets, boundaries)
+        raise UserError(f"damaged: its documents have {edge:,} sequences in total, but there are {count:,}", index)
+    release_pages(lengths, offsets, boundaries)
     return end // itemsize

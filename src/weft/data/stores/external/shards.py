@@ -1,7 +1,7 @@
-"""LitData's and MosaicML's (MDS) folders: an `index.json` and shards of samples, each with a table of offsets.
+"""LitData and MosaicML (MDS) folders: an `index.json` and shards of samples, each shard with a table of offsets.
 
-Both begin a shard with uint32 number of samples and uint32 offsets of them `[samples + 1]`. Shards may be compressed
-whole, with zstd. What their libraries would unpickle is refused.
+In both formats a shard begins with the number of samples (uint32) and their offsets (uint32 `[samples + 1]`). A shard
+may be compressed with zstd. Pickled columns are refused.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.stores.external.external_store import Documents, Foreign
+from weft.data.stores.external.external_store import Documents, ExternalStore
 from weft.data.stores.external.nanogpt import id_dtype
 from weft.errors import UserError
 from weft.files import read_json
 
-# LitData numbers the dtypes of tensors and of arrays, each its own way.
+# LitData has separate dtype codes for tensors and for arrays.
 TENSORS = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32", 17: "int64", 18: "int64"}
 TENSORS |= {20: "uint16"}
 ARRAYS = dict(enumerate(["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]))
-# MDS arrays without a fixed dtype begin with its number.
+# dtype codes at the beginning of MDS arrays without a fixed dtype.
 VALUES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}
 
 Decode = Callable[[np.ndarray], np.ndarray]  # a sample's bytes -> its ids
 
 
-def open_litdata(path: Path) -> Foreign:
-    """Open a folder that `litdata.optimize` wrote with `TokensLoader`: each item is a document.
+def open_litdata(path: Path) -> ExternalStore:
+    """Opens a folder that `litdata.optimize` wrote with `TokensLoader`. Each item is a document.
 
     Raises:
-        UserError: another kind of LitData folder, or a damaged one.
+        UserError: a LitData folder without token chunks, or a damaged one.
     """
     index = path / "index.json"
     content = read_json(index)
@@ -39,34 +39,34 @@ def open_litdata(path: Path) -> Foreign:
         config, chunks = content["config"], content["chunks"]
         formats, compression = config["data_format"], config.get("compression")
         if config.get("encryption") or config.get("compression_level") not in (None, "chunk"):
-            raise UserError("encrypted, or compressed in frames, which is not read; write it without", index)
+            raise UserError("encrypted, or compressed per sample, which is not supported; write it without", index)
         kind, _, number = formats[0].partition(":")
         tables = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
         if len(formats) != 1 or kind not in tables or int(number) not in tables[kind]:
-            raise UserError(f"holds {', '.join(formats)}, not one array of token ids an item", index)
+            raise UserError(f"holds {', '.join(formats)}, not one array of token ids per item", index)
         dtype = np.dtype(tables[kind][int(number)])
         counts = [int(chunk["chunk_size"]) for chunk in chunks]
         tokens = sum(int(chunk["dim"]) for chunk in chunks)
         files = [(path / chunk["filename"], compression, count) for chunk, count in zip(chunks, counts, strict=True)]
     except (KeyError, TypeError, IndexError, ValueError, AttributeError):
-        raise UserError("not an index of LitData's token chunks", index) from None
+        raise UserError("not an index of LitData token chunks", index) from None
 
     def blocks() -> Iterator[Documents]:
         for file, packed, count in files:
             yield _documents(file, _read(file, packed), count, lambda data: data.view(dtype))
 
-    return Foreign("litdata", index, tokens, sum(counts), int(np.iinfo(dtype).max), blocks)
+    return ExternalStore("litdata", index, tokens, sum(counts), int(np.iinfo(dtype).max), blocks)
 
 
-def open_mds(path: Path, field: str | None = None, dtype: str | None = None) -> Foreign:
-    """Open a folder that `streaming.MDSWriter` wrote: each sample's column of ids is a document.
+def open_mds(path: Path, field: str | None = None, dtype: str | None = None) -> ExternalStore:
+    """Opens a folder that `streaming.MDSWriter` wrote. The ids of each sample are a document.
 
     Args:
-        field: the column; default: `tokens`, `input_ids`, or the only one.
-        dtype: of a column of bytes.
+        field: the column of the ids; default: `tokens`, `input_ids`, or the only column.
+        dtype: of the ids in a column of bytes.
 
     Raises:
-        UserError: no such column, one of another kind, or a damaged shard.
+        UserError: no such column, a column without ids, or a damaged shard.
     """
     index = path / "index.json"
     content = read_json(index)
@@ -91,23 +91,26 @@ def open_mds(path: Path, field: str | None = None, dtype: str | None = None) -> 
         for file, packed, count, decode in files:
             yield _documents(file, _read(file, packed), count, decode)
 
-    return Foreign("mds", index, -1, documents, np.iinfo(np.int64).max, blocks)
+    return ExternalStore("mds", index, -1, documents, np.iinfo(np.int64).max, blocks)
 
 
 def _column(names: list[str], field: str | None, index: Path) -> str:
     for name in [field] if field is not None else ["tokens", "input_ids", *(names if len(names) == 1 else [])]:
         if name in names:
             return str(name)
-    raise UserError(f"its columns are {', '.join(names)}; --field says which one holds the ids", index)
+    raise UserError(f"its columns are {', '.join(names)}; name the one with the ids: --field", index)
 
 
 def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, index: Path) -> Decode:
-    """What finds a column's ids in a sample: sizes of the columns without a fixed one (uint32), then the columns."""
+    """Returns a function that extracts a column's ids from a sample.
+
+    A sample has the sizes (uint32) of the columns of variable size, and then the columns.
+    """
     kind, *details = encoding.split(":")
     if kind not in ("bytes", "ndarray"):
         raise UserError(f"its ids are {encoding!r}, not an array or bytes", index)
     if kind == "bytes" and dtype is None:
-        raise UserError("its ids are bytes; --dtype says of what (llm-foundry wrote int64)", index)
+        raise UserError("its ids are bytes; state their type: --dtype (llm-foundry writes int64)", index)
     fixed = dtype if kind == "bytes" else details[0] if details else None
     named = id_dtype(fixed) if fixed else None
     variable = [not size for size in sizes]
@@ -120,7 +123,7 @@ def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, 
         if kind == "ndarray":
             if found is None:
                 found, value = np.dtype(VALUES[int(value[0])]), value[1:]
-            if len(details) < 2:  # the shape: 6 bits of axes, 2 of the width of each one's length
+            if len(details) < 2:  # skip the shape: 6 bits number of dimensions, 2 bits width of each size
                 value = value[1 + (int(value[0]) >> 2) * (1 << (int(value[0]) & 3)) :]
         assert found is not None
         return np.ascontiguousarray(value).view(found)
@@ -129,12 +132,12 @@ def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, 
 
 
 def _read(path: Path, compression: str | None) -> np.ndarray:
-    """A shard's bytes; they are some 64 MB."""
+    """Reads a shard (usually 64 MB), decompressed."""
     try:
         if not compression:
             return np.fromfile(path, np.uint8)
         if compression.split(":")[0] != "zstd":
-            raise UserError(f"compressed with {compression}, which is not read; only zstd is", path)
+            raise UserError(f"compressed with {compression}, which is not supported; only zstd is", path)
         import zstandard
 
         with open(path, "rb") as file:
@@ -148,15 +151,15 @@ def _read(path: Path, compression: str | None) -> np.ndarray:
 
 
 def _documents(path: Path, data: np.ndarray, count: int, decode: Decode) -> Documents:
-    """The samples of a shard."""
+    """Splits a shard into its samples."""
     try:
         if int(data[:4].view("<u4")[0]) != count:
-            raise ValueError("another number of samples than the index says")
+            raise ValueError("its number of samples differs from the index")
         offsets = data[4 : 4 + 4 * (count + 1)].view("<u4").astype(np.int64)
         if (np.diff(offsets) < 0).any() or int(offsets[-1]) > len(data):
-            raise ValueError("a sample outside of it")
-        parts = [decode(data[start:stop]) for start, stop in pairwise(offsets.tolist())]
+            raise ValueError("a sample lies outside the shard")
+        samples = [decode(data[start:stop]) for start, stop in pairwise(offsets.tolist())]
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(f"damaged: {error}", path) from None
-    lengths = np.array([len(part) for part in parts], np.int64)
-    return (np.concatenate(parts) if parts else np.zeros(0, np.int64)), lengths
+    lengths = np.array([len(sample) for sample in samples], np.int64)
+    return (np.concatenate(samples) if samples else np.zeros(0, np.int64)), lengths

@@ -1,40 +1,41 @@
-"""Token stores from one tool's format into another's."""
+"""Converts token stores between the formats of different tools."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from weft.data.output_folder import STORE, check_apart, check_name, check_out, check_parent, publish
-from weft.data.stores.external.detect import detect, open_foreign
-from weft.data.stores.external.external_store import Documents, Foreign
+from weft.data.stores.external.detect import detect_format, open_external_store
+from weft.data.stores.external.external_store import Documents, ExternalStore
+from weft.data.stores.external.pbin import write_pairs
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, token_dtype
-from weft.data.stores.operations.new_store import Output, up_to_date, write_info
+from weft.data.stores.operations.new_store import Output, existing_store
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
+from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import hidden_folder, sync_tree, unwritable
 
-LONGEST = 1 << 27  # tokens of a document that is cut out of a stream: it has to be in memory
+LONGEST = 1 << 27  # tokens of a document that is split off a stream: it must fit into memory
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """Result of a conversion.
 
     Attributes:
-        closed: documents that had no end-of-document token and were given one.
-        linked: the files are the same ones under another name (hard links): no byte was copied.
-        mask_lost: the store had a loss mask, for which the other format has no place.
+        closed: documents to which an end-of-document token was added.
+        linked: the files are hard links to the input; nothing was copied.
+        mask_lost: the store had a loss mask, which the other format cannot hold.
     """
 
-    format: str
     documents: int
     tokens: int
     closed: int = 0
@@ -44,7 +45,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the ids mean, as far as it is known."""
+    """Vocabulary size, end-of-document id and digest of the tokenizer, as far as they are known."""
 
     size: int | None = None
     eod_id: int | None = None
@@ -52,105 +53,114 @@ class Vocabulary:
 
 
 def convert(
-    path: Path, output: Output, to: str, vocabulary: Vocabulary, *, source: Foreign | None = None, recut: bool = False
+    path: Path, source: ExternalStore, output: Output, to: str, vocabulary: Vocabulary, *, recut: bool = False
 ) -> Converted:
-    """Write the documents of a store in another format.
+    """Writes the documents of a store in another format.
 
-    To `weft`, each document is closed with one end-of-document token if it is not already; else ids stay as they are.
+    For `weft`, adds an end-of-document token to each document that does not end with it. Other formats keep the ids.
 
     Args:
-        output: its path is a folder (weft), the prefix of two files (megatron), or a file (nanogpt, pbin); what is
-            there is replaced only if it is of the format that is written.
-        vocabulary: needed for `weft`; its size is checked against every id, wherever it is known.
-        source: what `open_foreign` gave for `path`.
-        recut: forget the input's documents and cut its stream of tokens behind each end-of-document token.
+        path: of the input.
+        source: the input, opened by `open_external_store`.
+        output: its path is a folder (weft), the prefix of two files (megatron), or a file (nanogpt, pbin). Existing
+            files are replaced only if they have the format `to`.
+        vocabulary: required for `weft`; if its size is known, every id is checked against it.
+        recut: ignore the input's documents and split its tokens after each end-of-document token.
 
     Raises:
-        UserError: not a store, an id outside of the vocabulary (with its document), something else at the output.
+        UserError: an id outside the vocabulary (with its document), or something else at the output.
     """
-    source, out = source or open_foreign(path), output.path
-    cut = recut or source.documents is None
-    masked = False
-    if source.format == "weft":
-        info = TokenStore.open(path).info
-        masked = info.mask_sha256 is not None
-        vocabulary = Vocabulary(
-            vocabulary.size or info.vocab_size, info.eod_id if vocabulary.eod_id is None else vocabulary.eod_id,
-            vocabulary.digest or info.tokenizer_digest,
-        )  # fmt: skip
-    if to == "weft" and (vocabulary.size is None or vocabulary.eod_id is None):
-        raise UserError("a store says what its ids mean; name the --tokenizer, or --vocab-size and --eod")
-    if recut and vocabulary.eod_id is None:
-        raise UserError("to cut the documents anew, name the --tokenizer or --eod")
-    if not 0 <= (vocabulary.eod_id or 0) < (vocabulary.size or 1 << 62):
-        raise UserError(f"--eod {vocabulary.eod_id}: not an id of a vocabulary of {vocabulary.size:,}")
+    out, split = output.path, recut or source.documents is None
+    info = TokenStore(path).info if source.format == "weft" else None
+    if info is not None:
+        eod_id = info.eod_id if vocabulary.eod_id is None else vocabulary.eod_id
+        vocabulary = Vocabulary(vocabulary.size or info.vocab_size, eod_id, vocabulary.digest or info.tokenizer_digest)
+    size, eod_id = vocabulary.size, vocabulary.eod_id
+    if to == "weft" and (size is None or eod_id is None):
+        raise UserError("a token store needs a vocabulary; give --tokenizer, or --vocab-size and --eod")
+    if recut and eod_id is None:
+        raise UserError("--recut needs the end-of-document token; give --tokenizer or --eod")
+    if eod_id is not None and (eod_id < 0 or (size is not None and eod_id >= size)):
+        raise UserError(f"--eod {eod_id}: not an id" + (f" of a vocabulary of {size:,}" if size is not None else ""))
     check_name(out)
-    # A folder of another tool's may be the one that all is in, such as ".".
-    read = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
-    check_apart(out, [path, *read] if source.format == "weft" else read)
+    # The folder of an external store may contain everything, such as ".", so only its files are protected.
+    inputs = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
+    check_apart(out, [path, *inputs] if source.format == "weft" else inputs)
     if to == "weft":
-        return _to_weft(path, output, vocabulary, source, cut)
-    for end in (".bin", ".idx") if to == "megatron" else ("",):
-        _check_file(out.with_name(out.name + end), to, output.overwrite, read)
-    # A store of ours is Megatron's files already.
-    if to == "megatron" and not cut and source.format in ("weft", "megatron"):
-        return replace(_linked(source, out), mask_lost=masked)
-    write: dict[str, Callable] = {"megatron": _to_megatron, "nanogpt": _to_nanogpt, "pbin": _to_pbin}
-    made = write[to](source, out, vocabulary, _documents(source, vocabulary, cut, output))
-    return replace(made, mask_lost=masked)
+        return _to_weft(path, output, vocabulary, source, info, split)
+    ends = (".bin", ".idx") if to == "megatron" else ("",)
+    files = [out.with_name(out.name + end) for end in ends]
+    for file in files:
+        _check_file(file, to, output.overwrite, inputs)
+    linked = False
+    with unwritable(out), hidden_folder(files[0]) as folder:
+        if to == "megatron" and not split and source.format in ("weft", "megatron"):
+            linked = _link(source, folder)  # the files are in Megatron's format already
+            documents, tokens = source.documents or 0, source.tokens
+        else:
+            write = {"megatron": _write_megatron, "nanogpt": _write_nanogpt, "pbin": _write_pbin}[to]
+            vocab_size = size if size is not None else source.largest + 1
+            documents, tokens = write(folder, _documents(source, vocabulary, split, output), vocab_size, source.path)
+        sync_tree(folder)
+        for end, file in zip(ends, files, strict=True):  # the index last: when it exists, both do
+            os.replace(folder / f"out{end}", file)
+    return Converted(documents, tokens, linked=linked, mask_lost=info is not None and info.mask_sha256 is not None)
+
+
+# --- Reading documents ---
 
 
 def _documents(
-    source: Foreign, vocabulary: Vocabulary, cut: bool, output: Output, *, close: bool = False
+    source: ExternalStore, vocabulary: Vocabulary, split: bool, output: Output, *, close: bool = False
 ) -> Iterator[Documents]:
-    """The source's documents, checked, and each closed if that is asked for; progress is shown."""
+    """Yields the source's documents with checked ids, closed with an end-of-document token if `close`."""
     done = number = 0
     with output.console.progress(source.tokens if source.tokens >= 0 else None, "converting", unit="token") as bar:
-        for ids, lengths in _cut(source, vocabulary.eod_id) if cut else source.blocks():
-            _check(source, ids, lengths, number, vocabulary.size)
+        for ids, lengths in _split_stream(source, vocabulary.eod_id) if split else source.blocks():
+            _check_ids(source, ids, lengths, number, vocabulary.size)
             done, number = done + len(ids), number + len(lengths)
             yield _closed(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
             bar.update(done)
 
 
-def _check(source: Foreign, ids: np.ndarray, lengths: np.ndarray, number: int, size: int | None) -> None:
-    """All ids of a block are in the vocabulary."""
+def _check_ids(source: ExternalStore, ids: np.ndarray, lengths: np.ndarray, number: int, size: int | None) -> None:
+    """Raises UserError if an id of a block is not in the vocabulary. `number`: of the block's first document."""
     for start in range(0, len(ids), BLOCK_TOKENS):
-        part = ids[start : start + BLOCK_TOKENS]
-        low = int(part.min()) if part.dtype.kind == "i" else 0
-        if low >= 0 and (size is None or int(part.max()) < size):
+        block = ids[start : start + BLOCK_TOKENS]
+        lowest = int(block.min()) if block.dtype.kind == "i" else 0
+        if lowest >= 0 and (size is None or int(block.max()) < size):
             continue
-        at = int(np.flatnonzero((part < 0) | (part >= (size if size is not None else np.inf)))[0])
+        at = int(np.flatnonzero((block < 0) | (block >= (size if size is not None else np.inf)))[0])
         document = number + int(np.searchsorted(np.cumsum(lengths), start + at, side="right"))
         raise UserError(
-            f"document {document:,} holds the id {int(part[at])}, which is not below the vocabulary's "
-            f"{size if size is not None else 2**31:,}; name the tokenizer that made it",
+            f"document {document:,} holds the id {int(block[at])}, outside the vocabulary of "
+            f"{size if size is not None else 2**31:,}; give the tokenizer that made it",
             source.path,
         )
 
 
 def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documents:
-    """Each document with an end-of-document token at its end."""
+    """Adds an end-of-document token to each document that does not end with it."""
     ends = np.cumsum(lengths)
-    open_ = np.ones(len(lengths), bool)
+    is_open = np.ones(len(lengths), bool)
     full = lengths > 0
-    open_[full] = ids[ends[full] - 1] != eod_id
-    if not open_.any():
+    is_open[full] = ids[ends[full] - 1] != eod_id
+    if not is_open.any():
         return ids, lengths
-    longer = lengths + open_
-    if len(lengths) == 1 and len(ids) > BLOCK_TOKENS:
+    new_lengths = lengths + is_open
+    if len(lengths) == 1 and len(ids) > BLOCK_TOKENS:  # without the masks below, which need memory
         out = np.empty(len(ids) + 1, ids.dtype)
         out[:-1], out[-1] = ids, eod_id
-        return out, longer
-    out = np.full(len(ids) + int(open_.sum()), eod_id, np.int64)
+        return out, new_lengths
+    out = np.full(len(ids) + int(is_open.sum()), eod_id, np.int64)
     old = np.ones(len(out), bool)
-    old[(np.cumsum(longer) - 1)[open_]] = False
+    old[(np.cumsum(new_lengths) - 1)[is_open]] = False
     out[old] = ids
-    return out, longer
+    return out, new_lengths
 
 
-def _cut(source: Foreign, eod_id: int | None) -> Iterator[Documents]:
-    """A stream of tokens as documents that end with `eod_id`; without one, it is a single document."""
+def _split_stream(source: ExternalStore, eod_id: int | None) -> Iterator[Documents]:
+    """Yields the documents of a stream, each ending with `eod_id`; if it is None, the stream is one document."""
     waiting: list[np.ndarray] = []
     for ids, _ in source.blocks():
         ends = np.flatnonzero(ids == eod_id) + 1 if eod_id is not None else np.zeros(0, np.int64)
@@ -164,98 +174,89 @@ def _cut(source: Foreign, eod_id: int | None) -> Iterator[Documents]:
         if len(ids):
             waiting.append(np.array(ids))
         if sum(map(len, waiting)) > LONGEST:
-            told = "name its --eod" if eod_id is None else f"is {eod_id} its end-of-document token?"
-            raise UserError(f"more than {LONGEST:,} tokens without an end of document; {told}", source.path)
+            remedy = "give its --eod" if eod_id is None else f"is {eod_id} its end-of-document token?"
+            raise UserError(f"more than {LONGEST:,} tokens without an end-of-document token; {remedy}", source.path)
     if waiting:
         rest = np.concatenate(waiting)
         yield rest, np.array([len(rest)])
 
 
-def _to_weft(path: Path, output: Output, vocabulary: Vocabulary, source: Foreign, cut: bool) -> Converted:
+# --- Writing formats ---
+
+
+def _to_weft(
+    path: Path, output: Output, vocabulary: Vocabulary, source: ExternalStore, info: StoreInfo | None, split: bool
+) -> Converted:
     out, size, eod_id = output.path, vocabulary.size or 0, vocabulary.eod_id or 0
     made_from = {"operation": "convert", "format": source.format, "size": source.path.stat().st_size,
-                 "vocab_size": size, "eod_id": eod_id, "recut": cut, "tokenizer": vocabulary.digest}  # fmt: skip
-    old = TokenStore.open(path).info if source.format == "weft" else None
-    if old is not None:
-        if old.mask_sha256 is not None or old.kind != "text":
-            raise UserError("already a store of Weft's, with a loss mask that converting would lose; copy it", path)
-        made_from["bin_sha256"] = old.bin_sha256
-    # The content of another tool's files is not known before they are read: what is there is never taken for it.
+                 "vocab_size": size, "eod_id": eod_id, "recut": split, "tokenizer": vocabulary.digest}  # fmt: skip
+    if info is not None:
+        if info.mask_sha256 is not None or info.kind != "text":
+            raise UserError("already a token store, with a loss mask that converting would lose; copy it", path)
+        made_from["bin_sha256"] = info.bin_sha256
     check_out(out, STORE, overwrite=output.overwrite)
-    up_to_date(out, made_from, output.overwrite, reusable=False)
+    # The content of external files is unknown before they are read, so an existing store is never up to date.
+    existing_store(out, made_from, output.overwrite, reusable=False)
     counter = TextBytes(output.tokenizer, vocabulary.digest, size) if output.tokenizer is not None else None
     with unwritable(out), hidden_folder(out) as folder:
         writer, text_bytes = IndexedWriter(folder / "tokens", token_dtype(size)), 0
-        for ids, lengths in _documents(source, vocabulary, cut, output, close=True):
+        for ids, lengths in _documents(source, vocabulary, split, output, close=True):
             writer.add(ids, lengths)
             if counter is not None:
                 text_bytes += counter.count(ids, lengths)
         if writer.documents == 0:
             raise UserError("holds no document; nothing was written", source.path)
-        idx = writer.finish()
-        origin = SourceFile(
-            path=str(path), size=source.path.stat().st_size, sha256=old.bin_sha256 if old else "",
+        source_file = SourceFile(
+            path=str(path), size=source.path.stat().st_size, sha256=info.bin_sha256 if info else "",
             documents=writer.documents,
         )  # fmt: skip
-        info = StoreInfo(
+        new_info = StoreInfo(
             tokenizer_digest=vocabulary.digest, vocab_size=size, eod_id=eod_id, dtype=str(writer.dtype),
             documents=writer.documents, tokens=writer.tokens, bytes=text_bytes if counter is not None else None,
-            empty_documents=writer.empty, bin_sha256=writer.digest.hexdigest(), idx_sha256=idx, sources=[origin],
+            empty_documents=writer.empty, bin_sha256=writer.digest.hexdigest(), idx_sha256=writer.finish(),
+            sources=[source_file],
         )  # fmt: skip
-        write_info(folder, info, made_from)
+        write_store_json(folder, {**new_info.model_dump(), "made_from": made_from})
         publish(folder, out)
     closed = writer.tokens - source.tokens if source.tokens >= 0 else 0
-    return Converted("weft", writer.documents, writer.tokens, closed)
+    return Converted(writer.documents, writer.tokens, closed)
 
 
-def _linked(source: Foreign, out: Path) -> Converted:
-    """The pair of files under another name; copied where the disk is another one."""
+def _link(source: ExternalStore, folder: Path) -> bool:
+    """Hard-links both files of a Megatron dataset, or copies them to another file system. Returns whether it linked."""
     linked = True
-    with unwritable(out), hidden_folder(out.with_name(out.name + ".bin")) as folder:
-        for end in (".bin", ".idx"):
-            try:
-                os.link(source.path.with_suffix(end), folder / f"out{end}")
-            except OSError:
-                shutil.copyfile(source.path.with_suffix(end), folder / f"out{end}")
-                linked = False
-        _publish(folder, out, (".bin", ".idx"))
-    return Converted("megatron", source.documents or 0, source.tokens, linked=linked)
+    for end in (".bin", ".idx"):
+        try:
+            os.link(source.path.with_suffix(end), folder / f"out{end}")
+        except OSError:
+            shutil.copyfile(source.path.with_suffix(end), folder / f"out{end}")
+            linked = False
+    return linked
 
 
-def _to_megatron(source: Foreign, out: Path, vocabulary: Vocabulary, documents) -> Converted:
-    dtype = token_dtype(vocabulary.size if vocabulary.size is not None else source.largest + 1)
-    with unwritable(out), hidden_folder(out.with_name(out.name + ".bin")) as folder:
-        writer = IndexedWriter(folder / "out", dtype)
-        for ids, lengths in documents:
-            writer.add(ids, lengths)
-        writer.finish()
-        _publish(folder, out, (".bin", ".idx"))
-    return Converted("megatron", writer.documents, writer.tokens)
+def _write_megatron(folder: Path, documents: Iterator[Documents], vocab_size: int, origin: Path) -> tuple[int, int]:
+    writer = IndexedWriter(folder / "out", token_dtype(vocab_size))
+    for ids, lengths in documents:
+        writer.add(ids, lengths)
+    writer.finish()
+    return writer.documents, writer.tokens
 
 
-def _to_nanogpt(source: Foreign, out: Path, vocabulary: Vocabulary, documents: Iterator[Documents]) -> Converted:
-    with unwritable(out), hidden_folder(out) as folder:
-        with open(folder / "out", "wb") as file:
-            count, tokens = _write_ids(file, documents, 2, "nanoGPT", source)
-        _publish(folder, out, ("",))
-    return Converted("nanogpt", count, tokens)
+def _write_nanogpt(folder: Path, documents: Iterator[Documents], vocab_size: int, origin: Path) -> tuple[int, int]:
+    with open(folder / "out", "wb") as file:
+        return _write_ids(file, documents, 2, "nanoGPT", origin)
 
 
-def _to_pbin(source: Foreign, out: Path, vocabulary: Vocabulary, documents: Iterator[Documents]) -> Converted:
-    from weft.data.stores.external.pbin import write_index
-
-    largest = vocabulary.size - 1 if vocabulary.size is not None else source.largest
-    width = 1 if largest < 256 else 2 if largest < 65536 else 4
-    with unwritable(out), hidden_folder(out) as folder:
-        with open(folder / "out", "w+b") as file, open(folder / "lengths", "w+b") as waiting:
-            file.write((0).to_bytes(8, "little") + width.to_bytes(4, "little"))
-            count, tokens = _write_ids(file, documents, width, "Modalities", source, waiting)
-            waiting.seek(0)
-            write_index(file, (np.frombuffer(data, "<i8") for data in iter(lambda: waiting.read(1 << 24), b"")))
-            file.seek(0)
-            file.write((tokens * width).to_bytes(8, "little"))
-        _publish(folder, out, ("",))
-    return Converted("pbin", count, tokens)
+def _write_pbin(folder: Path, documents: Iterator[Documents], vocab_size: int, origin: Path) -> tuple[int, int]:
+    width = 1 if vocab_size <= 256 else 2 if vocab_size <= 65536 else 4
+    with open(folder / "out", "w+b") as file, open(folder / "lengths", "w+b") as lengths_file:
+        file.write((0).to_bytes(8, "little") + width.to_bytes(4, "little"))
+        count, tokens = _write_ids(file, documents, width, "Modalities", origin, lengths_file)
+        lengths_file.seek(0)
+        write_pairs(file, (np.frombuffer(data, "<i8") for data in iter(lambda: lengths_file.read(1 << 24), b"")))
+        file.seek(0)
+        file.write((tokens * width).to_bytes(8, "little"))
+    return count, tokens
 
 
 def _write_ids(
@@ -263,47 +264,40 @@ def _write_ids(
     documents: Iterator[Documents],
     width: int,
     tool: str,
-    source: Foreign,
+    origin: Path,
     lengths_file: BinaryIO | None = None,
 ) -> tuple[int, int]:
-    """Write ids of so many bytes end to end, and the documents' lengths in bytes into a file of their own.
+    """Writes ids of `width` bytes to `file`, and the documents' lengths in bytes (int64) to `lengths_file`.
 
     Returns:
-        How many documents there are, and how many tokens.
+        Number of documents and of tokens.
     """
     count = tokens = 0
     for ids, lengths in documents:
         for start in range(0, len(ids), BLOCK_TOKENS):
-            part = ids[start : start + BLOCK_TOKENS]
-            if (largest := int(part.max())) >= 1 << 8 * width:
-                raise UserError(f"id {largest} does not fit into {tool}'s {8 * width} bits", source.path)
-            file.write(np.ascontiguousarray(part, f"<u{width}").data)
+            block = ids[start : start + BLOCK_TOKENS]
+            if (largest := int(block.max())) >= 1 << 8 * width:
+                raise UserError(f"id {largest} does not fit into the {8 * width} bits of {tool}'s format", origin)
+            file.write(np.ascontiguousarray(block, f"<u{width}").data)
         if lengths_file is not None:
             lengths_file.write((lengths * width).astype("<i8").tobytes())
         count, tokens = count + len(lengths), tokens + len(ids)
     return count, tokens
 
 
-def _check_file(file: Path, to: str, overwrite: bool, read: list[Path]) -> None:
-    """A file can be made; one that is there is replaced only if it is what is written."""
+def _check_file(file: Path, to: str, overwrite: bool, inputs: list[Path]) -> None:
+    """Checks that a file can be written; an existing one is replaced only if it has the format `to`."""
     check_parent(file)
-    check_apart(file, read)
+    check_apart(file, inputs)
     if not os.path.lexists(file):
         return
     try:
-        found = file.is_file() and detect(file) == to
-        if found and to == "pbin":
-            open_foreign(file, to)
+        same_format = file.is_file() and detect_format(file) == to
+        if same_format and to == "pbin":
+            open_external_store(file, to)
     except UserError:
-        found = False
-    if not found:
+        same_format = False
+    if not same_format:
         raise UserError(f"exists already and is no {to} file; name another --out", file)
     if not overwrite:
         raise UserError("exists already; name another --out, or --overwrite replaces it", file)
-
-
-def _publish(folder: Path, out: Path, ends: tuple[str, ...]) -> None:
-    """Files called `out` get their names; the index of two comes last, so that whoever sees it sees all."""
-    sync_tree(folder)
-    for end in ends:
-        os.replace(folder / f"out{end}", out.with_name(out.name + end))

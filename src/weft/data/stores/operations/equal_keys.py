@@ -1,4 +1,4 @@
-"""Items with equal keys, found with bounded memory however many items there are."""
+"""Finds items with equal keys in bounded memory, for any number of items."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-BUCKET_ITEMS = 1 << 22  # sorted at once: some 300 MB
+BUCKET_ITEMS = 1 << 22  # sorted at once: about 300 MB
 
 
 class Groups:
-    """Takes keys in any order and gives those that occur more than once.
+    """Collects keys and yields those that occur more than once.
 
-    Keys go into files by their highest bits, so that equal ones meet in one file, which is small enough to be sorted.
+    Distributes keys over files by their highest bits. Equal keys are in the same file, which is small enough to sort.
 
     Args:
-        folder: where the files are, while they are needed.
-        items: how many keys will come, about.
-        columns: uint64 numbers of a key; the first must be evenly spread.
+        folder: for the temporary files.
+        items: approximate number of keys.
+        columns: uint64 numbers per key; the first must be uniformly distributed.
     """
 
     def __init__(self, folder: Path, items: int, columns: int = 1):
@@ -29,7 +29,7 @@ class Groups:
         self.files = [open(path, "wb") for path in self.paths]  # noqa: SIM115 (closed by equal)
 
     def add(self, keys: np.ndarray, first: int) -> None:
-        """Take the keys `[items, columns]` of the items `first`, `first + 1`, ..."""
+        """Adds the keys `[items, columns]` of the items `first`, `first + 1`, ..."""
         records = np.empty(len(keys), self.record)
         records["key"], records["number"] = keys, np.arange(first, first + len(keys))
         if self.bits == 0:
@@ -42,9 +42,9 @@ class Groups:
             file.write(records[start:end].data)
 
     def equal(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Items that share their key with another: numbers and groups, both int64 `[items]`.
+        """Yields items whose key occurs more than once: item numbers and group numbers, both int64 `[items]`.
 
-        Those of one group follow one another, in ascending order.
+        The items of a group are adjacent and ascending.
         """
         for file, path in zip(self.files, self.paths, strict=True):
             file.close()

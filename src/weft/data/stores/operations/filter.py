@@ -1,4 +1,4 @@
-"""A store without the documents that are too short, too long, or not to the taste of a user's function."""
+"""Filters a store's documents by length or by a custom function."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
 from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.errors import UserError
 
-Test = Callable[[np.ndarray, int], bool]  # a document's ids without its end, its number -> whether it is kept
+Predicate = Callable[[np.ndarray, int], bool]  # ids without the end-of-document token, document number -> keep it?
 
 
 def filter_store(
@@ -27,28 +27,28 @@ def filter_store(
     min_tokens: int | None = None,
     max_tokens: int | None = None,
     function: str | None = None,
-) -> Made:
-    """Keep the documents that pass all tests; how many did not, and why, is in `store.json`.
+) -> StoreResult:
+    """Writes a store of the documents that pass all conditions. `store.json` counts the others by reason.
 
     Args:
-        min_tokens, max_tokens: of a document without its end-of-document token, both included.
-        function: `module:name`, a function of one argument that says whether a document is kept: called `text`, it gets
-            the decoded text (then `tokenizer` is needed); otherwise its ids, a read-only array `[tokens]`.
-            A preference pair is kept if both of its documents are.
+        min_tokens, max_tokens: limits of a document's length without its end-of-document token, both inclusive.
+        function: `module:name` of a function of one argument that returns whether to keep a document. An argument named
+            `text` gets the decoded text, which needs `output.tokenizer`; any other gets the ids, a read-only array
+            `[tokens]`. A preference pair is kept if both of its documents are.
 
     Raises:
-        UserError: no store, no such function, one that failed (with the document's number), or no document left.
+        UserError: not a store, no such function, a function that fails (with the document number), or nothing is left.
     """
     store = open_items(path)
     step = store.info.item_documents
     if min_tokens is None and max_tokens is None and function is None:
-        raise UserError("nothing to filter by; name --min-tokens, --max-tokens or --function")
+        raise UserError("no condition to filter by; give --min-tokens, --max-tokens or --function")
     for name, number in (("min", min_tokens), ("max", max_tokens)):
         if number is not None and number < 0:
-            raise UserError(f"--{name}-tokens {number}: 0 or more; the end-of-document token does not count")
-    test = _load(function, store.info.tokenizer_digest, output.tokenizer) if function is not None else None
+            raise UserError(f"--{name}-tokens {number}: must be 0 or more (without the end-of-document token)")
+    predicate = _load(function, store.info.tokenizer_digest, output.tokenizer) if function is not None else None
 
-    def fill(part: Part) -> None:
+    def fill(writer: StoreWriter) -> None:
         with output.console.progress(store.num_tokens, "filtering", unit="token") as bar:
             for block in scan(store, bar.update):
                 keep = np.ones(len(block.lengths) // step, bool)
@@ -56,61 +56,62 @@ def filter_store(
                 def drop(passed: np.ndarray, reason: str, keep: np.ndarray = keep) -> None:
                     failed = keep & ~passed.reshape(-1, step).all(1)
                     if failed.any():
-                        part.left_out[reason] += step * int(np.count_nonzero(failed))
+                        writer.left_out[reason] += step * int(np.count_nonzero(failed))
                         keep &= ~failed
 
                 if min_tokens is not None:
                     drop(block.lengths - 1 >= min_tokens, f"fewer than {min_tokens:,} tokens")
                 if max_tokens is not None:
                     drop(block.lengths - 1 <= max_tokens, f"more than {max_tokens:,} tokens")
-                if test is not None:
-                    drop(_tested(block, test, np.repeat(keep, step)), f"left out by {function}")
+                if predicate is not None:
+                    drop(_apply(predicate, block, np.repeat(keep, step)), f"left out by {function}")
                 if keep.any():
-                    part.add(block.choose(np.repeat(keep, step)))
+                    writer.add(block.select(np.repeat(keep, step)))
 
-    limits = {"min_tokens": min_tokens, "max_tokens": max_tokens, "function": function}
-    made_from = arguments_of(store, "filter", **limits)
-    # A function may have changed since: its store is made again, never taken for what it would give now.
-    return make(store, output, made_from, fill, reusable=function is None)
+    made_from = provenance(store, "filter", min_tokens=min_tokens, max_tokens=max_tokens, function=function)
+    # A function may have changed, so an existing store is never reused.
+    return make_store(store, output, made_from, fill, reusable=function is None)
 
 
-def _tested(block: Block, test: Test, wanted: np.ndarray) -> np.ndarray:
+def _apply(predicate: Predicate, block: Block, candidates: np.ndarray) -> np.ndarray:
+    """Returns whether each document of a block passes; documents that are not candidates are not tested."""
     passed = np.ones(len(block.lengths), bool)
     for number, ids in enumerate(block.documents()):
-        if wanted[number]:
-            passed[number] = test(ids[:-1], block.first + number)
+        if candidates[number]:
+            passed[number] = predicate(ids[:-1], block.first + number)
     return passed
 
 
-def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Test:
-    """The user's function, with its failures told in one line."""
+def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Predicate:
+    """Imports the custom function and wraps it so that a failure is a UserError."""
     module, _, name = function.partition(":")
     if not module or not name:
         raise UserError(f"--function {function}: write it as module:name")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = getattr(importlib.import_module(module), name, None)
+        custom: Any = getattr(importlib.import_module(module), name, None)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever the user's module does when it is imported, sys.exit() among it
-        raise UserError(f"--function {function}: {type(error).__name__}: {error}; mend the module") from error
-    if not callable(found):
+    except BaseException as error:  # importing a custom module may raise anything, including SystemExit
+        raise UserError(f"--function {function}: {type(error).__name__}: {error}; fix the module") from error
+    if not callable(custom):
         raise UserError(f"--function {function}: the module has no function {name!r}; check the name")
-    wants_text = next(iter(inspect.signature(found).parameters), None) == "text"
-    if wants_text and tokenizer is None:
-        raise UserError(f"--function {function} takes text; name the --tokenizer to decode with")
-    decoder = open_tokenizer(tokenizer, digest) if wants_text and tokenizer is not None else None
+    takes_text = next(iter(inspect.signature(custom).parameters), None) == "text"
+    if takes_text and tokenizer is None:
+        raise UserError(f"--function {function} takes text; give the --tokenizer to decode with")
+    decoder = open_tokenizer(tokenizer, digest) if takes_text and tokenizer is not None else None
 
-    def test(ids: np.ndarray, number: int) -> bool:
-        given = ids if decoder is None else decoder.decode(ids.tolist())
+    def predicate(ids: np.ndarray, number: int) -> bool:
+        argument = ids if decoder is None else decoder.decode(ids.tolist())
         try:
-            return bool(found(given))
+            return bool(custom(argument))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a user's function may raise anything, SystemExit too
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            what = f"document {number:,}: --function {function} failed: {told}; nothing was written"
-            raise UserError(what) from error
+        except BaseException as error:  # a custom function may raise anything, including SystemExit
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"document {number:,}: --function {function} failed: {reason}; nothing was written"
+            ) from error
 
-    return test
+    return predicate

@@ -1,44 +1,45 @@
-"""Nearly equal documents, by MinHash and locality-sensitive hashing.
+"""Finds near duplicates with MinHash and locality-sensitive hashing.
 
 Broder, "On the resemblance and containment of documents", 1997; banding as in Leskovec, Rajaraman & Ullman, "Mining of
-Massive Datasets", chapter 3. The signatures are rensa's; tables are files, so memory does not grow with the documents.
+Massive Datasets", chapter 3. rensa computes the signatures. Tables are files, so memory does not grow with the store.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.data.permutation import mix
-from weft.data.stores.indexed import release
+from weft.data.stores.indexed import release_pages
 from weft.data.stores.operations.equal_keys import Groups
-from weft.data.stores.operations.scan import Block, read_parts, scan
+from weft.data.stores.operations.scan import Block, read_ranges, scan
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.observe.console import Console
 
 PERMUTATIONS, SEED = 128, 42
-LONGEST = 1 << 24  # tokens of a document that are looked at
-LEADERS = 8  # of documents that fell together by chance: with so many of them each other one is compared
-LONGEST_NGRAM = 64  # tokens: each more is a pass over all; so long a common run is a copy already
-ROLLED = 1 << 17  # n-grams hashed at once: they stay in the processor's cache
+LONGEST = 1 << 24  # tokens of a document that are hashed; the rest is ignored
+LEADERS = 8  # items of a band's group with which every other item of the group is compared, at most
+LONGEST_NGRAM = 64  # tokens; each additional token is one more pass over all tokens
+HASHED = 1 << 17  # n-grams hashed at once: they fit the CPU cache
 MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
-SIGNED = 1 << 13  # documents signed at once: rensa gives their signatures as lists
+SIGNED = 1 << 13  # documents signed at once; rensa returns signatures as lists
 CANDIDATES = 1 << 15  # pairs of signatures compared at once: 32 MB
 
 
 class NearDuplicates:
-    """Documents whose sets of token n-grams have an estimated Jaccard similarity of at least `threshold`.
+    """Finds documents whose sets of token n-grams have an estimated Jaccard similarity of at least `threshold`.
 
-    Two are linked if they agree in one band of their signatures and in at least `threshold` of its 128 numbers (the
-    estimate's standard error is 0.035 at 0.8); what is linked, also through a third, is a cluster.
+    Links two documents if their signatures agree in one band and in at least the fraction `threshold` of their 128
+    numbers (standard error of the estimate: 0.035 at 0.8). Clusters are the connected components of these links.
 
     Args:
-        work: an empty folder for 700 bytes a document.
-        ngram: consecutive tokens that are one element; a shorter document is one element as a whole.
+        work: an empty folder; needs 700 bytes a document.
+        ngram: number of tokens of an n-gram. A document with fewer tokens is a set of one element.
     """
 
     def __init__(self, store: TokenStore, work: Path, threshold: float, ngram: int, console: Console):
@@ -52,15 +53,15 @@ class NearDuplicates:
 
     @staticmethod
     def check(threshold: float, ngram: int) -> None:
-        """See whether it can be done.
+        """Checks the arguments and that rensa is installed.
 
         Raises:
-            UserError: numbers out of range, or rensa is not installed.
+            UserError: a number out of range, or rensa is not installed.
         """
         if not 0.3 <= threshold <= 1:
-            raise UserError(f"--threshold {threshold:g}: a number from 0.3 to 1 is needed")
+            raise UserError(f"--threshold {threshold:g}: must be from 0.3 to 1")
         if not 1 <= ngram <= LONGEST_NGRAM:
-            raise UserError(f"--ngram {ngram}: a number from 1 to {LONGEST_NGRAM} is needed")
+            raise UserError(f"--ngram {ngram}: must be from 1 to {LONGEST_NGRAM}")
         try:
             _rensa()
         except ImportError:
@@ -68,14 +69,14 @@ class NearDuplicates:
 
     @staticmethod
     def settings() -> dict[str, Any]:
-        """What the result depends on besides the caller's arguments."""
+        """Returns constants on which the result depends, for the provenance."""
         return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(_rensa().ALGORITHM_VERSION)}
 
-    def find(self, first_of: np.ndarray):
-        """Say of each item which is the first of its cluster: `first_of` int64 `[items]`.
+    def find(self, first_of: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """Sets `first_of` (int64 `[items]`) to the first item of each item's cluster.
 
         Returns:
-            A function of two arrays of items that estimates their similarities.
+            `similarity`.
         """
         self._sign(first_of)
         with self.console.progress(self.bands, "comparing", unit="band") as bar:
@@ -83,7 +84,7 @@ class NearDuplicates:
                 groups = Groups(self.work, self.items)
                 for start in range(0, self.items, 1 << 20):
                     groups.add(np.array(self.keys[band, start : start + (1 << 20)])[:, None], start)
-                    release(self.keys)
+                    release_pages(self.keys)
                 for numbers, group in groups.equal():
                     self._link(numbers, group, first_of)
                 bar.update(band + 1)
@@ -92,16 +93,16 @@ class NearDuplicates:
         return self.similarity
 
     def similarity(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The share of the signatures' numbers in which items agree, pair by pair."""
+        """Estimates the similarity of each pair: the fraction of equal numbers in the two signatures."""
         found, size = np.empty(len(left)), 4 * PERMUTATIONS
         with open(self.work / "signatures", "rb", buffering=0) as file:
             for start in range(0, len(left), CANDIDATES):
-                part = slice(start, start + CANDIDATES)
+                chunk = slice(start, start + CANDIDATES)
                 rows = [
-                    read_parts(file, numbers[part] * size, np.full(len(numbers[part]), size), np.dtype(np.uint32))
+                    read_ranges(file, numbers[chunk] * size, np.full(len(numbers[chunk]), size), np.dtype(np.uint32))
                     for numbers in (left, right)
                 ]
-                found[part] = (rows[0] == rows[1]).reshape(-1, PERMUTATIONS).mean(1)
+                found[chunk] = (rows[0] == rows[1]).reshape(-1, PERMUTATIONS).mean(1)
         return found
 
     def _sign(self, first_of: np.ndarray) -> None:
@@ -112,9 +113,9 @@ class NearDuplicates:
                 first, offsets = block.first // self.step, np.concatenate([[0], ends])
                 first_of[first : first + len(ends)] = np.arange(first, first + len(ends))
                 for start in range(0, len(ends), SIGNED):
-                    part = offsets[start : start + SIGNED + 1]
-                    self._put(first + start, hashes[part[0] : part[-1]], (part - part[0]).astype(np.uint64))
-                release(self.signatures, self.keys, first_of)
+                    edges = offsets[start : start + SIGNED + 1]
+                    self._put(first + start, hashes[edges[0] : edges[-1]], (edges - edges[0]).astype(np.uint64))
+                release_pages(self.signatures, self.keys, first_of)
 
     def _put(self, first: int, hashes: np.ndarray, offsets: np.ndarray) -> None:
         matrix = _rensa().digest_matrix_from_flat_token_hashes(hashes, offsets, PERMUTATIONS, SEED)
@@ -127,7 +128,7 @@ class NearDuplicates:
         self.keys[:, first : first + len(rows)] = keys.T
 
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
-        """Compare the items of each group with its first; those unlike it with the first of these; and so on."""
+        """Links the items of each group that are similar to its first item; repeats with the rest, `LEADERS` times."""
         for _ in range(LEADERS):
             starts = np.concatenate([[True], group[1:] != group[:-1]])
             leaders = numbers[starts][np.cumsum(starts) - 1]
@@ -136,25 +137,25 @@ class NearDuplicates:
                 return
             linked = _roots(first_of, leaders) == _roots(first_of, numbers)
             new = np.flatnonzero(~linked)
-            alike = new[self.similarity(leaders[new], numbers[new]) >= self.threshold]
-            for leader, number in zip(leaders[alike].tolist(), numbers[alike].tolist(), strict=True):
+            similar = new[self.similarity(leaders[new], numbers[new]) >= self.threshold]
+            for leader, number in zip(leaders[similar].tolist(), numbers[similar].tolist(), strict=True):
                 a, b = _root(first_of, leader), _root(first_of, number)
                 first_of[max(a, b)] = min(a, b)
-            linked[alike] = True
+            linked[similar] = True
             numbers, group = numbers[~linked], group[~linked]
             if not len(numbers):
                 return
 
 
 def _rensa() -> Any:
-    """rensa's signatures; the package comes without types."""
+    """Imports rensa, which has no type stubs."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     return RMinHash
 
 
 def rows_per_band(threshold: float) -> int:
-    """The most rows with which 99 of 100 pairs just at the threshold agree in a band."""
+    """Returns the most rows per band with which 99% of the pairs at the threshold agree in some band."""
     for rows in range(16, 1, -1):
         if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.99:
             return rows
@@ -162,27 +163,27 @@ def rows_per_band(threshold: float) -> int:
 
 
 def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the n-grams of each item's ids (without its last one, the end): uint64, and where each item's end.
+    """Returns hashes of each item's n-grams (uint64, without the last id) and the end of each item's hashes.
 
     Args:
         table: a random uint64 number for each id.
     """
     lengths = block.lengths.reshape(-1, step).sum(1)
     tokens, sizes = block.tokens, np.minimum(lengths - 1, LONGEST)
-    if len(sizes) == 1:  # perhaps a very long one
+    if len(sizes) == 1:  # possibly longer than LONGEST
         tokens, lengths = tokens[: int(sizes[0]) + 1], sizes + 1
     stops = np.cumsum(lengths)
     counts = np.maximum(sizes - ngram + 1, 1)
     ends = np.cumsum(counts)
-    within = np.ones(len(tokens), bool)  # an n-gram begins here and ends before the item's end
+    within = np.ones(len(tokens), bool)  # an n-gram begins here and ends within the item
     for back in range(1, ngram + 1):
         within[np.maximum(stops - back, 0)] = False
-    rolled = np.concatenate([_rolled(tokens, start, ngram, table) for start in range(0, len(tokens), ROLLED)])
+    all_hashes = np.concatenate([_hash_ngrams(tokens, start, ngram, table) for start in range(0, len(tokens), HASHED)])
     full = sizes >= ngram
     if full.all():
-        return rolled[within], ends
+        return all_hashes[within], ends
     hashes = np.zeros(int(ends[-1]), np.uint64)
-    hashes[np.repeat(full, counts)] = rolled[within]
+    hashes[np.repeat(full, counts)] = all_hashes[within]
     for number in np.flatnonzero(~full).tolist():
         ids = tokens[stops[number] - lengths[number] : stops[number] - 1].astype(np.int64)
         digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
@@ -190,17 +191,17 @@ def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np
     return hashes, ends
 
 
-def _rolled(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
-    """A hash of the n-gram that begins at each of `ROLLED` tokens from `start` (of nothing, where the tokens end)."""
-    size = min(ROLLED, len(tokens) - start)
-    drawn = np.zeros(size + ngram - 1, np.uint64)
-    part = tokens[start : start + len(drawn)]
-    drawn[: len(part)] = np.take(table, part, mode="clip")
-    rolled = drawn[:size].copy()
+def _hash_ngrams(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
+    """Returns a hash of the n-gram that begins at each of `HASHED` tokens from `start`, zero-padded at the end."""
+    size = min(HASHED, len(tokens) - start)
+    random = np.zeros(size + ngram - 1, np.uint64)
+    ids = tokens[start : start + len(random)]
+    random[: len(ids)] = np.take(table, ids, mode="clip")
+    hashes = random[:size].copy()
     for k in range(1, ngram):
-        rolled *= MULTIPLIER
-        rolled += drawn[k : k + size]
-    return mix(rolled)
+        hashes *= MULTIPLIER
+        hashes += random[k : k + size]
+    return mix(hashes)
 
 
 def _root(first_of: np.ndarray, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Stores made out of a store's documents: they appear whole or not at all, and say what they were made from."""
+"""Creates stores from the documents of another store, atomically, and records their provenance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.data.stores.indexed import IndexedWriter
 from weft.data.stores.operations.scan import Block
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
-from weft.data.stores.store_json import write_stored
+from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import hidden_folder, read_json, sync_tree, unwritable
 from weft.observe.console import Console
@@ -26,12 +26,12 @@ from weft.observe.console import Console
 
 @dataclass(frozen=True)
 class Output:
-    """Where a new store goes, and how it is made.
+    """Settings of a new store.
 
     Attributes:
-        path: its folder.
-        tokenizer: counts the bytes of the text; without it they are known only where all documents are kept.
-        overwrite: replace a store that is there; never anything else.
+        path: the store's folder.
+        tokenizer: counts the bytes of text. Without it they are known only if all documents are kept.
+        overwrite: replace an existing store, but never anything else.
     """
 
     path: Path
@@ -41,27 +41,27 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A store that an operation made. `seconds` is None if it was there already."""
+class StoreResult:
+    """The store that an operation created. `seconds` is None if it existed already."""
 
     path: Path
     info: StoreInfo
     seconds: float | None
 
 
-def arguments_of(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
-    """What `store.json` says of how the store was made, and by which it is known again."""
+def provenance(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
+    """Returns `made_from` of `store.json`: the operation, its arguments and the digests of its input."""
     info = store.info
     digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
     return {"operation": operation, "input": digests, **arguments}
 
 
-class Part:
-    """A store in the making, of some of `source`'s documents.
+class StoreWriter:
+    """Writes a store of some of `source`'s documents.
 
     Attributes:
-        folder: where its files are for now; an operation may add one.
-        left_out: reason -> documents of the source that are not in it.
+        folder: temporary folder of the store's files; an operation may add files.
+        left_out: reason -> number of the source's documents that the store does not have.
     """
 
     def __init__(self, source: TokenStore, folder: Path, counter: TextBytes | None):
@@ -71,30 +71,29 @@ class Part:
         self.bytes = 0
 
     def add(self, block: Block) -> None:
-        """Append a block's documents."""
+        """Appends all documents of a block."""
         self.writer.add(block.tokens, block.lengths, block.mask)
         if self.counter is not None:
             self.bytes += self.counter.count(block.tokens, block.lengths)
 
-    def add_some(self, block: Block, keep: np.ndarray, reason: str) -> None:
-        """Append the documents where `keep`, bool [documents], is true; `reason`: why the others are left out."""
+    def add_selected(self, block: Block, keep: np.ndarray, reason: str) -> None:
+        """Appends the documents for which `keep` (bool `[documents]`) is true; counts the others under `reason`."""
         if keep.any():
-            self.add(block.choose(keep))
+            self.add(block.select(keep))
         if left := int(np.count_nonzero(~keep)):
             self.left_out[reason] += left
 
     def finish(self) -> StoreInfo:
-        """Write the index; what `store.json` is to say."""
+        """Writes the index and returns the content of `store.json`."""
         writer, old = self.writer, self.source.info
         assert writer.documents + self.left_out.total() == old.documents, "documents got lost"
-        whole = writer.documents == old.documents
+        all_kept = writer.documents == old.documents
         source = SourceFile(
             path=str(self.source.path),
             size=old.tokens * self.source.tokens.dtype.itemsize,
             sha256=old.bin_sha256,
             documents=writer.documents,
         )
-        idx = writer.finish()
         return StoreInfo(
             kind=old.kind,
             tokenizer_digest=old.tokenizer_digest,
@@ -103,88 +102,82 @@ class Part:
             dtype=old.dtype,
             documents=writer.documents,
             tokens=writer.tokens,
-            bytes=self.bytes if self.counter is not None else old.bytes if whole else None,
+            bytes=self.bytes if self.counter is not None else old.bytes if all_kept else None,
             empty_documents=writer.empty,
             rejected=dict(self.left_out),
             bin_sha256=writer.digest.hexdigest(),
-            idx_sha256=idx,
+            idx_sha256=writer.finish(),
             mask_sha256=writer.mask_digest.hexdigest() if self.source.loss_mask is not None else None,
             sources=[source],
         )
 
 
-def make(
+def make_store(
     source: TokenStore,
     output: Output,
     made_from: dict[str, Any],
-    fill: Callable[[Part], None],
+    fill: Callable[[StoreWriter], None],
     *,
     reusable: bool = True,
-) -> Made:
-    """Make a store out of `source`; see `make_all`."""
-    fill_all = lambda parts: fill(parts[0])  # noqa: E731
-    return make_all(source, output, [(output.path, made_from)], fill_all, reusable=reusable)[0]
+) -> StoreResult:
+    """Creates one store from `source`; see `make_stores`."""
+    outs = [(output.path, made_from)]
+    return make_stores(source, output, outs, lambda writers: fill(writers[0]), reusable=reusable)[0]
 
 
-def make_all(
+def make_stores(
     source: TokenStore,
     output: Output,
     outs: Sequence[tuple[Path, dict[str, Any]]],
-    fill: Callable[[list[Part]], None],
+    fill: Callable[[list[StoreWriter]], None],
     *,
     reusable: bool = True,
-) -> list[Made]:
-    """Make stores out of `source`: each appears by one rename when all are on disk, or not at all.
+) -> list[StoreResult]:
+    """Creates stores from `source`. Each appears by one rename after all are on disk; on failure none appears.
 
     Args:
-        output: how; its path is that of `outs`, if there is one.
-        outs: folders, and what each is made from (`arguments_of`): one that is there already is not made again.
-        fill: puts the documents into the parts, one for each of `outs`.
-        reusable: whether a store made from the same is as good as a new one.
+        output: settings; `output.path` is not used.
+        outs: folder and `provenance` of each store. If all of them exist already, nothing is done.
+        fill: adds the documents to the writers, one for each of `outs`.
+        reusable: whether an existing store with the same provenance is up to date.
 
     Raises:
-        UserError: another folder is there, nothing is left for a part, or a full disk.
+        UserError: something else exists at an output, a store would be empty, or the disk is full.
     """
     tokenizer, overwrite = output.tokenizer, output.overwrite
     for number, (out, _) in enumerate(outs):
         check_out(out, STORE, [source.path], overwrite=overwrite)
         check_apart(out, [other for other, _ in outs[:number]], "other --out")
-    there = [up_to_date(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
-    if tokenizer is not None:  # made before without counting the bytes: now they are wanted
-        there = [None if info is None or info.bytes is None else info for info in there]
-    if all(there):
-        return [Made(out, info, None) for (out, _), info in zip(outs, there, strict=True) if info is not None]
+    existing = [existing_store(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
+    # With a tokenizer, a store whose bytes were not counted is created again.
+    if all(info is not None and (tokenizer is None or info.bytes is not None) for info in existing):
+        return [StoreResult(out, info, None) for (out, _), info in zip(outs, existing, strict=True) if info is not None]
     began = time.perf_counter()
     info = source.info
     counter = None if tokenizer is None else TextBytes(tokenizer, info.tokenizer_digest, info.vocab_size)
     with ExitStack() as stack, unwritable(outs[-1][0]):
         folders = [stack.enter_context(hidden_folder(out)) for out, _ in outs]
-        parts = [Part(source, folder, counter) for folder in folders]
-        fill(parts)
+        writers = [StoreWriter(source, folder, counter) for folder in folders]
+        fill(writers)
         infos = []
-        for part, (out, made_from) in zip(parts, outs, strict=True):
-            if part.writer.documents == 0:
-                why = ", ".join(f"{reason}: {number:,}" for reason, number in part.left_out.items()) or "there is none"
-                raise UserError(f"no document would be left ({why}); nothing was written", out)
-            infos.append(part.finish())
-            write_info(part.folder, infos[-1], made_from)
-            sync_tree(part.folder)  # all of them before the first one gets its name
+        for writer, (out, made_from) in zip(writers, outs, strict=True):
+            if writer.writer.documents == 0:
+                reasons = ", ".join(f"{reason}: {number:,}" for reason, number in writer.left_out.items())
+                raise UserError(f"no document would be left ({reasons or 'the input is empty'}); nothing written", out)
+            infos.append(writer.finish())
+            write_store_json(writer.folder, {**infos[-1].model_dump(), "made_from": made_from})
+            sync_tree(writer.folder)  # all of them before the first rename
         for folder, (out, _) in zip(folders, outs, strict=True):
             publish(folder, out)
     seconds = time.perf_counter() - began
-    return [Made(out, info, seconds) for (out, _), info in zip(outs, infos, strict=True)]
+    return [StoreResult(out, info, seconds) for (out, _), info in zip(outs, infos, strict=True)]
 
 
-def write_info(folder: Path, info: StoreInfo, made_from: dict[str, Any]) -> None:
-    """Write `store.json`."""
-    write_stored(folder, {**info.model_dump(), "made_from": made_from})
-
-
-def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:
-    """The store at `out` if it was made from just that; None if there is none, or it is to be replaced.
+def existing_store(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:
+    """Returns the store at `out` if it has this provenance; None if a store is to be written there.
 
     Raises:
-        UserError: something else is there.
+        UserError: something else exists there and `overwrite` is false.
     """
     if overwrite or not os.path.lexists(out):
         return None
@@ -192,4 +185,4 @@ def up_to_date(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusabl
         stored = read_json(out / "store.json")
         if isinstance(stored, dict) and stored.get("made_from") == made_from:
             return StoreInfo.model_validate(stored)
-    raise exists_already(out, STORE, " and is not this store")
+    raise exists_already(out, STORE, " and is another store")

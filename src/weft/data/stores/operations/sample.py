@@ -1,4 +1,4 @@
-"""Some of a store's documents, drawn at random."""
+"""Draws a random sample of a store's documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.permutation import Permutation
-from weft.data.stores.operations.new_store import Made, Output, Part, arguments_of, make
+from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
 from weft.data.stores.operations.scan import open_items, scan
 from weft.errors import UserError
-
-NOT_DRAWN = "not drawn"
 
 
 def sample(
@@ -21,35 +19,34 @@ def sample(
     documents: int | None = None,
     fraction: float | None = None,
     seed: int = 0,
-) -> Made:
-    """Draw so many documents, each as likely as any other, without putting back; they keep their order.
+) -> StoreResult:
+    """Draws documents uniformly without replacement and writes them in their original order.
 
     Args:
-        documents: exactly so many (of preferences: pairs).
-        fraction: or this share of all, rounded.
+        documents: exact number of documents (pairs, for preferences).
+        fraction: or their fraction of all, rounded to a number.
 
     Raises:
-        UserError: no store, more documents than it has, or something else at `out`.
+        UserError: not a store, more documents than it has, or something else at the output.
     """
     store = open_items(path)
     step = store.info.item_documents
     items = store.num_documents // step
     if (documents is None) == (fraction is None):
-        raise UserError("name one of --documents and --fraction")
+        raise UserError("give one of --documents and --fraction")
     if fraction is not None and not 0 < fraction <= 1:
-        raise UserError(f"--fraction {fraction:g}: a number above 0, of at most 1, is needed")
+        raise UserError(f"--fraction {fraction:g}: must be above 0 and at most 1")
     wanted = round(fraction * items) if fraction is not None else documents
     assert wanted is not None
     if not 0 < wanted <= items:
-        raise UserError(f"{wanted:,} of {items:,} cannot be drawn; ask for 1 to {items:,}", path)
+        raise UserError(f"cannot draw {wanted:,} of {items:,}; ask for 1 to {items:,}", path)
     order = Permutation(items, seed)
 
-    def fill(part: Part) -> None:
+    def fill(writer: StoreWriter) -> None:
         with output.console.progress(store.num_tokens, "drawing", unit="token") as bar:
             for block in scan(store, bar.update):
                 first = block.first // step
                 drawn = order(np.arange(first, first + len(block.lengths) // step)) < wanted
-                part.add_some(block, np.repeat(drawn, step), NOT_DRAWN)
+                writer.add_selected(block, np.repeat(drawn, step), "not drawn")
 
-    made_from = arguments_of(store, "sample", documents=wanted * step, seed=seed)
-    return make(store, output, made_from, fill)
+    return make_store(store, output, provenance(store, "sample", documents=wanted * step, seed=seed), fill)

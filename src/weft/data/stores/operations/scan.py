@@ -1,4 +1,4 @@
-"""A store read in blocks of documents, with bounded memory."""
+"""Reads a store in blocks of documents, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from weft.data.stores.indexed import release, spans
+from weft.data.stores.indexed import document_blocks, release_pages
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 
@@ -19,9 +19,9 @@ class Block:
     """Consecutive documents.
 
     Attributes:
-        first: number of the first one.
-        lengths: of each `[documents]`.
-        tokens: end to end `[tokens]`.
+        first: number of the first document; -1 if the documents are not consecutive in the store.
+        lengths: tokens of each document `[documents]`.
+        tokens: concatenated ids `[tokens]`.
         mask: uint8 `[tokens]`, or None.
     """
 
@@ -30,8 +30,8 @@ class Block:
     tokens: np.ndarray
     mask: np.ndarray | None
 
-    def choose(self, keep: np.ndarray) -> Block:
-        """The documents for which `keep` `[documents]` is true (their `first` means nothing any more)."""
+    def select(self, keep: np.ndarray) -> Block:
+        """Returns the documents for which `keep` (bool `[documents]`) is true."""
         if keep.all():
             return self
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -44,7 +44,7 @@ class Block:
         return Block(-1, self.lengths[keep], kept(self.tokens), None if self.mask is None else kept(self.mask))
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Each document's ids."""
+        """Yields each document's ids."""
         end = 0
         for length in self.lengths.tolist():
             yield self.tokens[end : end + length]
@@ -52,48 +52,47 @@ class Block:
 
 
 def open_items(path: str | Path) -> TokenStore:
-    """Open a store whose documents are to be moved about.
+    """Opens a store and checks that its documents are complete items.
 
     Raises:
-        UserError: no store, a damaged one, or one of preferences whose last has no partner.
+        UserError: not a store, a damaged one, or preferences with an odd number of documents.
     """
-    store = TokenStore.open(path)
+    store = TokenStore(path)
     if store.num_documents % store.info.item_documents:
-        raise UserError(f"{store.num_documents:,} documents are no pairs; it is damaged: pack it again", path)
+        raise UserError(f"damaged: {store.num_documents:,} documents are not pairs; pack the store again", path)
     return store
 
 
 def scan(store: TokenStore, on_tokens: Callable[[int], None] = lambda done: None) -> Iterator[Block]:
-    """All documents in order, in blocks that never part a pair.
+    """Yields all documents in order, in blocks that never split a pair.
 
     Args:
-        on_tokens: told how many tokens have been read.
+        on_tokens: called with the number of tokens read so far.
     """
-    for first, stop, start, end in spans(store.lengths, store.info.item_documents):
+    for first, stop, start, end in document_blocks(store.lengths, store.info.item_documents):
         lengths = np.array(store.lengths[first:stop], np.int64)
-        # Plain arrays: slicing a memmap again costs a microsecond.
-        mask = None if store.loss_mask is None else np.asarray(store.loss_mask[start:end])
-        yield Block(first, lengths, np.asarray(store.tokens[start:end]), mask)
-        release(store.tokens, store.loss_mask, store.lengths)
+        mask = None if store.loss_mask is None else store.loss_mask[start:end]
+        yield Block(first, lengths, store.tokens[start:end], mask)
+        release_pages(store.tokens, store.loss_mask, store.lengths)
         on_tokens(end)
 
 
-def read_parts(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Bytes from many places of a file, end to end, as an array of `dtype`.
+def read_ranges(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Reads byte ranges of a file and returns them concatenated as an array of `dtype`.
 
-    They are read, not mapped: each place would bring the 64 KB around it into memory.
+    Uses reads instead of a memory map, which would load 64 KB around each range.
 
     Args:
-        file: opened without a buffer.
-        starts, sizes: of each place, in bytes.
+        file: unbuffered.
+        starts, sizes: of each range, in bytes.
     """
     array = np.empty(int(sizes.sum()) // dtype.itemsize, dtype)
-    room, at = array.data.cast("B"), 0
+    buffer, at = array.data.cast("B"), 0
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         file.seek(start)
         end = at + size
         while at < end:
-            if not (got := file.readinto(room[at:end])):  # type: ignore[attr-defined]
-                raise UserError("ends too early; it was changed while it was read", file.name)
-            at += got
+            if not (count := file.readinto(buffer[at:end])):  # type: ignore[attr-defined]
+                raise UserError("unexpected end of file; it was changed while it was being read", file.name)
+            at += count
     return array

@@ -1,4 +1,4 @@
-"""The bytes of documents' text, counted from their ids."""
+"""Counts the bytes of documents' text from their ids."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.stores.indexed import BLOCK_TOKENS
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.headers import tokenizer_file
 
-PIECE = 1 << 20  # tokens looked up at once
-
 
 class TextBytes:
-    """Counts UTF-8 bytes: by a table of the tokens' bytes for byte-level tokenizers, else by decoding.
+    """Counts UTF-8 bytes, with a table of bytes per token for byte-level tokenizers, else by decoding.
 
     Raises:
         UserError: no such tokenizer, or not the store's.
@@ -26,35 +25,34 @@ class TextBytes:
         self._table = byte_table(tokenizer_file(tokenizer), vocab_size)
 
     def count(self, tokens: np.ndarray, lengths: np.ndarray) -> int:
-        """Bytes of the documents' text; each one's last token is its end and has none."""
+        """Returns the bytes of the documents' text, without the last token of each, the end-of-document token."""
+        ends = np.cumsum(lengths)
         if self._table is None:
-            ends = np.cumsum(lengths)
             return sum(
                 len(self.tokenizer.decode(tokens[end - length : end - 1].tolist()).encode())
                 for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
             )
-        total = sum(
-            int(self._table[np.asarray(tokens[start : start + PIECE])].sum()) for start in range(0, len(tokens), PIECE)
-        )
-        return total - int(self._table[tokens[np.cumsum(lengths) - 1]].sum())
+        blocks = (tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS))
+        total = sum(int(self._table[block].sum()) for block in blocks)
+        return total - int(self._table[tokens[ends - 1]].sum())
 
 
 def open_tokenizer(path: str | Path, digest: str | None) -> Tokenizer:
-    """The tokenizer at `path`, if it is the one that packed the store, as far as the store says which one that is.
+    """Loads a tokenizer and checks that it has the digest that the store records, if any.
 
     Raises:
-        UserError: it is another one, or there is none.
+        UserError: another tokenizer, or none.
     """
     tokenizer = Tokenizer.load(path)
     if digest not in (None, tokenizer.digest):
-        raise UserError(f"the store was packed with another tokenizer ({digest[:16]}); name that", path)
+        raise UserError(f"the store was packed with another tokenizer (digest {digest[:16]}); give that one", path)
     return tokenizer
 
 
 def byte_table(file: Path, vocab_size: int) -> np.ndarray | None:
-    """Bytes of each id's text `[vocab_size]`, where each character of a token's name stands for one byte of it.
+    """Returns the text bytes of each id `[vocab_size]`, or None if the tokenizer is not byte-level.
 
-    None for tokenizers that are not of that kind.
+    In a byte-level vocabulary each character of a token's name is one byte of its text.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -62,7 +60,7 @@ def byte_table(file: Path, vocab_size: int) -> np.ndarray | None:
         vocabulary = content["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # With a normalizer the text that was packed is not the text that the ids give, but the latter is all there is.
+    # With a normalizer, the ids give the normalized text: the packed text cannot be recovered.
     if decoder.get("type") != "ByteLevel" or not isinstance(vocabulary, dict):
         return None
     table = np.zeros(vocab_size, np.int64)

@@ -1,4 +1,4 @@
-"""Every byte of a store looked at: is it what was written, and is it consistent in itself?"""
+"""Verifies every byte of a store against its digests, and that its files are consistent."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from weft.data.stores.indexed import BLOCK_DOCUMENTS, map_file, release, spans
+from weft.data.stores.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, document_blocks, map_file, release_pages
 from weft.data.stores.store import TokenStore
-from weft.data.stores.store_json import BESIDE, as_bytes, file_digest, own_digest
+from weft.data.stores.store_json import FILE_DIGESTS, content_digest, file_digest, to_bytes
 from weft.errors import UserError
 from weft.files import read_json
 from weft.headers import HEADER
 from weft.observe.console import Console
 
-TOLD = 3  # problems of one kind that are told one by one
+REPORTED = 3  # places of one kind of problem that are reported individually
 
 
-class Found(list[str]):
-    """What is wrong with a store, one line each (`file: what`); empty if nothing is.
+class Problems(list[str]):
+    """Problems of a store, one line each (`file: problem`); empty if there are none.
 
     Attributes:
-        unchecked: what could not be looked at, one line each: older stores have fewer digests.
+        unchecked: what could not be checked, one line each. Older stores have fewer digests.
     """
 
     def __init__(self, lines: Iterable[str] = (), unchecked: Iterable[str] = ()):
@@ -33,177 +34,178 @@ class Found(list[str]):
 
     @property
     def verdict(self) -> str:
-        """All in a few words."""
+        """The result in a few words."""
         if self:
             return "damaged"
         return "every byte " + ("of the tokens " if self.unchecked else "") + "is as it was written"
 
 
-def verify(path: str | Path, console: Console | None = None) -> Found:
-    """Look at every byte of a store.
+def verify(path: str | Path, console: Console | None = None) -> Problems:
+    """Reads every byte of a store and returns the problems.
 
-    All files' digests; the index's offsets and boundaries; each id below the vocabulary's size; an end-of-document
-    token at the end of each document; a mask of zeros and ones; the totals of `store.json`, and its own bytes.
+    Checks the digests of all files, the index's offsets and boundaries, that ids are in the vocabulary, that documents
+    end with the end-of-document token, that the mask is 0 or 1, and the totals and bytes of `store.json`.
 
     Raises:
-        UserError: no store at all.
+        UserError: no such store.
     """
     if not Path(path).exists():
         raise UserError("no such token store; `weft data pack` makes one", path)
     try:
-        store = TokenStore.open(path)
-    except UserError as error:  # its headers or sizes: nothing further can be read
-        return Found([str(error)])
-    return _Check(store, console or Console(speaks=False)).run()
+        store = TokenStore(path)
+    except UserError as error:  # wrong headers or sizes: nothing else can be read
+        return Problems([str(error)])
+    return _Verification(store, console or Console(speaks=False)).run()
 
 
-class _Check:
+class _Verification:
     def __init__(self, store: TokenStore, console: Console):
         self.store, self.console = store, console
-        self.found: dict[tuple[str, str], list[str]] = {}  # (file, kind of problem) -> where
-        self.wrong = Found()
+        self.places: dict[tuple[str, str], list[str]] = {}  # (file, kind of problem) -> place and problem
+        self.problems = Problems()
 
-    def run(self) -> Found:
+    def run(self) -> Problems:
         store, info = self.store, self.store.info
         with (
             ThreadPoolExecutor(2) as pool,
             self.console.progress(store.num_tokens, f"verifying {store.path}", unit="token") as bar,
         ):
-            self._index()
+            self._check_index()
             digest, mask_digest, empty = hashlib.sha256(), hashlib.sha256(), 0
-            for first, stop, start, end in spans(store.lengths):
+            for first, stop, start, end in document_blocks(store.lengths):
                 tokens, lengths = store.tokens[start:end], np.array(store.lengths[first:stop], np.int64)
                 hashing = [pool.submit(digest.update, np.ascontiguousarray(tokens).data)] if len(tokens) else []
                 if store.loss_mask is not None and len(tokens):
                     mask = store.loss_mask[start:end]
                     hashing.append(pool.submit(mask_digest.update, np.ascontiguousarray(mask).data))
                     if (bad := np.flatnonzero(mask > 1)).size:
-                        self._note("loss_mask.bin", "neither 0 nor 1", first, lengths, bad)
-                self._tokens(first, lengths, tokens)
+                        self._add_tokens("loss_mask.bin", "is neither 0 nor 1", first, lengths, bad)
+                self._check_tokens(first, lengths, tokens)
                 empty += int(np.count_nonzero(lengths == 1))
-                for done in hashing:
-                    done.result()
-                release(store.tokens, store.loss_mask, store.lengths)
+                for future in hashing:
+                    future.result()
+                release_pages(store.tokens, store.loss_mask, store.lengths)
                 bar.update(end)
-        # Nothing but the bytes that the index speaks of is in the files: their sizes were checked when it was opened.
+        # The files have no other bytes: opening the store checked their sizes.
         self._compare("tokens.bin", digest.hexdigest(), info.bin_sha256)
         if info.mask_sha256 is not None:
             self._compare("loss_mask.bin", mask_digest.hexdigest(), info.mask_sha256)
-        for what, counted, stated in (
-            ("documents", store.num_documents, info.documents),
-            ("tokens", store.num_tokens, info.tokens),
-            ("empty_documents", empty, info.empty_documents if info.kind == "text" else empty),
-        ):
-            if counted != stated:
-                self._say("store.json", f"{what} is {stated:,} where there are {counted:,}")
-        self._stored()
+        if info.kind == "text" and empty != info.empty_documents:
+            self._report("store.json", f"empty_documents is {info.empty_documents:,}, but there are {empty:,}")
+        stored = read_json(store.path / "store.json")
+        self._check_other_files(stored)
+        self._check_store_json(stored)
+        self._check_sources(stored)
         if store.num_documents % info.item_documents:
-            self._say("tokens.idx", f"{store.num_documents:,} documents of preferences are no pairs")
-        for (file, kind), places in self.found.items():
-            for place in places[:TOLD]:
-                self._say(file, place)
-            if len(places) > TOLD:
-                self._say(file, f"{kind}: {len(places) - TOLD:,} more places like these")
-        return self.wrong
+            self._report("tokens.idx", f"{store.num_documents:,} documents of preferences are not pairs")
+        for (file, kind), places in self.places.items():
+            for place in places[:REPORTED]:
+                self._report(file, place)
+            if len(places) > REPORTED:
+                self._report(file, f"{kind}: {len(places) - REPORTED:,} more places")
+        return self.problems
 
-    def _stored(self) -> None:
-        """`store.json` itself, and the files of rejects and duplicates."""
-        folder, info = self.store.path, self.store.info
-        stored = read_json(folder / "store.json")
-        for key, name in BESIDE.items():
-            told, there = stored.get(key), file_digest(folder / name)
-            if "rejects_sha256" not in stored:
-                continue
-            if told is None and there is not None:
-                self._say(name, "is there, where none was written")
-            elif there is None and told is not None:
-                self._say(name, "is missing; store.json has its digest")
-            elif told is not None and there is not None:
-                self._compare(name, there, str(told))
+    def _check_other_files(self, stored: dict[str, Any]) -> None:
+        """Compares the files of rejects and duplicates with their digests."""
+        if "rejects_sha256" not in stored:
+            return
+        for key, name in FILE_DIGESTS.items():
+            expected, actual = stored.get(key), file_digest(self.store.path / name)
+            if expected is None and actual is not None:
+                self._report(name, "exists, but none was written")
+            elif expected is not None and actual is None:
+                self._report(name, "is missing; store.json has its digest")
+            elif expected is not None and actual is not None:
+                self._compare(name, actual, str(expected))
+
+    def _check_store_json(self, stored: dict[str, Any]) -> None:
+        file = self.store.path / "store.json"
         if "digest" in stored:
-            if stored["digest"] != own_digest(stored):
-                self._say("store.json", "what it says is not what was written: its digest is another's")
-            elif (folder / "store.json").read_bytes() != as_bytes(stored):
-                self._say("store.json", "its bytes are not those that were written, though it says the same")
+            if stored["digest"] != content_digest(stored):
+                self._report("store.json", "its content is not what was written: its digest differs")
+            elif file.read_bytes() != to_bytes(stored):
+                self._report("store.json", "its bytes are not those that were written; its content is the same")
         elif "rejects_sha256" in stored:
-            self._say("store.json", "its digest is gone")
+            self._report("store.json", "its digest is missing")
         else:
-            self.wrong.unchecked.append(
-                f"{folder / 'store.json'}: has no digest of its own: its numbers were not checked"
-            )
-        made = stored.get("made_from")
-        packed = isinstance(made, dict) and "encoder" in made
-        rejected, told = sum(source.rejected for source in info.sources), sum(info.rejected.values())
-        if packed and rejected != told:
-            self._say("store.json", f"rejected is {told:,} where its sources have {rejected:,}")
-        read = sum(source.documents for source in info.sources) * info.item_documents
-        if packed and read != info.documents:
-            self._say("store.json", f"documents is {info.documents:,} where its sources have {read:,}")
-        number = 0
-        if (folder / "rejects.jsonl").exists():
-            with open(folder / "rejects.jsonl", "rb") as lines:
-                number = sum(1 for _ in lines)
-        if number != rejected:
-            self._say("rejects.jsonl", f"{number:,} lines where the sources of store.json have {rejected:,} rejects")
+            self.problems.unchecked.append(f"{file}: has no digest of its own: its numbers were not checked")
 
-    def _index(self) -> None:
-        """Lengths, offsets and boundaries, and the file's digest."""
+    def _check_sources(self, stored: dict[str, Any]) -> None:
+        """Compares the totals with the sources, and the rejects with `rejects.jsonl`."""
+        info, rejects = self.store.info, self.store.path / "rejects.jsonl"
+        source_rejects = sum(source.rejected for source in info.sources)
+        made_from = stored.get("made_from")
+        if isinstance(made_from, dict) and "encoder" in made_from:  # packed, not derived from another store
+            rejected = sum(info.rejected.values())
+            if rejected != source_rejects:
+                self._report("store.json", f"rejected is {rejected:,}, but its sources have {source_rejects:,}")
+            documents = sum(source.documents for source in info.sources) * info.item_documents
+            if documents != info.documents:
+                self._report("store.json", f"documents is {info.documents:,}, but its sources have {documents:,}")
+        lines = 0
+        if rejects.exists():
+            with open(rejects, "rb") as file:
+                lines = sum(1 for _ in file)
+        if lines != source_rejects:
+            self._report("rejects.jsonl", f"{lines:,} lines, but store.json has {source_rejects:,} rejects")
+
+    def _check_index(self) -> None:
+        """Checks lengths, offsets and boundaries, and the digest of the index."""
         store, count = self.store, self.store.num_documents
         path, size = store.path / "tokens.idx", store.tokens.dtype.itemsize
         boundaries = map_file(path, np.int64, HEADER.size + 12 * count, count + 1)
         offset = 0
         for start in range(0, count, BLOCK_DOCUMENTS):
-            part = slice(start, min(start + BLOCK_DOCUMENTS, count))
-            lengths = np.array(store.lengths[part], np.int64)
+            block = slice(start, min(start + BLOCK_DOCUMENTS, count))
+            lengths = np.array(store.lengths[block], np.int64)
             ends = offset + np.cumsum(lengths) * size
-            self._numbers("a document without its end-of-document token", start, lengths < 1)
-            self._numbers(
-                "an offset that is not the end of what was before", start, store.offsets[part] != ends - lengths * size
-            )
-            self._numbers(
-                "a boundary that is not its document's number", start, boundaries[part] != np.arange(start, part.stop)
-            )
+            begins = ends - lengths * size
+            self._add_documents("has no end-of-document token", start, lengths < 1)
+            self._add_documents("its offset is not the end of the previous one", start, store.offsets[block] != begins)
+            numbers = np.arange(start, block.stop)
+            self._add_documents("its boundary is not its number", start, boundaries[block] != numbers)
             offset = int(ends[-1])
-        self._numbers("a boundary that is not its document's number", count, boundaries[count:] != count)
+        self._add_documents("its boundary is not its number", count, boundaries[count:] != count)
         with open(path, "rb") as file:
             self._compare("tokens.idx", hashlib.file_digest(file, "sha256").hexdigest(), store.info.idx_sha256)
-        release(store.lengths, store.offsets, boundaries)
+        release_pages(store.lengths, store.offsets, boundaries)
 
-    def _tokens(self, first: int, lengths: np.ndarray, tokens: np.ndarray) -> None:
+    def _check_tokens(self, first: int, lengths: np.ndarray, tokens: np.ndarray) -> None:
         info = self.store.info
-        for start in range(0, len(tokens), 1 << 22):
-            part = tokens[start : start + (1 << 22)]
-            wrong = part >= info.vocab_size
-            if part.dtype.kind == "i":
-                wrong |= part < 0
+        for start in range(0, len(tokens), BLOCK_TOKENS):
+            block = tokens[start : start + BLOCK_TOKENS]
+            wrong = block >= info.vocab_size
+            if block.dtype.kind == "i":
+                wrong |= block < 0
             if wrong.any():
-                self._note("tokens.bin", f"outside of the vocabulary's {info.vocab_size:,}", first, lengths,
-                           start + np.flatnonzero(wrong), tokens)  # fmt: skip
+                kind = f"outside the vocabulary of {info.vocab_size:,}"
+                self._add_tokens("tokens.bin", kind, first, lengths, start + np.flatnonzero(wrong), tokens)
         ends = np.cumsum(lengths)
-        there = (lengths > 0) & (ends <= len(tokens))
-        open_ = np.flatnonzero(there)[tokens[ends[there] - 1] != info.eod_id]
-        places = self.found.setdefault(("tokens.bin", "not ended"), []) if len(open_) else []
-        places += [f"document {first + n:,} does not end with the end-of-document token {info.eod_id}" for n in open_]
+        complete = (lengths > 0) & (ends <= len(tokens))
+        is_open = np.flatnonzero(complete)[tokens[ends[complete] - 1] != info.eod_id]
+        if len(is_open):
+            kind = f"does not end with the end-of-document token {info.eod_id}"
+            self.places.setdefault(("tokens.bin", kind), []).extend(f"document {first + n:,} {kind}" for n in is_open)
 
-    def _note(self, file, kind, first, lengths, positions, values=None) -> None:
-        """Positions in a block as documents and tokens."""
+    def _add_tokens(self, file, kind, first, lengths, positions, values=None) -> None:
+        """Adds a problem of tokens, given by their positions in a block whose first document is `first`."""
         ends = np.cumsum(lengths)
-        places = self.found.setdefault((file, kind), [])
-        for position in positions[:TOLD].tolist():
+        places = self.places.setdefault((file, kind), [])
+        for position in positions[:REPORTED].tolist():
             number = int(np.searchsorted(ends, position, side="right"))
             at = position - int(ends[number] - lengths[number])
             value = "" if values is None else f" is {int(values[position])},"
             places.append(f"document {first + number:,}, token {at:,}{value} {kind}")
-        places += [""] * (len(positions) - TOLD)
+        places += [""] * (len(positions) - REPORTED)
 
-    def _numbers(self, kind: str, first: int, wrong: np.ndarray) -> None:
+    def _add_documents(self, kind: str, first: int, wrong: np.ndarray) -> None:
         if (numbers := np.flatnonzero(wrong)).size:
-            places = self.found.setdefault(("tokens.idx", kind), [])
+            places = self.places.setdefault(("tokens.idx", kind), [])
             places += [f"document {first + number:,}: {kind}" for number in numbers.tolist()]
 
-    def _compare(self, file: str, found: str, stated: str) -> None:
-        if found != stated:
-            self._say(file, f"its bytes are not those that were packed: sha256 {found[:16]} for {stated[:16]}")
+    def _compare(self, file: str, actual: str, expected: str) -> None:
+        if actual != expected:
+            self._report(file, f"its bytes are not those that were packed: sha256 {actual[:16]}, not {expected[:16]}")
 
-    def _say(self, file: str, what: str) -> None:
-        self.wrong.append(f"{self.store.path / file}: {what}")
+    def _report(self, file: str, problem: str) -> None:
+        self.problems.append(f"{self.store.path / file}: {problem}")
