@@ -1,8 +1,8 @@
-"""`weft VERB ...`: finds the verb and runs it. Nothing heavy is imported here.
+"""The `weft` command: finds a verb and runs it. This module imports nothing heavy.
 
-A verb is a file of this folder (or of a package of sub-verbs in it) with HELP, one line; GROUP, where `weft --help`
-lists it; `add_arguments(parser)` and `run(args)`, which returns the exit code. Such a file imports what it needs when
-it runs. Installed packages add verbs as plugins (docs/plugins.md).
+A verb is a module of this package, or of a sub-package with sub-verbs. It defines HELP (one line), GROUP (the group
+under which `weft --help` lists it), `add_arguments(parser)`, and `run(args)`, which returns the exit code. A verb
+imports its dependencies inside `run`. Installed packages add verbs as plugins (docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from weft.errors import UserError, reported_elsewhere
 from weft.plugins import built_in, built_ins, plugins
 
 GROUPS = ("start", "data", "train", "use")
-SAVES_FIRST = ("weft train", "weft quickstart")  # at SIGTERM: training has a handler of its own
+HANDLE_SIGTERM = ("weft train", "weft quickstart")  # training saves a checkpoint at SIGTERM
 
 PAGE = """\
 usage: weft VERB ... | weft --help | weft --version
 
-Weft trains language models: raw text in; a trained model that writes out. A run is one short YAML file; the same file
-trains on a laptop's CPU and on many GPUs, and goes on by itself after an interruption.
+Weft trains language models, from raw text to a trained, evaluated and exported model. A run is described by one short
+YAML file. The same file trains on a laptop's CPU and on many GPUs. An interrupted run resumes when it is started again.
 
 {verbs}
 
 examples:
-  weft quickstart                                        from nothing to a model that writes code, in five minutes
-  weft train run.yaml optimizer.lr=1e-3                  train, with one value changed
-  weft generate runs/run "Once upon a time"              let it write
+  weft quickstart                                        train a small code model from scratch in five minutes
+  weft train run.yaml optimizer.lr=1e-3                  train with one value overridden
+  weft generate runs/run "Once upon a time"              generate text
 
-`weft VERB --help` tells more about each.
+`weft VERB --help` describes a verb.
 """
 
 SUB_PAGE = """\
@@ -51,17 +51,17 @@ usage: {command} SUB-VERB ...
 
 {verbs}
 
-`{command} SUB-VERB --help` tells more about each.
+`{command} SUB-VERB --help` describes a sub-verb.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, with the nearest name that there is."""
+    """An argument parser that reports an error in one line and suggests the nearest valid name."""
 
     def read(self, words: list[str]) -> argparse.Namespace:
-        """The arguments; options and positional ones in any order: `run.yaml --nproc 4 optimizer.lr=1e-3`.
+        """Parses options and positional arguments in any order: `run.yaml --nproc 4 optimizer.lr=1e-3`.
 
-        An unknown option is told before anything else.
+        An unknown option is reported before any other error.
         """
         for word in words:
             if word == "--":
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def unknown_option(self, word: str) -> NoReturn:
-        """Say that there is no such option, and leave."""
+        """Reports an unknown option and exits with code 2."""
         name = word.partition("=")[0]
         options = {option.lstrip("-"): option for option in self._option_string_actions}
         near = difflib.get_close_matches(name.lstrip("-"), options, n=1)
@@ -86,11 +86,11 @@ class Parser(argparse.ArgumentParser):
         if near:
             what += f"; did you mean '{options[near[0]]}'?"
         elif "." in name and any(action.dest == "overrides" for action in self._actions):
-            what += f"; a value of the run's file has no dashes: {name.lstrip('-')}=..."
+            what += f"; a configuration override has no dashes: {name.lstrip('-')}=..."
         self.error(what)
 
     def error(self, message: str) -> NoReturn:
-        """Tell a mistake in one line, and leave with 2."""
+        """Prints an error in one line and exits with code 2."""
         message = message.replace("the following arguments are required:", "required:")
         chosen, choices, listed = message.partition(" (choose from ")
         _, invalid, given = chosen.partition("invalid choice: ")
@@ -101,25 +101,25 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
     def add_argument(self, *args, **kwargs) -> argparse.Action:
-        """As argparse's; positional arguments that may be none are not called missing."""
+        """Adds an argument. Unlike argparse, accepts an empty list for a positional argument with `nargs="*"`."""
         if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
             kwargs.setdefault("default", [])
         return super().add_argument(*args, **kwargs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb.
+    """Runs one verb.
 
     Args:
-        argv: the command line without the program's name; by default `sys.argv[1:]`.
+        argv: the command line without the program's name; default `sys.argv[1:]`.
 
     Returns:
-        The exit code: 0; 2 for a mistake in the input or a standard output that cannot be written, each told in one
-        line; 130 after Ctrl-C, 143 after SIGTERM; or the verb's own.
+        The exit code. 0: success. 2: invalid input or unwritable standard output, reported in one line. 130: Ctrl-C.
+        143: SIGTERM. Any other code is the verb's.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character gets a stand-in rather than the program's end.
+        # A terminal that cannot show a character prints its escape sequence.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -131,19 +131,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("terminated" if terminated else "interrupted", file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
-        # The reader left (`weft config show | head`): that is no mistake. Python must not try to flush again at exit.
+        # The reader closed the pipe (`weft config show | head`), no error. Python must not flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.filename is not None or not unwritable(sys.stdout):
             raise
-        print(f"weft: standard output cannot be written: {error.strerror}; send it elsewhere", file=sys.stderr)
+        print(f"weft: cannot write to standard output: {error.strerror}; redirect it", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
 
 def unwritable(stream: TextIO) -> bool:
-    """Whether not even the end of a line can be written (a full disk): then that was the error."""
+    """Whether writing a newline to the stream fails, for example because the disk is full."""
     try:
         stream.write("\n")
         stream.flush()
@@ -153,10 +153,10 @@ def unwritable(stream: TextIO) -> bool:
 
 
 def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
-    """Find the verb of a package, read its arguments, run it; a UserError becomes its text and 2.
+    """Finds a verb of a package, parses its arguments and runs it. Prints a UserError and returns 2.
 
     Args:
-        command: what was typed up to here: "weft", or "weft data".
+        command: the command so far: "weft" or "weft data".
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         if argv[1:] and argv[0] == "help":
@@ -179,7 +179,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
             args = parser.read(argv[1:])
         except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
             return int(leaving.code or 0)
-        with one_line_warnings(), nullcontext() if command in SAVES_FIRST else terminable():
+        with one_line_warnings(), nullcontext() if command in HANDLE_SIGTERM else terminable():
             return int(verb.run(args) or 0)
     except UserError as error:
         if not reported_elsewhere(error):
@@ -188,7 +188,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
 
 
 def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None:
-    """The module of a verb: a file, or a plugin (`verb.NAME`; of a sub-verb `verb.data.NAME`); None: there is none."""
+    """Returns the module of a verb: built in, or a plugin (`verb.NAME`, `verb.data.NAME`). None if there is none."""
     module = None if name.startswith("-") else built_in(package, name, "HELP")
     if module is not None:
         return module
@@ -196,8 +196,8 @@ def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None
     return None if plugin is None else plugin.load()
 
 
-def listed(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
-    """Group -> verb -> its line of help. Plugins are not imported: they have their package's name for a line."""
+def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
+    """Returns group -> verb -> help line. A plugin is not imported; its help line names its package."""
     groups: dict[str, dict[str, str]] = {group: {} for group in (GROUPS if package is cli else package.GROUPS)}
     for name, module in built_ins(package, "HELP").items():
         groups[module.GROUP][name] = module.HELP
@@ -205,13 +205,13 @@ def listed(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
     for name, plugin in plugins("verb").items():
         before, _, last = name.rpartition(".")
         if before == outer:
-            groups.setdefault("plugins", {}).setdefault(last, f"of the package {plugin.package}")
+            groups.setdefault("plugins", {}).setdefault(last, f"from the package {plugin.package}")
     return groups
 
 
 def help_page(package: ModuleType, command: str) -> str:
-    """What `weft --help` and `weft VERB --help` of a verb with sub-verbs print."""
-    groups, lines = listed(package, command), []
+    """Returns the help page of `weft`, or of a verb with sub-verbs."""
+    groups, lines = verbs_by_group(package, command), []
     width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
     for group, verbs in groups.items():
         for number, (verb, help_line) in enumerate(verbs.items()):
@@ -223,26 +223,29 @@ def help_page(package: ModuleType, command: str) -> str:
 
 
 def unknown(given: str, package: ModuleType, command: str) -> int:
-    """Say that there is no such verb (or option before one), with the nearest one that there is."""
-    kind, known = "verb" if package is cli else "sub-verb", [v for g in listed(package, command).values() for v in g]
+    """Reports an unknown verb or option, suggests the nearest valid one, and returns 2."""
+    kind, known = (
+        "verb" if package is cli else "sub-verb",
+        [v for g in verbs_by_group(package, command).values() for v in g],
+    )
     if given.startswith("-"):
         kind, known = "option", ["--help", "--version"] if package is cli else ["--help"]
     near = difflib.get_close_matches(given, known, n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
-    print(f"{command}: there is no {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
+    print(f"{command}: unknown {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
     return 2
 
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Within it a warning that Weft gives is one line; those of libraries keep the place that they are about."""
+    """Context in which Weft's warnings print as one line. Warnings of other libraries keep their format."""
     before, here = warnings.formatwarning, str(Path(__file__).parent.parent)
 
-    def told(message, category, filename, lineno, line=None) -> str:
+    def format_warning(message, category, filename, lineno, line=None) -> str:
         ours = filename.startswith(here)
         return f"warning: {message}\n" if ours else before(message, category, filename, lineno, line)
 
-    warnings.formatwarning = told
+    warnings.formatwarning = format_warning
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""`weft quickstart`: from this interpreter's own library to a model that writes code, by Weft's public verbs."""
+"""`weft quickstart`: trains a small code model on Python's standard library, using Weft's public verbs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCABULARY = 4096
 TRIAL_STEPS = 40
 
 RUN_YAML = """\
-# Written by `weft quickstart`; yours to change. `weft train {name}` goes on, or starts anew with --fresh.
+# Written by `weft quickstart`; edit it freely. `weft train {name}` resumes the run; --fresh starts it over.
 run: {{name: quickstart, directory: {home}/runs, seed: 1}}
 model:
   hidden_size: 256
@@ -49,32 +49,30 @@ checkpoint: {{every: {part}, keep_last: 2}}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Takes the Python standard library of the running interpreter (thousands of files, no download), holds out "
-        f"{HELD_OUT_PERCENT}% of the files, trains a tokenizer, packs, trains a small Llama-style model, validates it "
-        "against gzip and xz, and lets it write. Every step is one of Weft's verbs, shown as it runs; the run's YAML "
-        "file stays for you to open. Ctrl-C at any time: the same command goes on."
+        "Trains a small Llama-style model on the standard library of the running Python interpreter (thousands of "
+        f"files, no download). Holds out {HELD_OUT_PERCENT}% of the files, trains a tokenizer, packs the files, trains "
+        "the model, compares it with gzip and xz on the held-out files, and generates text. Every step is a Weft verb, "
+        "printed as it runs, and the YAML file of the run is kept. After Ctrl-C the same command resumes."
     )
-    parser.add_argument("--minutes", type=float, default=3.0, help="time to train for (default: 3)")
-    parser.add_argument("--directory", default="quickstart", help="where everything is kept (default: quickstart)")
-    parser.add_argument("--fresh", action="store_true", help="start over: train again for --minutes")
+    parser.add_argument("--minutes", type=float, default=3.0, help="training time in minutes (default: 3)")
+    parser.add_argument("--directory", default="quickstart", help="output directory (default: quickstart)")
+    parser.add_argument("--fresh", action="store_true", help="train again from the start, for --minutes")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
 
     if args.minutes <= 0:
-        raise UserError(f"--minutes {args.minutes}: the time to train must be positive; 3 is a good start")
+        raise UserError(f"--minutes {args.minutes}: give a positive number, for example 3")
     began, home = time.perf_counter(), Path(args.directory)
     yaml, run_directory = home / "run.yaml", home / "runs" / "quickstart"
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot be made: {error.strerror}; choose another --directory", home) from None
+        raise UserError(f"cannot be created: {error.strerror}; choose another --directory", home) from None
 
     train_files, held_out_files = split_library(home)
-    say(
-        f"corpus: Python's standard library, {len(train_files):,} files to learn from, {len(held_out_files):,} held out"
-    )
+    log(f"corpus: Python's standard library, {len(train_files):,} files for training, {len(held_out_files):,} held out")
     listed = ["--files-from", str(home / "train.txt")]
     if not (home / "tokenizer" / "tokenizer.json").exists():
         weft("data", "train-tokenizer", *listed, "--vocab-size", str(VOCABULARY), "--out", str(home / "tokenizer"))
@@ -88,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
         steps = steps_for(args.minutes, home)
         text = RUN_YAML.format(name=yaml, home=home, steps=steps, part=-(-steps // 5))
         replace_file(yaml, text)
-        say(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
+        log(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
-    # Two empty lines before it: at the very beginning of a file, `def` is as rare as it is frequent elsewhere.
+    # Two newlines come first because `def` is rare at the very start of a file.
     how = ["--max-new-tokens", "120", "--temperature", "0.7", "--top-p", "0.95"]
     weft("generate", str(run_directory), "\n\ndef ", *how)
     weft("report", str(run_directory))
@@ -98,35 +96,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def weft(*arguments: str) -> None:
-    """Run a verb as the user would. Its exit code, if it is not 0, ends this command with it."""
-    say("\n$ weft " + " ".join(quoted(a) for a in arguments))
+    """Runs a verb as a user would. Exits with its exit code unless that is 0."""
+    log("\n$ weft " + " ".join(quoted(a) for a in arguments))
     process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
     while True:
         try:
             code = process.wait()
             break
         except KeyboardInterrupt:
-            continue  # the verb got the signal too: let it save and leave
+            continue  # the verb received the signal too and saves before it exits
     if code:
         if code in (-2, 130, 143, -15):
-            say("stopped; `weft quickstart` goes on from here")
+            log("stopped; `weft quickstart` resumes from here")
         raise SystemExit(128 - code if code < 0 else code)
 
 
 def quoted(argument: str) -> str:
-    """As one types it in a shell."""
+    """Returns the argument as one types it in a shell."""
     if "\n" in argument:
         return "$'" + argument.replace("\n", "\\n") + "'"
     return f'"{argument}"' if " " in argument else argument
 
 
 def split_library(home: Path) -> tuple[list[Path], list[Path]]:
-    """The standard library's Python files, 5% of them held out by a hash of their path; both lists are written down."""
+    """Returns the standard library's Python files for training and held out (5%, by a hash of their path).
+
+    Writes both lists to `home`.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     parts: tuple[list[Path], list[Path]] = ([], [])
@@ -142,7 +143,7 @@ def split_library(home: Path) -> tuple[list[Path], list[Path]]:
 
 
 def readable(path: Path) -> bool:
-    """UTF-8 text: a few of the library's test files are in other encodings on purpose."""
+    """Whether the file is UTF-8. A few test files of the library use other encodings on purpose."""
     try:
         path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -151,11 +152,11 @@ def readable(path: Path) -> bool:
 
 
 def steps_for(minutes: float, home: Path) -> int:
-    """How many steps fit into the time, by making some (which also warms the compiler's cache)."""
+    """Returns the number of steps that fit into the time, by timing a few. This also warms the compiler's cache."""
     text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, part=10 * TRIAL_STEPS)
     trial = home / "trial.yaml"
     trial.write_text(text, encoding="utf-8")
-    say(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
+    log(f"\ntiming {TRIAL_STEPS} steps to see how many fit into {minutes:g} minutes")
     weft(
         "train",
         str(trial),
@@ -171,22 +172,22 @@ def steps_for(minutes: float, home: Path) -> int:
 
 
 def summary(home: Path, yaml: Path, run_directory: Path, held_out_files: list[Path], seconds: float) -> None:
-    """The end: bits per byte beside two compressors', and what to try next."""
+    """Prints the bits per byte of the model and of two compressors, and commands to try next."""
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = next(line for line in reversed(lines) if "validation_bits_per_byte" in line)
     texts = [path.read_bytes() for path in held_out_files]
     size = sum(map(len, texts))
-    rows = [  # as `gzip -9 FILE...` does: each file by itself
+    rows = [  # each file compressed separately, as `gzip -9 FILE...` does
         ("gzip -9", 8 * sum(len(gzip.compress(text, 9)) for text in texts) / size),
         ("xz -9", 8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / size),
         ("this model", last["validation_bits_per_byte"]),
     ]
-    print(f"\nheld-out bits per byte ({len(held_out_files):,} files, {byte_size(size, 'MB')}; less is better)")
+    print(f"\nheld-out bits per byte ({len(held_out_files):,} files, {byte_size(size, 'MB')}; lower is better)")
     for name, value in rows:
         print(f"  {name:12} {value:.3f}  {'=' * round(20 * value)}")
     print(
         f"\nrun directory: {run_directory}  ({last['step']:,} steps, {amount(last['tokens'])} tokens; "
-        f"all in all {seconds / 60:.1f} minutes)\n\ntry next:\n"
+        f"{seconds / 60:.1f} minutes in total)\n\ntry next:\n"
         f'  weft generate {run_directory} "class " "import " --temperature 0.8\n'
         f"  weft train {yaml} run.name=longer training.steps={4 * last['step']}\n"
         f"  open {run_directory / 'report.html'}   (or: tensorboard --logdir {home / 'runs'})",

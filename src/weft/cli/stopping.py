@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers and `kill` send, ends a verb as Ctrl-C does: what is half made is taken away."""
+"""SIGTERM handling: a verb stops as at Ctrl-C and removes its unfinished output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.processes import signal_handler
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: it ends a verb as Ctrl-C does."""
+    """Raised at SIGTERM. A subclass of KeyboardInterrupt, so the same cleanup runs as at Ctrl-C."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within it, SIGTERM raises Terminated in this process; those forked from it end at once, as without it."""
+    """Context in which SIGTERM raises Terminated in this process. Forked child processes terminate immediately."""
     owner = os.getpid()
 
     def terminate(number: int, frame: object) -> None:

@@ -1,15 +1,17 @@
-"""`weft config SUB-VERB`: a run's file checked, shown, described; one file a sub-verb."""
+"""`weft config`: checks and prints run files. Each sub-verb is one module."""
 
 import argparse
 
-HELP = "check a run's YAML file, show it resolved, print its schema"
+HELP = "check a run file, print it resolved, print its schema"
 
 GROUP = "train"
 GROUPS = ("run", "keys")  # of its sub-verbs
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    """A run's file and what wins over it."""
-    parser.add_argument("file", metavar="FILE", help="the run's YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that win over the file's")
-    parser.add_argument("--no-data", action="store_true", help="do not open the tokenizer's and the stores' headers")
+    """Adds the run file and its overrides."""
+    parser.add_argument("file", metavar="FILE", help="the YAML file of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override a value of the file")
+    parser.add_argument(
+        "--no-data", action="store_true", help="do not read the headers of the tokenizer and the token stores"
+    )

@@ -1,4 +1,4 @@
-"""`weft config check`: every mistake in a run's file, or what follows from it."""
+"""`weft config check`: reports every error in a run file, or prints the plan of the run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from weft.formatting import amount, counted
 if TYPE_CHECKING:
     from weft.config.mesh import MeshShape
 
-HELP = "find every mistake in a run's file"
+HELP = "report every error in a run file"
 GROUP = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads FILE with all that it extends, checks every key, and opens the tokenizer's and the token stores' "
-        "headers. All problems are told in one pass, each with file, line and what to do. Exit code 0 if there is "
-        "none, 2 otherwise."
+        "Reads FILE and the files that it extends, checks every key, and reads the headers of the tokenizer and the "
+        "token stores. Prints all errors in one pass, each with its file, its line and a remedy. Exits with code 0 if "
+        "there are none, and with 2 otherwise."
     )
     parser.epilog = "example: weft config check run.yaml optimizer.lr=1e-3"
     add_file(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="check the mesh on N devices, one rank on each")
+    parser.add_argument("--devices", type=int, metavar="N", help="check the mesh for N devices, one rank per device")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     if args.devices is not None and args.devices < 1:
-        raise UserError(f"--devices {args.devices}: a run needs at least 1")
+        raise UserError(f"--devices {args.devices}: give at least 1")
     ranks = args.devices or launched_ranks()
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
     print(f"{args.file}: OK")
@@ -48,51 +48,51 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str]:
-    """What follows from a checked config, in words.
+    """Returns the derived facts of a checked config: label -> text.
 
     Args:
-        ranks: default: the least that fit.
+        ranks: world size; default: the smallest that fits the mesh.
         open_data: read the headers of the token stores.
     """
     from weft.config.derive import derive, sequence_length
     from weft.data.batches.mixture_plan import plan
     from weft.errors import UserError
 
-    told, tokens = _model(config.model), None
+    found, tokens = _model(config.model), None
     if open_data and isinstance(config.data.train, str):
         from weft.headers import read_store_header
 
         tokens = read_store_header(config.data.train).num_tokens
-        told["data"] = f"{config.data.train}, {counted(tokens, 'token')}, in sequences of {sequence_length(config):,}"
+        found["data"] = f"{config.data.train}, {counted(tokens, 'token')}, in sequences of {sequence_length(config):,}"
     sizes = _sizes(config) if open_data else None
     samples = None if sizes is None or config.data.weighted else sum(sizes)
     if sizes is None and not isinstance(config.data.train, str):
-        told["data"] = f"\n{'':14}".join(_outline(config, open_data))
+        found["data"] = f"\n{'':14}".join(_outline(config, open_data))
     mesh = _mesh(config, ranks)
     if lines := _axes(config, mesh, known=ranks is not None):
-        told["mesh"] = f"\n{'':14}".join(lines)
+        found["mesh"] = f"\n{'':14}".join(lines)
     try:
         length = derive(config, train_tokens=tokens, train_samples=samples, mesh=mesh)
     except UserError:
-        told["length"] = f"{config.training.epochs:g} epochs"
-        return told
-    told["length"] = (
+        found["length"] = f"{config.training.epochs:g} epochs"
+        return found
+    found["length"] = (
         f"{counted(length.steps, 'step')} of {counted(length.tokens_per_step, 'token')}, {length.tokens:,} in all"
         + (f" ({length.epochs:.3g} epochs)" if length.epochs else "")
     )
     if sizes is not None:
         planned = plan(config.data, sizes, length.sequence_length, length.steps * length.sequences_per_step)
-        told["data"] = f"\n{'':14}".join(planned.lines())
-    told["batch"] = (
+        found["data"] = f"\n{'':14}".join(planned.lines())
+    found["batch"] = (
         f"{counted(length.sequences_per_step, 'sequence')} = {counted(mesh.data_ranks, 'rank')} x "
         f"{counted(length.accumulation, 'micro-batch', 'micro-batches')} of up to {length.micro_batch_size}"
     )
     every = [f"checkpoint every {counted(length.checkpoint_every, 'step')}"]
     if config.data.validation is not None:
         every.insert(0, f"validation every {length.validation_every:,}")
-    told["while at it"] = ", ".join(every)
-    told["writes to"] = str(config.run_directory)
-    return told
+    found["intervals"] = ", ".join(every)
+    found["output"] = str(config.run_directory)
+    return found
 
 
 def _model(model) -> dict[str, str]:
@@ -104,18 +104,18 @@ def _model(model) -> dict[str, str]:
         return {"model": f"{model.architecture} of transformers: {LIMITS}", "starts from": start}
     if not isinstance(model, ModelSection):
         return {"model": model.type}
-    shape = f"{counted(model.num_hidden_layers, 'layer')} of width {model.hidden_size}"
+    shape = f"{counted(model.num_hidden_layers, 'layer')} with hidden size {model.hidden_size}"
     if model.vocab_size:
         size = model.size()
-        shape = f"{amount(size.parameters)} parameters ({amount(size.matmul)} in matrix products): {shape}"
-    told = {"model": (f"{model.preset}, " if model.preset else "") + shape}
-    return told | ({"starts from": model.from_} if model.from_ else {})
+        shape = f"{amount(size.parameters)} parameters ({amount(size.matmul)} in matrix multiplications): {shape}"
+    found = {"model": (f"{model.preset}, " if model.preset else "") + shape}
+    return found | ({"starts from": model.from_} if model.from_ else {})
 
 
 def _sizes(config) -> list[int] | None:
-    """Sequences in each source of a mixture of stores, as far as their headers tell: best-fit packing gives some more.
+    """Returns the number of sequences of each token store in a mixture, from their headers.
 
-    None for one source, or where a dataset of the user's own is among them.
+    Best-fit packing yields slightly more. None for a single source, or if the mixture has a custom dataset.
     """
     from weft.config.data import StoreSource
     from weft.config.derive import sequence_length
@@ -129,7 +129,7 @@ def _sizes(config) -> list[int] | None:
 
 
 def _outline(config, open_data: bool) -> list[str]:
-    """Sources whose sizes the start of a run tells, as far as they are known."""
+    """Returns one line per source whose size is known only when the run starts."""
     from weft.config.data import DatasetSection, StoreSource
     from weft.config.derive import sequence_length
     from weft.headers import read_store_header
@@ -138,18 +138,14 @@ def _outline(config, open_data: bool) -> list[str]:
     if isinstance(config.data.train, DatasetSection):
         return [f"{config.data.train.type}, {length}; its size is known when the run starts"]
     sources = config.data.sources
-    own = (
-        "a dataset of your own is among them; its size"
-        if open_data
-        else "their sizes were not read; how much each gives"
-    )
-    lines = [f"{len(sources)} sources {length}; {own} is known when the run starts:"]
-    whole = sum(source.weight or 0 for source in sources)
+    unknown = "the size of the custom dataset" if open_data else "their sizes (not read)"
+    lines = [f"{len(sources)} sources {length}; {unknown} will be known when the run starts:"]
+    total = sum(source.weight or 0 for source in sources)
     widest = max(len(source.label) for source in sources)
     for source in sources:
         share = "by stage" if config.data.curriculum else "by size"
         if source.weight is not None:
-            share = f"{100 * source.weight / whole:.2f}%"
+            share = f"{100 * source.weight / total:.2f}%"
         what = source.store if isinstance(source, StoreSource) else source.type
         if isinstance(source, StoreSource) and open_data:
             what += f", {counted(read_store_header(source.store).num_tokens, 'token')}"
@@ -159,7 +155,7 @@ def _outline(config, open_data: bool) -> list[str]:
 
 
 def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
-    """What the ranks do; nothing for one rank that nobody asked for."""
+    """Returns one line per mesh axis; no line for one rank unless the number of ranks was given."""
     from weft.config.derive import sequence_length
     from weft.config.mesh import AXES
     from weft.parallel.stages import stage_ranges
@@ -168,11 +164,11 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
     if ranks == 1 and not known:
         return []
     words = {
-        "dp_replicate": "copies of the model, of different rows",
-        "dp_shard": "share the parameters; different rows",
-        "cp": "share the tokens of each row",
-        "tp": "share each layer's matrices, and between them the tokens",
-        "ep": "share the experts, of the ranks of dp_shard x cp",
+        "dp_replicate": "replicas of the model, on different sequences",
+        "dp_shard": "shards of the parameters, on different sequences",
+        "cp": "shards of each sequence's tokens",
+        "tp": "shards of each layer's matrices (tensor and sequence parallel)",
+        "ep": "shards of the experts, among the ranks of dp_shard x cp",
     }
     if mesh.pp > 1:
         section = config.parallel.model_copy(update={"pp": mesh.pp})
@@ -186,7 +182,7 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
 
 
 def _mesh(config, ranks: int | None) -> MeshShape:
-    """On so many ranks, or on as many as it needs at least."""
+    """Returns the mesh on `ranks` ranks; default: the smallest that fits."""
     from weft.config.mesh import least_ranks, mesh_shape
 
     return mesh_shape(config.parallel, ranks or least_ranks(config.parallel))

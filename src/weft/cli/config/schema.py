@@ -1,19 +1,22 @@
-"""`weft config schema`: what a run's file may hold."""
+"""`weft config schema`: prints the JSON Schema of a run file."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "print the JSON Schema, for editors"
+HELP = "print the JSON Schema of run files, for editors"
 GROUP = "keys"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints the JSON Schema of a run's file, with the arguments of the built-in optimizers, schedules and trackers."
+        "Prints the JSON Schema of a run file. It includes the arguments of the built-in optimizers, schedules and "
+        "trackers."
     )
     parser.epilog = "example: weft config schema > run.schema.json"
-    parser.add_argument("--markdown", action="store_true", help="the reference page (docs/configuration.md) instead")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the reference page (docs/configuration.md) instead"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`weft config show`: a run's file resolved."""
+"""`weft config show`: prints a resolved run file."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 
 from weft.cli.config import add_file
 
-HELP = "print the resolved whole"
+HELP = "print a run file with all values resolved"
 GROUP = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints FILE with everything that it extends, presets, overrides, defaults and derived values, as YAML."
+        "Prints FILE as YAML, with the files that it extends, presets, overrides, defaults and derived values resolved."
     )
     parser.epilog = "example: weft config show run.yaml --origin"
     add_file(parser)
-    parser.add_argument("--origin", action="store_true", help="say where each value came from")
+    parser.add_argument("--origin", action="store_true", help="print the source of each value")
 
 
 def run(args: argparse.Namespace) -> int:
