@@ -120,11 +120,11 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
     from weft.config.model import ModelSection
     from weft.families.config_json import CONFIG, INDEX
     from weft.models.decoder import Decoder
-    from weft.models.huggingface_weights import invert, tensors, to_config_json
+    from weft.models.huggingface_weights import invert, saved_tensors, to_config_json
 
     checked = ModelSection(**section)
     with torch.device("meta"):
-        ours = tensors(Decoder(checked))
+        ours = saved_tensors(Decoder(checked))
     torch.manual_seed(0)
     numbers = (0.02 * torch.randn(1 << 24)).to(torch.bfloat16)  # the same again and again: no reader looks at them
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from hf_reference import apply
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -23,7 +24,7 @@ from weft.checkpoint.huggingface.folder import open_folder
 from weft.checkpoint.huggingface.slices import Source, read_part
 from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
-from weft.models.huggingface_weights import Transform, apply
+from weft.models.huggingface_weights import Transform
 
 LLAMA = {
     "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -32,7 +32,7 @@ def copy(tmp_path_factory):
     """The package and what tests it, with the family added as the page says."""
     copy = tmp_path_factory.mktemp("copy")
     shutil.copytree(ROOT / "src" / "weft", copy / "src" / "weft", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in ("pyproject.toml", "tests/conftest.py"):
+    for path in ("pyproject.toml", "tests/conftest.py", "tests/hf_reference.py"):
         (copy / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, copy / path)
     assert not (copy / FAMILY).exists(), "the family is built in by now: the page needs another one"

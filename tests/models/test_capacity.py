@@ -107,7 +107,7 @@ def test_nothing_is_dropped_outside_of_training():
 def test_whole_numbers_are_not_rounded_up():
     module = mixture(1.1)  # 1.1 x 25 x 2 / 5 is 11.000000000000002 in floating point
     chosen = torch.tensor([0, 1]).expand(1, 25, 2)
-    assert (~module.router.dropped(chosen)).sum(1).tolist() == [[11, 11]]
+    assert (~module.router.over_capacity(chosen)).sum(1).tolist() == [[11, 11]]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

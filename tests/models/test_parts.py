@@ -50,7 +50,7 @@ def test_an_initialization_of_ones_own_draws_by_seed_and_name():
     ours, theirs = decoder(initialization="my_parts:Normal"), decoder(initialization="normal")
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-7, msg=name)
-    with pytest.raises(UserError, match=r"my_parts:Flat gave a tensor of \(1952,\) for embed_tokens.weight, which is"):
+    with pytest.raises(UserError, match=r"my_parts:Flat .*\(1952,\) for embed_tokens.weight"):
         decoder(initialization="my_parts:Flat")
 
 
@@ -144,9 +144,9 @@ def test_compiled_blocks_are_one_graph(choice):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"hidden_act": "my_parts:Act"}, "model.hidden_act is 'my_parts:Act', which"),
+        ({"hidden_act": "my_parts:Act"}, "model.hidden_act is 'my_parts:Act'.*LlamaForCausalLM"),
         ({"attention_implementation": "my_parts:Attention"}, "model.attention_implementation is 'my_parts:Attention'"),
-        ({"attention_pattern": PATTERNS[0]}, r"model.attention_pattern is \{type: sliding, ...\}, which"),
+        ({"attention_pattern": PATTERNS[0]}, r"model.attention_pattern is \{type: sliding, ...\}.*LlamaForCausalLM"),
     ],
 )
 def test_what_hugging_face_has_no_code_for_is_told(keys, said):

@@ -17,24 +17,22 @@ HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\
 KEYS = {
     "norm": "width, eps", "hidden_act": "", "position": "config", "attention_implementation": "config",
 }  # fmt: skip
-# Key, what the class does, what is said after `model.KEY: odd:Odd (odd.py:6)`.
+# Key, what the class does, and what the message names after `model.KEY: odd:Odd (odd.py:6)`.
+QKV = ("attention_implementation", "q, k, v, mask")
 FORWARD = [
-    ("norm", "x", "x[..., :-1]", " gave a tensor of (2, 16, 31), wanted (2, 16, 32)"),
-    ("norm", "x", "x[:, :1]", " gave a tensor of (2, 1, 32), wanted (2, 16, 32)"),
-    ("norm", "x", "None", " gave None, wanted (2, 16, 32)"),
-    ("norm", "x", "(x,)", " gave a tuple, wanted (2, 16, 32)"),
-    ("norm", "x", "x > 0", " gave a bool tensor of (2, 16, 32), wanted (2, 16, 32)"),
-    ("hidden_act", "x", "x.chunk(2, -1)[0]", " gave a tensor of (2, 16, 24), wanted (2, 16, 48)"),
-    ("position", "q, k, positions", "q", " forward gave a tensor of (2, 4, 16, 8), wanted two tensors, the queries"),
-    ("position", "q, k, positions", "(k, q)", " forward gave, as queries, a tensor of (2, 2, 16, 8), wanted (2, 4, 16"),
-    ("position", "q, k, positions", "(q, q)", " forward gave, as keys, a tensor of (2, 4, 16, 8), wanted (2, 2, 16"),
-    ("attention_implementation", "q, k, v, mask", "q.flatten(1)", " gave a tensor of (2, 512), wanted (2, 4, 16, 8)"),
-    ("attention_implementation", "q, k, v, mask", "q.transpose(1, 2)", " gave a tensor of (2, 16, 4, 8), wanted (2, 4"),
-    (
-        "attention_implementation", "q, k, v, mask", "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)",
-        " looks at later tokens: with no mask (None), which means causal, its output for a token changes",
-    ),
-]  # fmt: skip
+    ("norm", "x", "x[..., :-1]", "a tensor of (2, 16, 31)", "(2, 16, 32)"),
+    ("norm", "x", "x[:, :1]", "a tensor of (2, 1, 32)", "(2, 16, 32)"),
+    ("norm", "x", "None", "None", "(2, 16, 32)"),
+    ("norm", "x", "(x,)", "a tuple", "(2, 16, 32)"),
+    ("norm", "x", "x > 0", "a bool tensor of (2, 16, 32)", "(2, 16, 32)"),
+    ("hidden_act", "x", "x.chunk(2, -1)[0]", "a tensor of (2, 16, 24)", "(2, 16, 48)"),
+    ("position", "q, k, positions", "q", "forward", "a tensor of (2, 4, 16, 8)", "two tensors"),
+    ("position", "q, k, positions", "(k, q)", "forward", "queries", "a tensor of (2, 2, 16, 8)", "(2, 4, 16"),
+    ("position", "q, k, positions", "(q, q)", "forward", "keys", "a tensor of (2, 4, 16, 8)", "(2, 2, 16"),
+    (*QKV, "q.flatten(1)", "a tensor of (2, 512)", "(2, 4, 16, 8)"),
+    (*QKV, "q.transpose(1, 2)", "a tensor of (2, 16, 4, 8)", "(2, 4, 16, 8)"),
+    (*QKV, "F.scaled_dot_product_attention(q, k, v, enable_gqa=True)", "later tokens", "no mask (None)", "causal"),
+]
 MASKLESS = "F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)"
 INIT = [
     ("self.w = torch.randn(width)", "x * self.w"),
@@ -43,10 +41,10 @@ INIT = [
     ("self.w = float(torch.randn(1))", "x * self.w"),
 ]
 PATTERN = [
-    ("1.0 * (query >= key)", " gave a tensor of (2, 16, 16), wanted a bool tensor of (2, 16, 16)"),
-    ("query - key", " gave a int64 tensor of (2, 16, 16), wanted a bool tensor of (2, 16, 16)"),
-    ("True", " gave a bool, wanted a bool tensor of (2, 16, 16)"),
-    ("torch.ones(3, 3, dtype=torch.bool)", " gave a bool tensor of (3, 3), wanted a bool tensor of (2, 16, 16)"),
+    ("1.0 * (query >= key)", "a tensor of (2, 16, 16)"),
+    ("query - key", "a int64 tensor of (2, 16, 16)"),
+    ("True", "a bool,"),
+    ("torch.ones(3, 3, dtype=torch.bool)", "a bool tensor of (3, 3)"),
 ]
 
 
@@ -82,6 +80,12 @@ def said(section, **settings):
     return str(error.value)
 
 
+def in_order(values, text):
+    """Whether a message names all values, in their order."""
+    places = [text.find(value) for value in values]
+    return -1 not in places and places == sorted(places)
+
+
 def accepted(section, **settings):
     """Whether a decoder with the parts passes the trial, which leaves the generator as it was."""
     state = torch.random.get_rng_state()
@@ -92,28 +96,34 @@ def accepted(section, **settings):
     return torch.equal(state, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize(("key", "called", "result", "wanted"), FORWARD)
-def test_what_a_part_gives_is_compared_with_what_is_wanted(odd, key, called, result, wanted):
-    assert said(odd(key, module(key, called, result))).startswith(f"model.{key}: odd:Odd (odd.py:6){wanted}")
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_a_wrong_output_is_reported_with_both_shapes(odd, case):
+    key, called, result, *values = case
+    place, _, rest = said(odd(key, module(key, called, result))).partition(") ")
+    assert place == f"model.{key}: odd:Odd (odd.py:6"
+    assert in_order(values, rest)
 
 
 def test_an_embedding_of_positions_of_another_shape_is_told(odd):
     section = odd("position", module("position", "x, positions", "x[:, :3]"))
-    assert said(section).endswith("(odd.py:6) embed gave a tensor of (2, 3, 32), wanted (2, 16, 32)")
+    assert in_order(["(odd.py:6) embed", "a tensor of (2, 3, 32)", "(2, 16, 32)"], said(section))
 
 
 def test_attention_that_ignores_the_mask_is_told_where_the_run_has_one(odd):
     key = "attention_implementation"
     section = odd(key, module(key, "q, k, v, mask", MASKLESS))
     try_components(section)
-    assert " looks at keys that the mask hides: with a mask, its output" in said(section, documents=True)
+    message = said(section, documents=True)
+    assert message.startswith(f"model.{key}: odd:Odd (odd.py:6) ")
+    assert "keys that the mask hides" in message
 
 
 @pytest.mark.parametrize(("init", "result"), INIT)
 def test_what_cannot_be_built_without_memory_is_told(odd, init, result):
     section = odd("norm", module("norm", "x", result, init))
     told = said(section)
-    assert told.startswith("model.norm: odd:Odd (odd.py:6) computes in __init__ with tensors, or keeps them where they")
+    assert told.startswith("model.norm: odd:Odd (odd.py:6) ")
+    assert "__init__" in told
     assert "register_buffer" in told
 
 
@@ -127,7 +137,8 @@ def test_what_cannot_be_built_without_memory_is_told(odd, init, result):
 )
 def test_any_part_that_looks_ahead_is_told(odd, key, called, result):
     told = said(odd(key, module(key, called, result)))
-    assert told.startswith(f"model.{key}: odd:Odd (odd.py:6) looks at later tokens: ")
+    assert told.startswith(f"model.{key}: odd:Odd (odd.py:6) ")
+    assert "later tokens" in told
 
 
 def test_a_backward_that_fails_is_told_with_the_part(odd):
@@ -140,29 +151,34 @@ def test_a_backward_that_fails_is_told_with_the_part(odd):
             return out.add_(1).detach() * self.w + out * 0 if self.training else out
     """
     told = said(odd("norm", body))
-    assert told.startswith("model.norm: odd:Odd (odd.py:6) cannot be used: RuntimeError: one of the variables needed")
+    assert told.startswith("model.norm: odd:Odd (odd.py:6) ")
+    assert "RuntimeError: one of the variables needed" in told
 
 
-@pytest.mark.parametrize(("result", "wanted"), PATTERN)
-def test_a_pattern_gives_a_bool_tensor_of_all_pairs(odd, result, wanted):
+@pytest.mark.parametrize(("result", "given"), PATTERN)
+def test_a_pattern_must_return_a_bool_tensor_of_all_pairs(odd, result, given):
     section = odd("attention_pattern", f"def __call__(self, query, key):\n    return {result}\n", "object")
-    assert said(section) == f"model.attention_pattern: odd:Odd (odd.py:6){wanted}"
+    place, _, rest = said(section).partition(") ")
+    assert place == "model.attention_pattern: odd:Odd (odd.py:6"
+    assert in_order([given, "a bool tensor of (2, 16, 16)"], rest)
 
 
 @pytest.mark.parametrize("key", ["norm", "position"])
 def test_a_part_that_must_be_a_module_is_told(odd, key):
     takes, called = KEYS[key], "x" if key == "norm" else "q, k, positions"
     section = odd(key, f"def __init__(self, {takes}):\n    pass\ndef __call__(self, {called}):\n    pass\n", "object")
-    assert said(section) == f"model.{key}: odd:Odd is no nn.Module; derive the class from torch.nn.Module"
+    message = said(section)
+    assert message.startswith(f"model.{key}: odd:Odd ")
+    assert message.endswith("derive the class from torch.nn.Module")
 
 
 def test_a_class_of_a_package_that_does_not_fit_is_told():
     section = ModelSection(**SHAPE | {"hidden_act": "torch.nn:GLU"})
-    assert said(section) == "model.hidden_act: torch.nn:GLU gave a tensor of (2, 16, 24), wanted (2, 16, 48)"
+    assert in_order(["model.hidden_act: torch.nn:GLU", "(2, 16, 24)", "(2, 16, 48)"], said(section))
     section = ModelSection(**SHAPE | {"norm": "torch.nn:Linear"})
-    assert said(section).startswith("model.norm: torch.nn:Linear cannot be used: TypeError: ")
+    assert in_order(["model.norm: torch.nn:Linear ", "TypeError: "], said(section))
     section = ModelSection(**SHAPE | {"norm": "torch:tensor"})
-    assert said(section).startswith("model.norm: 'torch:tensor' is no class but a ")
+    assert said(section).startswith("model.norm: 'torch:tensor' is ")
 
 
 def test_what_is_listed_beside_its_place_in_the_module_passes(odd):
@@ -198,7 +214,8 @@ def test_a_run_ends_at_once_with_one_line(odd, run_yaml, capsys):
     file = run_yaml("run.yaml", model=model | {"norm": "odd:Odd"}, log=QUIET)
     assert train(file) == 2
     error = capsys.readouterr().err
-    assert error.startswith("model.norm: odd:Odd (odd.py:6) gave a tensor of (2, ")
+    assert error.startswith("model.norm: odd:Odd (odd.py:6) ")
+    assert "a tensor of (2, " in error
     assert error.count("\n") == 1
 
 

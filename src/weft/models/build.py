@@ -1,19 +1,20 @@
-"""From a `model:` section to a module, and what it costs."""
+"""Builds a module from a `model:` section, and counts its matrix parameters."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from weft.config.components import load_class
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.models.decoder import Decoder
 
 
 def build_model(section: ModelSection | TransformersModelSection | CustomModelSection) -> nn.Module:
-    """The built-in decoder, a model of transformers, or the user's own class called with its arguments.
+    """Builds the built-in decoder, a Transformers model, or a custom model.
 
-    On the current device; parameters of a transformers model on the meta device. Weights of these two are not
-    meaningful until `weft.models.initialize.initialize` or a checkpoint fills them.
+    On the current device; a Transformers model's parameters are on the meta device. The former two are uninitialized
+    until `weft.models.initialize.initialize` or a checkpoint fills them.
     """
     if isinstance(section, ModelSection):
         return Decoder(section)
@@ -21,17 +22,14 @@ def build_model(section: ModelSection | TransformersModelSection | CustomModelSe
         from weft.models.transformers_model import build_transformers_model
 
         return build_transformers_model(section)
-    from weft.config.components import load_class
-
     return load_class(section, "model")(**section.arguments)
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """The number of parameters that stand in matrix products: all matrices but embedding look-ups.
+    """The number of parameters in matrix products: all matrices except embedding tables.
 
-    A matrix that is both (a tied head) counts once; of experts, those count that a token goes through. Sharded
-    parameters count whole. Six times this number is the floating-point operations of a token's forward and backward
-    pass, attention's scores aside.
+    A tied head counts once; of experts, those count that a token is routed to. Sharded parameters count in full. A
+    token's forward and backward pass takes six times as many floating-point operations, without attention scores.
     """
     if isinstance(model, Decoder):
         return model.config.size().matmul

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that all built-in families are configurations of."""
+"""The decoder-only transformer; every built-in family is a configuration of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
 from weft.kernels.masks import attention_mask, cached_pattern_mask
-from weft.models.layers.attention import Attention, Turn
-from weft.models.layers.custom import own_part
+from weft.models.layers.attention import Attention, Rotary
+from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.mlp import MLP
 from weft.models.layers.moe import MixtureOfExperts
 from weft.models.layers.norm import make_norm
-from weft.models.layers.position import turns_of
+from weft.models.layers.position import rotary_embeddings
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -30,31 +30,29 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """What a decoder asks of a store of earlier keys and values (`weft.generation.cache` has one)."""
+    """The interface of a key/value cache (`weft.generation.cache`)."""
 
-    length: int  # tokens held before this forward
+    length: int  # tokens cached before this forward pass
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `[batch, kv_heads, seq, head_dim]`; returns all keys and values that the queries may look at."""
+        """Appends `[batch, kv_heads, seq, head_dim]`; returns all keys and values that the queries may see."""
         ...
 
     def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
-        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None where causality says all.
+        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None if purely causal.
 
-        With a sliding `window` a query sees so many keys at the most, its own with them.
+        Args:
+            window: sliding window size, counting the query itself.
         """
         ...
 
     def advance(self, seq: int) -> None:
-        """All layers have been given `seq` more tokens."""
+        """Called after all layers have appended `seq` tokens."""
         ...
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or with the norms after the parts, or around them.
-
-    The MLP may be a mixture of experts, and attention latent.
-    """
+    """x + attention(norm(x)), then x + mlp(norm(x)); norms may also stand after both layers, or before and after."""
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
@@ -71,60 +69,57 @@ class Block(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        turn: Turn | None = None,
+        rotary: Rotary | None = None,
         mask: torch.Tensor | BlockMask | FlashMask | None = None,
         cache: Cache | None = None,
         loss_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One layer.
+        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`
 
         Args:
-            x: `[batch, seq, width]`.
-            turn: what positions do to queries and keys; None: nothing.
-            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or `attention_mask`'s; None: causal.
-            cache: earlier keys and values, extended by these.
+            x: the residual stream.
+            rotary: applies the rotary embedding to queries and keys; None: no rotary embedding.
+            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key; `attention_mask`'s; None: causal.
+            cache: earlier keys and values; new ones are appended.
             loss_weights: as in `Decoder.forward`.
-
-        Returns:
-            `[batch, seq, width]`
         """
         inner = self.cast(x if self.attention_norm is None else self.attention_norm(x))
-        attended = self.added(self.attention(inner, turn, mask, cache), self.attention_post_norm)
-        seen = x if self.parallel else x + attended
-        inner = self.cast(seen if self.mlp_norm is None else self.mlp_norm(seen))
-        through = self.mlp(inner, loss_weights) if self.has_experts else self.mlp(inner)
-        out = seen + self.added(through, self.mlp_post_norm)
+        attended = self.residual_branch(self.attention(inner, rotary, mask, cache), self.attention_post_norm)
+        middle = x if self.parallel else x + attended
+        inner = self.cast(middle if self.mlp_norm is None else self.mlp_norm(middle))
+        inner = self.mlp(inner, loss_weights) if self.has_experts else self.mlp(inner)
+        out = middle + self.residual_branch(inner, self.mlp_post_norm)
         return out + attended if self.parallel else out
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """To the dtype of the weights that multiply it: the residual stream may be wider."""
+        """Casts to the weights' dtype: the residual stream may have a wider one."""
         return x.to(self.attention.o_proj.weight.dtype)
 
-    def added(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
-        """What a part's output adds to the residual stream."""
+    def residual_branch(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
+        """Normalizes and scales a layer's output before it is added to the residual stream."""
         if post_norm is not None:
             out = post_norm(out)
         return out if self.multiplier == 1.0 else out * self.multiplier
 
 
 class Decoder(nn.Module):
-    """Token ids to logits, or to the log-probabilities of given labels.
+    """Maps token ids to logits, or to the log-probabilities of labels.
 
     Args:
-        config: its shape and parts; `vocab_size` must be known. Parameters are made on the current device ("meta" too)
-            and hold no meaningful values before `weft.models.initialize` or a checkpoint has filled them.
+        config: `vocab_size` must be set. Parameters are created on the current device ("meta" too), uninitialized until
+            `weft.models.initialize` or a checkpoint fills them.
     """
 
     def __init__(self, config: ModelSection):
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("vocab_size is not set: give it, or take the tokenizer's")
+            raise ValueError("vocab_size is not set; set it, or use the tokenizer's")
         self.config = config
-        width = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width, config.pad_token_id)
+        hidden_size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size, config.pad_token_id)
         learned = config.position == "learned"
-        self.embed_positions = nn.Embedding(config.max_position_embeddings, width) if learned else None
-        self.position = own_part(config.position, "position", config) if ":" in config.position else None
+        self.embed_positions = nn.Embedding(config.max_position_embeddings, hidden_size) if learned else None
+        self.position = custom_component(config.position, "position", config) if ":" in config.position else None
         self.embedding_dropout = Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = make_norm(config)
@@ -132,13 +127,13 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        self.token_logprobs, self.logits = token_logprobs, F.linear  # seams: compiled, or over a split vocabulary
-        self.heads = slice(None)  # a seam: those of attention's heads that are computed here
-        # Seams: a stage of a pipeline need not begin with the embedding or end with the head; other stages' layers are
-        # None in it, and what it is given does not tell the dtype of its computing.
+        self.token_logprobs, self.logits = token_logprobs, F.linear  # seams: compiled, or with a sharded vocabulary
+        self.heads = slice(None)  # a seam: the attention heads that this rank computes
+        # Seams for pipeline stages: whether the stage has the embedding and the head, and the dtype of its computation.
+        # Other stages' layers are None.
         self.begins, self.ends = True, True
         self.dtype: torch.dtype | None = None
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -151,46 +146,46 @@ class Decoder(nn.Module):
         last_only: bool = False,
         lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the model.
+        """Runs the model.
 
         Args:
-            tokens: int64 `[batch, seq]`; in a stage that does not begin with the embedding what the one before it gave.
-            positions: `[batch, seq]`, each token's place in its document; default: counted along the row, after what
-                the cache holds.
-            segments: `[batch, seq]`, each token's document: attention stays inside it. Not beside a cache.
-            cache: keys and values of earlier tokens; these are appended.
+            tokens: int64 `[batch, seq]`; in a pipeline stage without the embedding, the previous stage's output.
+            positions: `[batch, seq]`, each token's position in its document; default: counted along the sequence,
+                starting after the cached tokens.
+            segments: `[batch, seq]`, each token's document number: attention stays within documents. Not with a cache.
+            cache: earlier keys and values; new ones are appended.
             labels: `[batch, seq]`.
             loss_weights: `[batch]`, each sequence's share of the step's loss, which scales its auxiliary losses. In
                 training; None: no auxiliary losses.
-            lengths: `[batch]`, of the rows, where `tokens` are some of a row's (`parallel/axes/context.py`).
-            last_only: logits of each row's last position alone, `[batch, 1, vocab]`: all that generating needs.
+            last_only: only logits of the last position, `[batch, 1, vocab]`, for generation.
+            lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of them (context parallelism).
 
         Returns:
-            Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, for which the
-            logits of all positions are never held at once. At least float32. In a stage that does not end with the
-            head: `[batch, seq, width]`.
+            Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, computed
+            without materializing all logits. At least float32. In a pipeline stage without the head:
+            `[batch, seq, hidden]`.
         """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + seq, device=tokens.device).unsqueeze(0)
-        x = self.embed(tokens, positions) if self.begins else tokens  # [batch, seq, width]
+        x = self.embed(tokens, positions) if self.begins else tokens  # [batch, seq, hidden]
         dtype = self.dtype or x.dtype
-        turns = turns_of(config, self.position, positions, dtype, lengths)
+        rotary = rotary_embeddings(config, self.position, positions, dtype, lengths)
         masks = self.masks(tokens if self.begins else positions, positions, segments, cache, dtype)
-        for number, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             if layer is not None:
-                slides = config.slides(number)
-                x = layer(x, turns[slides] if config.rotates(number) else None, masks[slides], cache, loss_weights)
+                slides = config.slides(index)
+                x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
         if cache is not None:
             cache.advance(seq)
         return self.outputs(x, labels, last_only) if self.ends else x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids `[batch, seq]` at their positions -> `[batch, seq, width]`."""
+        """Token ids and positions, both `[batch, seq]` -> `[batch, seq, hidden]`."""
         config = self.config
         x = self.embed_tokens(tokens)
-        if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as Gemma does
+        if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as in Gemma
             x = x * torch.tensor(config.embedding_multiplier, dtype=x.dtype)
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
@@ -199,7 +194,7 @@ class Decoder(nn.Module):
         return self.embedding_dropout(x)
 
     def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
-        """The last layer's `[batch, seq, width]` -> what `forward` returns."""
+        """Applies the final norm and the head to `[batch, seq, hidden]`; returns as `forward`."""
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x[:, -1:] if last_only else x).to(head.dtype)
@@ -218,7 +213,7 @@ class Decoder(nn.Module):
         cache: Cache | None,
         dtype: torch.dtype,
     ) -> tuple[Any, Any]:
-        """What the queries of layers that see all may look at, and those of layers with a sliding window."""
+        """The masks of layers with full attention, and of layers with a sliding window."""
         config, seq, window = self.config, tokens.shape[1], self.window
         if cache is not None:
             full = cache.mask(seq, tokens.device)
@@ -228,7 +223,7 @@ class Decoder(nn.Module):
         slopes = None
         if config.position == "alibi":
             slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, tokens.device)[self.heads]
-        make = partial(
+        mask = partial(
             attention_mask,
             tokens,
             segments,
@@ -239,5 +234,5 @@ class Decoder(nn.Module):
             slopes=slopes,
             implementation=config.attention_implementation,
         )
-        full = make(sparse=self.pattern)
-        return full, full if window is None else make(sparse=window)
+        full = mask(sparse=self.pattern)
+        return full, full if window is None else mask(sparse=window)

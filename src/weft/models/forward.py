@@ -1,4 +1,4 @@
-"""One way to ask any model for what an objective needs, built in or the user's own."""
+"""Calls any model for an objective's outputs, built-in or custom."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.kernels.cross_entropy import logprobs_of_logits
 
 
 def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """The call that gives an objective's outputs: the model's own if it takes `labels`, else through its logits.
+    """Returns a function of an objective's inputs that returns its outputs.
 
-    A model of the user's own need only map tokens `[batch, seq]` to logits `[batch, seq, vocab]`; of `positions`,
-    `segments` and `labels` it gets what its `forward` names.
+    A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. It gets `positions`,
+    `segments` and `labels` if its `forward` has them; without `labels`, log-probabilities are computed from its logits.
 
     Raises:
-        UserError: (the call) the batch keeps documents apart, and the model takes no `segments`.
+        UserError: (the returned function) the batch has `segments`, and the model does not take them.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -31,13 +31,13 @@ def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
         if inputs.get("segments") is not None and "segments" not in parameters:
             name = type(model).__name__.removeprefix("FSDP")
             raise UserError(
-                f"{name}.forward takes no segments, so it cannot keep documents apart; add the argument, or set "
+                f"{name}.forward takes no segments, so attention would cross documents; add the argument, or set "
                 "data.packing to concatenate and data.document_attention to false"
             )
-        named = {k: v for k, v in inputs.items() if k in parameters and k != "tokens"}
-        if "labels" in parameters:
-            return model(inputs["tokens"], **named)
-        logits = model(inputs["tokens"], **named)
-        return logits if inputs.get("labels") is None else logprobs_of_logits(logits, inputs["labels"])
+        accepted = {k: v for k, v in inputs.items() if k in parameters and k != "tokens"}
+        outputs = model(inputs["tokens"], **accepted)
+        if "labels" in parameters or inputs.get("labels") is None:
+            return outputs
+        return logprobs_of_logits(outputs, inputs["labels"])
 
     return call

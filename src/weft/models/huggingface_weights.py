@@ -1,8 +1,8 @@
-"""From a family's table to the names and tensors of one model in Hugging Face's files, and back."""
+"""Maps the built-in decoder to Hugging Face's config.json and tensors, by the tables of its family."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from weft.families import families
 from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
 
-# Keys of a section that are about training, or say where the others are from: no config.json needs to hold them.
-_NOT_SHAPE = {
+# Keys of `model:` about training, or about where other keys come from; a config.json need not hold them.
+_NOT_ARCHITECTURE = {
     "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range",
     "attention_implementation", "attention_dropout", "hidden_dropout", "embedding_dropout",
 }  # fmt: skip
@@ -26,15 +26,15 @@ _NOT_SHAPE = {
 
 @dataclass(frozen=True)
 class Transform:
-    """How our tensor is made from theirs; or, of a stack of experts, how one expert's is.
+    """How Weft's tensor (of stacked experts, each expert's) is obtained from the stored tensor.
 
     Attributes:
-        expert: theirs is this expert's alone.
-        stacked: theirs is `[expert, ...]` as ours is.
-        transposed: their matrix is `[in, out]`.
-        sizes: rows of each of the parts that theirs is put together from, in each of its `groups`.
-        part: which of them is ours.
-        groups: how often the parts follow each other in theirs: 1, or the number of heads.
+        transposed: the stored matrix is `[in, out]`.
+        sizes: rows of each tensor that the stored one is concatenated from, within each of its `groups`.
+        part: index of Weft's tensor among them.
+        groups: how often the concatenated tensors repeat along the rows: 1, or the number of heads.
+        expert: the stored tensor is this expert's only.
+        stacked: the stored tensor is `[experts, ...]`, as Weft's is.
     """
 
     transposed: bool = False
@@ -45,62 +45,56 @@ class Transform:
     stacked: bool = False
 
 
-def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `ModelSection` for a config.json. Raises UserError for what is not supported, naming the key."""
-    return keys_of(dict(config))
-
-
 def to_config_json(section: ModelSection) -> dict[str, Any]:
-    """The config.json that transformers loads as this model.
+    """The config.json with which Transformers loads this model.
 
     Raises:
-        UserError: the section's family cannot say one of its keys (which is found by reading back what was written).
+        UserError: the section's family cannot express one of its keys, found by reading the result back.
     """
     if section.family not in families():
         raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
     family = families()[section.family]
-    _raise_if_own(section)
+    _refuse_custom_components(section)
     written = {
         "architectures": [family.ARCHITECTURES[0]],
         "model_type": family.MODEL_TYPE,
         **family.to_hf(section.resolved()),
     }
-    there, back = _whole(section), _whole(ModelSection(**section_of(written)))
-    for key, (value, other) in _differences(there, back):
+    expected, read_back = _architecture(section), _architecture(ModelSection(**keys_of(dict(written))))
+    for key, value, other in _differences(expected, read_back):
         raise UserError(
-            f"model.{key} is {value!r}, and Hugging Face's {written['architectures'][0]} cannot have that beside the "
-            f"other keys: there it would be {other!r}; train with that, or name a family that can"
+            f"model.{key} is {value!r}, which Hugging Face's {written['architectures'][0]} does not support with the "
+            f"other keys: it would be {other!r}; train with that, or set model.family to one that supports it"
         )
-    # Which ids are special is the tokenizer's to say: transformers' defaults are those of one published model.
+    # Special ids are the tokenizer's: Transformers' defaults are those of one published model.
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **written}
 
 
-def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The keys, with dots where they are a part's, whose values differ."""
+def _differences(ours: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The keys whose values differ, nested keys with dots, and both values."""
     for key, value in ours.items():
-        other = theirs.get(key)
+        other = others.get(key)
         if isinstance(value, dict) and isinstance(other, dict):
-            yield from ((f"{key}.{name}", pair) for name, pair in _differences(value, other))
+            yield from ((f"{key}.{name}", *pair) for name, *pair in _differences(value, other))
         elif value != other:
-            yield key, (value, other)
+            yield key, value, other
 
 
-def _raise_if_own(section: ModelSection) -> None:
-    """Raises UserError for parts of which transformers has no code."""
+def _refuse_custom_components(section: ModelSection) -> None:
+    """Raises UserError for components that Transformers has no code for."""
     for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
         chosen = getattr(section, key)
         if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
             what = repr(chosen) if isinstance(chosen, str) else f"{{type: {getattr(chosen, 'type', None)}, ...}}"
-            theirs = families()[section.family].ARCHITECTURES[0]
             raise UserError(
-                f"model.{key} is {what}, which Hugging Face's {theirs} has no code for; "
-                "use the model where Weft is (weft.load_model)"
+                f"model.{key} is {what}, for which Hugging Face's {families()[section.family].ARCHITECTURES[0]} has no "
+                "code; load the model with Weft (weft.load_model)"
             )
 
 
-def _whole(section: ModelSection) -> dict[str, Any]:
-    """What must survive the way to a config.json and back, with defaults that follow from others filled in."""
-    keys = {key: value for key, value in section.resolved().items() if key not in _NOT_SHAPE}
+def _architecture(section: ModelSection) -> dict[str, Any]:
+    """The keys that must survive a round trip through config.json, with derived defaults filled in."""
+    keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
     if "sliding_attention" not in keys["layer_types"]:
@@ -125,110 +119,84 @@ def _whole(section: ModelSection) -> dict[str, Any]:
     return keys
 
 
-def names(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
-    """All tensors of a section's model: our name, their tensor's name, and how ours is made from theirs.
+def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
+    """Yields, for all tensors of a section's model, Weft's name, Hugging Face's name, and the transform.
 
-    Several of ours with one of theirs follow each other in the order of its parts; a stack of experts of ours with many
-    of theirs, in the order of the experts. A tied head is not named.
+    Tensors that are concatenated in one stored tensor follow each other in that order; stored tensors of one stack of
+    experts in the order of the experts. A tied head has no entry.
 
     Raises:
-        UserError: a tensor that the family's table does not know.
+        UserError: a tensor that is not in the family's table.
     """
-    _raise_if_own(section)
+    _refuse_custom_components(section)
     table = {weight.name: weight for weight in families()[section.family].WEIGHTS}
     with torch.device("meta"):
         model = Decoder(section)
-    order = {name: place for place, name in enumerate(table)}
-    found = []
-    for ours in tensors(model):
-        layer = ours.split(".")[1] if ours.startswith("layers.") else ""
-        generic = ours.replace(f"layers.{layer}.", "layers.{n}.", 1) if layer else ours
+    order = {name: index for index, name in enumerate(table)}
+    entries = []
+    for name in saved_tensors(model):
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        generic = name.replace(f"layers.{layer}.", "layers.{n}.", 1) if layer else name
         stem, _, kind = generic.rpartition(".")
         weight, ending = (table[generic], "") if generic in table else (table.get(stem), f".{kind}")
         if weight is None:
-            raise UserError(f"{ours}: the family {section.family!r} has no such weight in Hugging Face's files")
+            raise UserError(f"{name}: the family {section.family!r} has no such weight in Hugging Face's files")
         transform = _transform(weight, section, is_matrix=kind != "bias" and not kind.endswith("_bias"))
         place = (int(layer) if layer else -1, kind if ending else "", order[weight.name])
-        theirs = weight.hf_name.replace("{n}", layer) + ending
-        if "{e}" not in theirs:
-            found.append(((*place, 0), (ours, theirs, transform)))
+        hf_name = weight.hf_name.replace("{n}", layer) + ending
+        if "{e}" not in hf_name:
+            entries.append(((*place, 0), (name, hf_name, transform)))
             continue
         assert section.moe is not None
         for expert in range(section.moe.num_experts):
-            one = replace(transform or Transform(), expert=expert)
-            found.append(((*place, expert), (ours, theirs.replace("{e}", str(expert)), one)))
-    for _, line in sorted(found, key=lambda one: one[0]):
-        yield line
+            of_expert = replace(transform or Transform(), expert=expert)
+            entries.append(((*place, expert), (name, hf_name.replace("{e}", str(expert)), of_expert)))
+    for _, entry in sorted(entries, key=lambda entry: entry[0]):
+        yield entry
 
 
-def tensors(model: Decoder) -> dict[str, torch.Tensor]:
-    """A decoder's parameters, and the buffers that are saved beside them."""
+def saved_tensors(model: Decoder) -> dict[str, torch.Tensor]:
+    """A decoder's parameters and persistent buffers."""
     saved = model.state_dict(keep_vars=True).items()
     buffers = {name: value for name, value in saved if not isinstance(value, nn.Parameter)}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def saved_dtype(name: str, asked: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
-    """What one of our tensors is saved or loaded as, where a dtype is asked for.
+def saved_dtype(name: str, requested: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is saved or loaded.
 
-    A router's correction bias stays as precise as it is, as in transformers: it moves by less than bfloat16 can tell.
+    A router's correction bias keeps its dtype, as in Transformers: its updates are too small for bfloat16.
     """
-    if asked is None or not stored.is_floating_point or name.endswith(".correction_bias"):
+    if requested is None or not stored.is_floating_point or name.endswith(".correction_bias"):
         return stored
-    return asked
+    return requested
 
 
 def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transform | None:
-    """What a line of a table means for one of its tensors; None if nothing is to be done."""
+    """The transform of one tensor of a table's entry; None for the identity."""
     transform = Transform(transposed=weight.transposed and is_matrix, stacked=weight.stacked)
     if weight.part is not None:
         part, kinds = weight.part
-        heads, rows = section.num_attention_heads, section.num_attention_heads * section.qk_head_dim
-        inner = section.inner_width
-        sizes = tuple({"q": rows, "kv": section.kv_heads * section.qk_head_dim, "inner": inner}[k] for k in kinds)
+        heads, inner = section.num_attention_heads, section.inner_width
+        rows = {"q": heads * section.qk_head_dim, "kv": section.kv_heads * section.qk_head_dim, "inner": inner}
         groups = heads if weight.by_head else inner if weight.alternating else 1
-        transform = replace(transform, sizes=tuple(size // groups for size in sizes), part=part, groups=groups)
+        sizes = tuple(rows[kind] // groups for kind in kinds)
+        transform = replace(transform, sizes=sizes, part=part, groups=groups)
     return None if transform == Transform() else transform
 
 
-def convert(section: ModelSection, theirs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our tensors from theirs, by their names in files. Raises KeyError for one that is not there."""
-    found: dict[str, list[torch.Tensor]] = {}
-    experts = set()
-    for ours, name, transform in names(section):
-        found.setdefault(ours, []).append(apply(transform, theirs[name]))
-        if transform is not None and transform.expert is not None:
-            experts.add(ours)
-    return {name: torch.stack(parts) if name in experts else parts[0] for name, parts in found.items()}
+def invert(transform: Transform | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The stored tensor, from all of Weft's tensors that it consists of, in the order of `tensor_mapping`.
 
-
-def apply(transform: Transform | None, theirs: torch.Tensor) -> torch.Tensor:
-    """Our tensor from theirs, or one expert's; a view where it can be one."""
-    if transform is None:
-        return theirs
-    if transform.stacked:
-        return torch.stack([apply(replace(transform, stacked=False), one) for one in theirs])
-    if transform.transposed:
-        theirs = theirs.T
-    if not transform.sizes:
-        return theirs
-    rest = theirs.shape[1:]
-    parts = theirs.reshape(transform.groups, -1, *rest).split(transform.sizes, dim=1)
-    return parts[transform.part].reshape(-1, *rest)
-
-
-def invert(transform: Transform | None, ours: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Their tensor from ours, all of them that it is put together from, in the order of `names`.
-
-    Of a tensor of one expert, ours is that expert's.
+    For a stored tensor of one expert, `tensors` holds that expert's.
     """
     if transform is None:
-        return ours[0]
+        return tensors[0]
     if transform.stacked:
-        return torch.stack([invert(replace(transform, stacked=False), one) for one in zip(*ours, strict=True)])
-    theirs = ours[0]
+        return torch.stack([invert(replace(transform, stacked=False), one) for one in zip(*tensors, strict=True)])
+    stored = tensors[0]
     if transform.sizes:
-        rest = theirs.shape[1:]
-        parts = [tensor.reshape(transform.groups, -1, *rest) for tensor in ours]
-        theirs = torch.cat(parts, dim=1).reshape(-1, *rest)
-    return theirs.T.contiguous() if transform.transposed else theirs
+        rest = stored.shape[1:]
+        parts = [tensor.reshape(transform.groups, -1, *rest) for tensor in tensors]
+        stored = torch.cat(parts, dim=1).reshape(-1, *rest)
+    return stored.T.contiguous() if transform.transposed else stored

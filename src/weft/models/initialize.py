@@ -1,7 +1,7 @@
-"""Initial weights, each a function of the seed and of its own name alone.
+"""Initial weights, each a function of the seed and the parameter's name.
 
-So they do not depend on the order of construction, on the device, or on how a model is sharded: a rank draws the whole
-parameter and keeps its part. The schemes (`model.initialization`):
+They do not depend on the order of construction, the device or the sharding: a rank draws the full parameter and keeps
+its shard. Schemes (`model.initialization`):
 
 | | embeddings | matrices | output projections (o_proj, down_proj) | head |
 | --- | --- | --- | --- | --- |
@@ -9,9 +9,8 @@ parameter and keeps its part. The schemes (`model.initialization`):
 | scaled | N(0, r) | N(0, r) | N(0, r / sqrt(2 x layers)) | N(0, r) |
 | muon_zero | N(0, r) | uniform, variance 1 / fan_in | 0 | 0 |
 
-with standard deviation r = `initializer_range`; `module:Class` is one of the user's own. Norm weights are one
-(rmsnorm1p's zero), biases zero; a tied head is the embedding. Norms and other parts of the user's own have the values
-that their classes give them.
+with standard deviation r = `initializer_range`. `module:Class` is a custom scheme. Norm weights are 1 (rmsnorm1p: 0),
+biases 0; a tied head is the embedding. Custom components keep the values that their classes set.
 `scaled` is GPT-2's (Radford et al., 2019): the residual stream's variance does not grow with depth.
 """
 
@@ -34,23 +33,26 @@ OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The whole initial value of one parameter of a built-in decoder, on the CPU.
+    """The full initial value of a parameter of the built-in decoder, on the CPU.
 
     Args:
-        model: gives the shapes and the scheme; may be on the meta device, sharded, or filled already.
-        name: of the parameter, as in `model.named_parameters()`.
-        dtype: of the result. Values are drawn in float32: other dtypes start from the same numbers.
+        model: provides shapes and the scheme; may be on the meta device, sharded, or already filled.
+        name: as in `model.named_parameters()`.
+        dtype: of the result. Values are drawn in float32 and cast.
+
+    Raises:
+        UserError: a custom scheme returned a wrong shape or type.
     """
     if not isinstance(model, Decoder):
-        raise TypeError(f"{type(model).__name__} initializes itself: the schemes are the built-in decoder's")
-    own = custom_component_value(model, name, seed)
-    if own is not None:
-        return own.to(dtype)
+        raise TypeError(f"{type(model).__name__} initializes itself; schemes are for the built-in decoder only")
+    custom = custom_component_value(model, name, seed)
+    if custom is not None:
+        return custom.to(dtype)
     config, shape, role = model.config, model.get_parameter(name).shape, parameter_roles(model)[name]
     if role in ("norm", "bias"):
-        holder = model.get_submodule(name.rpartition(".")[0])
-        first: Any = holder.initial_weight if role == "norm" and name.endswith("weight") else 0.0
-        return torch.full(shape, first, dtype=dtype, device="cpu")
+        module = model.get_submodule(name.rpartition(".")[0])
+        constant: Any = module.initial_weight if role == "norm" and name.endswith("weight") else 0.0
+        return torch.full(shape, constant, dtype=dtype, device="cpu")
     generator = torch.Generator(device="cpu")
     generator.manual_seed(derive_seed(seed, name))
     chosen = config.initialization
@@ -58,7 +60,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     value = scheme(name, shape, role, generator, config)
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         given = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UserError(f"model.initialization: {chosen} gave {given} for {name}, which is {tuple(shape)}")
+        raise UserError(f"model.initialization: {chosen} returned {given} for {name}, expected {tuple(shape)}")
     return value.to(dtype)
 
 
@@ -89,7 +91,7 @@ SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill all parameters of a decoder that lies whole on one device."""
+    """Fills all parameters and buffers of an unsharded decoder."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(model, name, seed, dtype=parameter.dtype))
     initialize_buffers(model, seed)
@@ -97,10 +99,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module, seed: int = 0) -> None:
-    """Give a decoder's buffers their first values, which `to_empty` leaves out.
-
-    Counts and biases of routers are all 0; parts of the user's own have what their classes give them.
-    """
+    """Fills a decoder's buffers, which `to_empty` leaves uninitialized: 0, or custom components' values."""
     for name, buffer in model.named_buffers():
-        own = custom_component_value(model, name, seed)
-        buffer.zero_() if own is None else buffer.copy_(own)
+        custom = custom_component_value(model, name, seed)
+        buffer.zero_() if custom is None else buffer.copy_(custom)

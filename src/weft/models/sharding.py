@@ -1,22 +1,22 @@
-"""How a model's matrices are cut for tensor parallelism: data, which `parallel/axes/tensor.py` acts on.
+"""How tensor parallelism shards a model's matrices: a table of rules that `parallel/axes/tensor.py` applies.
 
-Between the parts of a layer each rank has a slice of every sequence. A part (attention, an MLP) sees all tokens and has
-a cut of each matrix; its outputs are summed over the ranks. So the table says what the parts are, and what is cut:
+Between layers each rank of `tp` has a shard of every sequence. Attention and MLPs all-gather the sequence, compute with
+sharded matrices, and reduce-scatter their output. Rules are keyed by a pattern of module and parameter names:
 
-| | for | meaning |
+| rule | for | meaning |
 | --- | --- | --- |
-| "part" | a module | it is given all tokens; what it returns is one summand of its output |
-| "embedding" | a module | its rows are cut; it is given all ids, and returns the rank's slice of the sequence |
-| "head" | a module | its rows are cut; it is given all tokens, and returns all logits |
-| "positions" | a module | whole; it is given all positions, and returns the rank's slice |
-| "norm" | a module | the RMS norm of one long vector, of which each rank has a cut |
-| 0, 1, 2 | a parameter | the dimension that is cut |
-| "added" | a parameter | whole, and added to a sum over the ranks: each rank adds its share |
+| "part" | a module | all-gathers its input over `tp`; its output is partial, and is reduce-scattered |
+| "embedding" | a module | rows sharded; takes all token ids, returns the rank's shard of the sequence |
+| "head" | a module | rows sharded; all-gathers its input, returns full logits |
+| "positions" | a module | replicated; takes all positions, returns the rank's shard of the sequence |
+| "norm" | a module | the RMS norm of a vector that is sharded |
+| 0, 1, 2 | a parameter | `Shard(dim)` |
+| "added" | a parameter | replicated, and added to a partial output: each rank adds 1 / ranks of it |
 
-Parameters that no pattern names are whole on every rank. Patterns are those of `fnmatch`; the first that fits counts.
+Parameters without a rule are replicated. Patterns are those of `fnmatch`; the first match counts.
 
-A model of one's own has such a table as `weft_sharding`, a dictionary that is an attribute of its class. In it the kind
-of an embedding, a head or a norm says that rows are cut; without a "head" the output is gathered along the sequence.
+A custom model has such a table as its class attribute `weft_sharding`, a dictionary. There, "embedding", "head" and
+"norm" imply that rows are sharded; without a "head" the output is all-gathered along the sequence.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ShardingRule = int | Kind
 
 
 def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule]:
-    """The table of the built-in decoder, in all its configurations.
+    """The sharding rules of the built-in decoder.
 
     Args:
-        ranks: of `tp`. Where they are more than the heads of keys and values, these maps are whole on each, which
-            computes one head of them.
+        ranks: size of `tp`. If it does not divide the number of key/value heads, their projections are replicated, and
+            each rank computes one head of them.
     """
     table: dict[str, ShardingRule] = {
         "embed_tokens": "embedding",
@@ -70,5 +70,5 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule
 
 
 def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
-    """What the table says of a module or a parameter; None: nothing."""
-    return next((cut for pattern, cut in table.items() if fnmatchcase(name, pattern)), None)
+    """The rule of a module or parameter; None if no pattern matches."""
+    return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)

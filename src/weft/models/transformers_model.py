@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, behind the forward that the built-in decoder has.
+"""Causal language models of Hugging Face Transformers, with the `forward` of the built-in decoder.
 
-The class is transformers' own, with its parameters and their names; only `forward` is another, so that training,
-generation and checkpoints meet what they know. Nothing is fetched, and no code of a folder is run.
+The class, its parameters and their names are Transformers' own; only `forward` differs, so training, generation and
+checkpoints work as with the decoder. Nothing is downloaded, and no code of a model folder is run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from weft.kernels.cross_entropy import logprobs_of_logits, token_logprobs
 from weft.kernels.document_attention import segment_mask
 from weft.torch_private import children_of
 
-_MIXES = "it cannot keep documents apart; set data.document_attention to false and data.packing to concatenate"
-
-_LOOKS_AHEAD = (
-    "its logits depend on later tokens, so it learns nothing by predicting them; take a model that writes text"
+_CROSSES_DOCUMENTS = (
+    "its attention crosses documents; set data.document_attention to false and data.packing to concatenate"
+)
+_NOT_CAUSAL = (
+    "its logits depend on later tokens, so it cannot be trained to predict them; choose a causal language model"
 )
 
 
 class TransformersModel(nn.Module):
-    """Mixed into a class of transformers, in front of it: Weft's forward around theirs.
+    """Mixin in front of a Transformers class: wraps its `forward`.
 
     Attributes:
-        takes_cache: whether `forward` appends to a cache; otherwise it takes from it only which columns are padding.
-        learned_positions: whether it looks positions up in a table, and so has no more of them.
+        takes: names of the arguments of the class's `forward`.
+        takes_cache: whether `forward` uses a key/value cache; if not, a `KVCache` only provides the padding mask.
+        masks: whether `forward` takes a 4D mask, for attention within documents.
+        learned_positions: whether positions are embedded by a table, which limits the sequence length.
+        head: (scale, soft-cap) of a plain linear head, or None for other heads.
     """
 
     config: Any
@@ -53,28 +57,27 @@ class TransformersModel(nn.Module):
         cache: Any = None,
         labels: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the model.
+        """Runs the model.
 
         Args:
             tokens: int64 `[batch, seq]`.
-            positions: `[batch, seq]`, each token's place in its document; not used by models that know none.
-            segments: `[batch, seq]`, each token's document; `missing_capability` reports models that ignore it.
-            cache: a `weft.generation.cache.KVCache`; transformers' own cache is kept in it.
+            positions: `[batch, seq]`, each token's position in its document, if the model takes positions.
+            segments: `[batch, seq]`, each token's document number; `missing_capability` reports models that ignore it.
+            cache: a `weft.generation.cache.KVCache`, which holds Transformers' own cache.
             labels: `[batch, seq]`.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats. At least
             float32.
         """
-        given = self._given(tokens, positions, segments, cache)
-        if labels is not None and self.head is not None:
-            # As in the decoder: the logits of all positions are never held at once.
+        arguments = self._arguments(tokens, positions, segments, cache)
+        if labels is not None and self.head is not None:  # as in the decoder, without materializing all logits
             scale, softcap = self.head
             weight = self.get_output_embeddings().weight
-            hidden = self.base_model(tokens, **given)[0].to(weight.dtype)  # some have a wide residual stream
+            hidden = self.base_model(tokens, **arguments)[0].to(weight.dtype)  # the residual stream may be wider
             hidden = hidden if scale == 1.0 else hidden * scale
             return self.token_logprobs(hidden, weight, labels, softcap)
-        logits = super().forward(tokens, **given).logits
+        logits = super().forward(tokens, **arguments).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -83,51 +86,48 @@ class TransformersModel(nn.Module):
         return logprobs_of_logits(logits, labels)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Choose what depends on the dtype of computing: the grouped products of experts know no float64."""
+        """Selects implementations by dtype: grouped matrix products of experts do not support float64."""
         if dtype == torch.float64 and self._can_set_experts_implementation():
             self.set_experts_implementation("eager")
 
-    def _given(self, tokens, positions, segments, cache) -> dict[str, Any]:
-        """What their forward is given beside the tokens."""
-        given: dict[str, Any] = {"use_cache": cache is not None}
+    def _arguments(self, tokens, positions, segments, cache) -> dict[str, Any]:
+        """The arguments of the class's own `forward`, except tokens."""
+        arguments: dict[str, Any] = {"use_cache": cache is not None}
         if positions is not None and "position_ids" in self.takes:
-            given["position_ids"] = positions
+            arguments["position_ids"] = positions
         if cache is not None:
             from transformers import DynamicCache
 
             if cache.length == 0 and self.takes_cache:
-                cache.theirs = DynamicCache(config=self.config)
+                cache.transformers_cache = DynamicCache(config=self.config)
             if self.takes_cache:
-                given["past_key_values"] = cache.theirs
+                arguments["past_key_values"] = cache.transformers_cache
             if cache.starts is not None:
                 columns = torch.arange(cache.length + tokens.shape[1], device=tokens.device)
-                given["attention_mask"] = (columns >= cache.starts.to(tokens.device).unsqueeze(1)).long()
+                arguments["attention_mask"] = (columns >= cache.starts.to(tokens.device).unsqueeze(1)).long()
         elif segments is not None and self.masks:
             mask = segment_mask(segments)  # bool [batch, 1, seq, seq]
-            if self.config._attn_implementation == "eager":  # is added to the scores
+            if self.config._attn_implementation == "eager":  # adds the mask to the scores
                 dtype = self.get_input_embeddings().weight.dtype
                 mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
                     ~mask, torch.finfo(dtype).min
                 )
-            given["attention_mask"] = mask
-        return given
+            arguments["attention_mask"] = mask
+        return arguments
 
 
 def build_transformers_model(section: TransformersModelSection, *, seed: int | None = None) -> nn.Module:
-    """The model of a section's config.json.
+    """Builds the model of a section's config.json, a `TransformersModel` in float32.
 
     Args:
-        seed: give it its class's random initial weights, drawn in one piece on the current device; None: parameters are
-            on the meta device, and buffers (rotations) hold what its constructor computes, on the CPU.
-
-    Returns:
-        A `TransformersModel` in float32.
+        seed: the class's random initial weights are drawn with it, unsharded, on the current device. None: parameters
+            are on the meta device; buffers (rotary frequencies) are computed by the constructor, on the CPU.
 
     Raises:
-        UserError: transformers is missing or too old, does not know the model, or does not take its config.json.
+        UserError: Transformers is missing or too old, or does not support the model or its config.json.
     """
-    base, config = _theirs(section)
-    # It goes by the name and module of theirs: transformers looks its tables of weights' names up by them.
+    base, config = _transformers_class(section)
+    # It has the original name and module, by which Transformers looks up its weight name conversions.
     kind = type(base.__name__, (TransformersModel, base), {"__module__": base.__module__})
     options = {} if section.attn_implementation is None else {"attn_implementation": section.attn_implementation}
     if seed is not None:
@@ -136,99 +136,95 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
         with contextlib.nullcontext() if seed is not None else _parameters_on_meta():
             model = kind._from_config(config, dtype=torch.float32, **options)
     except ImportError as error:
-        what = f"model.attn_implementation: {_first_line(error)}; install it, or choose sdpa"
+        what = f"model.attn_implementation: {_first_line(error)}; install it, or set sdpa"
         raise UserError(what, section.path) from error
-    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:  # what constructors raise
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:  # raised by constructors
         raise UserError(
-            f"model: {base.__name__}: {_first_line(error)}; mend config.json, or set the key in model.config",
+            f"model: {base.__name__}: {_first_line(error)}; fix config.json, or set the key in model.config",
             section.path,
         ) from error
     module = sys.modules[base.__module__]
     model.takes = set(inspect.signature(base.forward).parameters)
     model.takes_cache = "past_key_values" in model.takes
-    # Their own masks keep windows and documents (by positions that begin anew); one given from outside replaces all.
+    # A 4D mask would replace the model's own sliding windows. Its own masks handle documents, by restarting positions.
     windows = any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_chunked_causal_mask"))
     model.masks = model.config._attn_implementation in ("sdpa", "eager") and not windows
-    words = model.get_input_embeddings()
-    model.learned_positions = any(isinstance(m, nn.Embedding) and m is not words for m in model.modules())
+    embedding = model.get_input_embeddings()
+    model.learned_positions = any(isinstance(m, nn.Embedding) and m is not embedding for m in model.modules())
     model.token_logprobs = token_logprobs
-    model.head = _head(base, model)
+    model.head = _find_head(base, model)
     return model
 
 
-def _theirs(section: TransformersModelSection) -> tuple[type, Any]:
-    """transformers' class for a config.json, and its config."""
+def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
+    """The Transformers class of a config.json, and its config object."""
     try:
         import transformers
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise UserError(MISSING) from error
     if int(transformers.__version__.partition(".")[0]) < 5:
-        raise UserError(f"type: hf needs transformers 5 or newer, and {transformers.__version__} is here; update it")
-    named = section.config["model_type"]
-    if named not in CONFIG_MAPPING:
+        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update it")
+    model_type = section.config["model_type"]
+    if model_type not in CONFIG_MAPPING:
         if "auto_map" in section.config:
-            what = "its code is files of the folder (auto_map), and none is run; there is no class for it otherwise"
+            hint = "its code is in the folder (auto_map), which is not run; choose a model that transformers has"
         else:
-            near = difflib.get_close_matches(named, CONFIG_MAPPING, 1, cutoff=0.6)
-            what = f"did you mean {near[0]!r}?" if near else "a newer one may"
-        message = f"transformers {transformers.__version__} has no model_type {named!r}; {what}"
-        raise UserError(f"model: {message}", section.path)
+            near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else "a newer version may have it"
+        what = f"model: transformers {transformers.__version__} has no model_type {model_type!r}; {hint}"
+        raise UserError(what, section.path)
     try:
-        config = CONFIG_MAPPING[named].from_dict(dict(section.config))
-    except Exception as error:  # whatever their checks of a config.json raise; it is told and ends the run
-        raise UserError(
-            f"model: transformers does not take this config.json: {_first_line(error)}", section.path
-        ) from error
+        config = CONFIG_MAPPING[model_type].from_dict(dict(section.config))
+    except Exception as error:  # its validation raises many types
+        raise UserError(f"model: transformers rejects this config.json: {_first_line(error)}", section.path) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"model: transformers has no causal language model of model_type {named!r}; name one that writes text",
-            section.path,
-        )
+        what = f"model: transformers has no causal language model of model_type {model_type!r}; choose another model"
+        raise UserError(what, section.path)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return kind, config
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, up to the end of a line; of one that announces the next line, with that."""
+    """The first line of an error's message; with the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters take no memory, buffers are computed: no checkpoint holds those, and only constructors know them."""
-    plain = nn.Module.register_parameter
+    """Puts new parameters on the meta device, not buffers: those are computed by constructors, and in no checkpoint."""
+    original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        plain(self, name, param)
-        if param is not None and param.device.type != "meta":  # a tied one stays the same object
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":  # keeps tied parameters tied
             setattr(self, name, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad))
 
     nn.Module.register_parameter = register
     try:
         yield
     finally:
-        nn.Module.register_parameter = plain
+        nn.Module.register_parameter = original
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Give parameters on the meta device memory on `device`, and no values; buffers keep theirs, tied ones stay so."""
+    """Allocates parameters on `device`, uninitialized. Buffers keep their values, and tied parameters stay tied."""
     buffers = dict(model.named_buffers())
-    same: dict[int, list[tuple[nn.Module, str]]] = {}
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            same.setdefault(id(parameter), []).append((module, name))
+            uses.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=device)
-    for (first, its_name), *others in same.values():
+    for (first, first_name), *others in uses.values():
         for module, name in others:
-            setattr(module, name, getattr(first, its_name))
+            setattr(module, name, getattr(first, first_name))
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
 
 
-class _Hidden(nn.Module):
-    """In the place of a base model: gives the same hidden states whatever it is asked."""
+class _FixedHiddenStates(nn.Module):
+    """Stands in for a base model and always returns the same hidden states."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -244,25 +240,27 @@ class _Hidden(nn.Module):
         return self if name in ("decoder", "model") else None
 
 
-def _head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
-    """What a model does to its last hidden states: `softcap(factor x head(states))`, or None if it is anything else.
+def _find_head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
+    """(scale, soft-cap) if the logits are `softcap(scale x head(hidden states))`, else None.
 
-    Found by having its forward do it to random states and a small head, and comparing.
+    Determined by running the class's `forward` with random hidden states and a small head.
     """
     head, prefix = model.get_output_embeddings(), model.base_model_prefix
-    own = next((name for name, child in model.named_children() if child is head), None)
-    if not isinstance(head, nn.Linear) or head.bias is not None or own is None or prefix not in children_of(model):
+    head_name = next((name for name, child in model.named_children() if child is head), None)
+    plain_linear = isinstance(head, nn.Linear) and head.bias is None
+    if not plain_linear or head_name is None or prefix not in children_of(model):
         return None
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, head.in_features, generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, head.in_features, generator=generator)
     small = nn.Linear(head.in_features, 8, bias=False, device="cpu")
+    replaced = {**children_of(model), prefix: _FixedHiddenStates(hidden), head_name: small}
     shell = object.__new__(type(model))
-    shell.__dict__ = {**model.__dict__, "_modules": {**children_of(model), prefix: _Hidden(hidden), own: small}}
+    shell.__dict__ = {**model.__dict__, "_modules": replaced}
     with torch.no_grad():
-        small.weight.copy_(torch.randn(small.weight.shape, generator=draw))
+        small.weight.copy_(torch.randn(small.weight.shape, generator=generator))
         try:
             logits = base.forward(shell, torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits
-        except Exception:  # it wants more of its base model than hidden states: its own way to logits is taken
+        except Exception:  # needs more of its base model than hidden states: `forward` computes its logits
             return None
         plain = F.linear(hidden, small.weight)
         softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -277,56 +275,57 @@ def _head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
 
 @torch.no_grad()
 def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
-    """Try whether a model does what training asks of it. All ranks of a sharded one call it.
+    """Checks that a model is causal and, with `documents`, that attention stays within documents.
 
-    Args:
-        documents: attention is to be kept inside documents.
+    Collective if the model is sharded.
 
     Returns:
-        What it does not do, in words; or None.
+        A message with what the model cannot do, or None.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]], device=device) % model.get_input_embeddings().num_embeddings
     positions = torch.arange(8, device=device).unsqueeze(0)
-    segments, places = positions // 4, positions % 4  # two documents of four tokens
+    segments, restarted = positions // 4, positions % 4  # two documents of four tokens
     training = model.training
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
             plain = model(tokens=tokens, positions=positions)
-            # What an earlier token changes in later ones: the measure of what no token may change.
-            own = (plain - model(tokens=_put(tokens, 0, 1), positions=positions))[:, 1:].abs().max()
-            ahead = model(tokens=_put(tokens, 7, 8), positions=positions)
-            if not _same(model, plain[:, :-1], ahead[:, :-1], own):
-                return _LOOKS_AHEAD
+            # The effect of the first token on later ones, as a scale for differences.
+            effect = (plain - model(tokens=_zeroed(tokens, 0, 1), positions=positions))[:, 1:].abs().max()
+            changed = model(tokens=_zeroed(tokens, 7, 8), positions=positions)
+            if not _unchanged(model, plain[:, :-1], changed[:, :-1], effect):
+                return _NOT_CAUSAL
             if not documents:
                 return None
             try:
-                second, after_others = (
-                    model(tokens=t, positions=places, segments=segments)[:, 4:] for t in (tokens, _put(tokens, 0, 4))
+                second, after_change = (
+                    model(tokens=ids, positions=restarted, segments=segments)[:, 4:]
+                    for ids in (tokens, _zeroed(tokens, 0, 4))
                 )
-            except (RuntimeError, ValueError, TypeError, IndexError):  # it takes no mask of this form
-                return _MIXES
-            # To the last bit other tokens change nothing; being alone changes shapes, and so how sums are rounded.
-            alone = model(tokens=tokens[:, 4:], positions=places[:, 4:])
-            apart = _same(model, second, after_others, own)
-            return None if apart and bool((second - alone).abs().max() <= 0.1 * alone.abs().max()) else _MIXES
+            except (RuntimeError, ValueError, TypeError, IndexError):  # does not take a mask of this form
+                return _CROSSES_DOCUMENTS
+            # Other documents must change nothing, bitwise. A single document has other shapes: sums round differently.
+            single = model(tokens=tokens[:, 4:], positions=restarted[:, 4:])
+            separate = _unchanged(model, second, after_change, effect)
+            close = bool((second - single).abs().max() <= 0.1 * single.abs().max())
+            return None if separate and close else _CROSSES_DOCUMENTS
     finally:
         model.train(training)
         for module in model.modules():
-            if hasattr(module, "reshard"):  # sharded: its parameters are those that the optimizer has, as before
+            if hasattr(module, "reshard"):  # FSDP: restores the sharded parameters that the optimizer has
                 module.reshard()
 
 
-def _put(tokens: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The same tokens, but for other ones from `start` to `stop`."""
+def _zeroed(tokens: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A copy of the tokens with id 0 from `start` to `stop`."""
     changed = tokens.clone()
     changed[:, start:stop] = 0
     return changed
 
 
-def _same(model: nn.Module, one: torch.Tensor, other: torch.Tensor, own: torch.Tensor) -> bool:
-    """Equal to the bit; far closer than `own` where experts get other numbers of tokens, and sums are rounded anew."""
+def _unchanged(model: nn.Module, one: torch.Tensor, other: torch.Tensor, effect: torch.Tensor) -> bool:
+    """Bitwise equality; with experts, whose token counts change the rounding, closeness relative to `effect`."""
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.equal(one, other)
-    return bool((one - other).abs().max() <= 0.3 * own)
+    return bool((one - other).abs().max() <= 0.3 * effect)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.models.decoder import Decoder
-from weft.models.layers.attention import Attend
+from weft.models.layers.attention import CoreAttention
 from weft.models.layers.dropout import Dropout, FullSequence
 from weft.parallel.model_state import ModelState
 
@@ -92,7 +92,9 @@ class WeightsDropout:
         rows: of some queries: the number of all, their places, and those of the keys in their order.
     """
 
-    def __init__(self, module: Attend, rows: Callable[[int], tuple[int, torch.Tensor, torch.Tensor]] | None = None):
+    def __init__(
+        self, module: CoreAttention, rows: Callable[[int], tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    ):
         self.module, self.rows = module, rows
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:

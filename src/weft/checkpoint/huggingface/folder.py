@@ -25,7 +25,7 @@ from weft.families.config_json import CONFIG, INDEX, SINGLE, quantization, read_
 from weft.files import read_json
 from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
-from weft.models.huggingface_weights import Transform, invert, names, tensors
+from weft.models.huggingface_weights import Transform, invert, saved_tensors, tensor_mapping
 
 # So many wrong tensors are named; the rest is counted.
 _NAMED = 10
@@ -259,7 +259,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, Stored]) -> dict
         what = f"num_hidden_layers: {section.num_hidden_layers:,}, and the files have {len(stored):,} tensors in all"
         raise UserError(f"{what}; download the model again", path / CONFIG)
     with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors(Decoder(section)).items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(Decoder(section)).items()}
     problems: list[str] = []
     used: set[str] = set()
     sources: dict[str, Source] = {}
@@ -304,7 +304,7 @@ def _further(config: dict[str, Any], section: ModelSection, stored: dict[str, St
 def groups(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
     """Their names -> ours that each is put together from, in order."""
     found: dict[str, list[tuple[str, Transform | None]]] = {}
-    for ours, theirs, transform in names(section):
+    for ours, theirs, transform in tensor_mapping(section):
         found.setdefault(theirs, []).append((ours, transform))
     return found
 

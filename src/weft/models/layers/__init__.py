@@ -1,1 +1,1 @@
-"""The exchangeable parts of a decoder."""
+"""Layers of the decoder."""

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped keys and values."""
+"""Multi-head attention with grouped key/value heads."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 from weft.config.model import ModelSection
 from weft.kernels.attention import Scores, alibi_slopes, attention
-from weft.models.layers.custom import own_part
+from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
 
-# Turns queries and keys by their positions: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
-Turn = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Applies the rotary embedding: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
+Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Attention(nn.Module):
-    """Projects to queries, keys and values, attends, projects back."""
+    """Grouped-query attention with its projections."""
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
@@ -31,42 +31,41 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=config.output_bias)
-        self.norm_together = config.qk_norm and config.qk_norm_over == "width"  # all heads as one vector
-        together = self.norm_together
-        norm = RMSNorm1p if config.norm == "rmsnorm1p" else RMSNorm
-        self.q_norm = norm(self.head_dim * (heads if together else 1), config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = (
-            norm(self.head_dim * (kv_heads if together else 1), config.rms_norm_eps) if config.qk_norm else None
-        )
-        self.attend = Attend(config)
+        self.norm_all_heads = config.qk_norm and config.qk_norm_over == "width"  # all heads as one vector
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            norm = RMSNorm1p if config.norm == "rmsnorm1p" else RMSNorm
+            self.q_norm = norm(self.head_dim * (heads if self.norm_all_heads else 1), config.rms_norm_eps)
+            self.k_norm = norm(self.head_dim * (kv_heads if self.norm_all_heads else 1), config.rms_norm_eps)
+        self.attend = CoreAttention(config)
         self.clip, self.hidden_dropout = config.clip_qkv, Dropout(config.hidden_dropout)
 
-    def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
-        """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
+    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
+        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`; other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
-        if norms is not None and self.norm_together:
+        if norms is not None and self.norm_all_heads:
             q, k = norms[0](q), norms[1](k)
         if self.clip is not None:
-            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
+            q, k, v = (x.clamp(-self.clip, self.clip) for x in (q, k, v))
         q = q.view(batch, seq, -1, self.head_dim)  # [batch, seq, heads, head_dim]
         k = k.view(batch, seq, -1, self.head_dim)
         v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)  # [batch, kv_heads, seq, head_dim]
-        if norms is not None and not self.norm_together:
+        if norms is not None and not self.norm_all_heads:
             q, k = norms[0](q), norms[1](k)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if turn is not None:
-            q, k = turn(q, k)
+        if rotary is not None:
+            q, k = rotary(q, k)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # all keys and values so far
         return self.hidden_dropout(self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1)))
 
 
-class Attend(nn.Module):
-    """The attention call with all that a config says of its scores: the seam that `parallel/` may fill.
+class CoreAttention(nn.Module):
+    """Attention of projected queries, keys and values, which `parallel/` may wrap.
 
-    With `attention_implementation: module:Class` the user's own part fills it.
+    `attention_implementation: module:Class` replaces it by a custom component.
     """
 
     def __init__(self, config: ModelSection):
@@ -74,13 +73,13 @@ class Attend(nn.Module):
         heads, chosen = config.num_attention_heads, config.attention_implementation
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
-        # Seams: which of all heads are computed here, and which of those that this rank has parameters for.
+        # Seams: the heads computed here, as a slice of all heads and of the heads whose parameters this rank has.
         self.num_heads, self.heads, self.local_heads = heads, slice(None), slice(None)
-        # A seam: what `dropout` does, where not all weights are here.
+        # A seam: replaces `dropout` where attention weights are sharded.
         self.weights_dropout: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
-        self.own = own_part(chosen, "attention", config) if ":" in chosen else None
+        self.own = custom_component(chosen, "attention", config) if ":" in chosen else None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask=None) -> torch.Tensor:
         """`attention` of `[batch, heads, seq, head_dim]`; the mask is as in `Block.forward`."""
@@ -95,6 +94,6 @@ class Attend(nn.Module):
         return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 
     def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
-        """What drops weights in training: other devices than CPUs have kernels that do it by themselves."""
-        own = self.weights_dropout if device.type == "cpu" and self.dropout else None
-        return own or self.dropout
+        """The `dropout` argument in training. Devices other than CPUs have kernels with dropout."""
+        replacement = self.weights_dropout if device.type == "cpu" and self.dropout else None
+        return replacement or self.dropout

@@ -1,4 +1,4 @@
-"""Parts of a decoder that are classes of the user's own: `model.norm: my_parts:MyNorm` and the like (docs/parts.md)."""
+"""Custom components of a decoder: user classes such as `model.norm: my_parts:MyNorm` (docs/parts.md)."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from weft.config.components import load_class
 from weft.config.custom_components import OWN_PARTS
 from weft.errors import UserError
 
-MAKERS: WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = WeakKeyDictionary()  # how each part was made
+# The call that created each custom module: the decoder is built on the meta device, and initial values come from a
+# second instance.
+FACTORIES: WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = WeakKeyDictionary()
 
 
-def own_part(type_: str, room: str, *arguments: Any) -> Any:
-    """Make the part that `module:Class` means.
-
-    A module remembers how it was made: a decoder is built without values, and its initial ones come from another.
+def custom_component(type_: str, kind: str, *arguments: Any) -> Any:
+    """Instantiates the class `module:Class`.
 
     Raises:
-        UserError: there is no such class; or a norm or a position scheme that is no nn.Module.
+        UserError: there is no such class, or a norm or position component is not an nn.Module.
     """
     try:
-        found = load_class(type_, room)
+        found = load_class(type_, kind)
     except UserError as error:
-        key = next(key for key, kind in OWN_PARTS.items() if kind == room)
+        key = next(key for key, one in OWN_PARTS.items() if one == kind)
         raise UserError(f"model.{key}: {error}") from None
-    make = partial(found, *arguments)
-    part = make()
-    if room in ("norm", "position") and not isinstance(part, nn.Module):
-        raise UserError(f"model.{room}: {type_} is no nn.Module; derive the class from torch.nn.Module")
-    if isinstance(part, nn.Module):
-        MAKERS[part] = make
-    return part
+    factory = partial(found, *arguments)
+    component = factory()
+    if kind in ("norm", "position") and not isinstance(component, nn.Module):
+        raise UserError(f"model.{kind}: {type_} is not an nn.Module; derive the class from torch.nn.Module")
+    if isinstance(component, nn.Module):
+        FACTORIES[component] = factory
+    return component
 
 
 def custom_component_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
-    """The initial value of a parameter or buffer that belongs to a part of the user's own; None for all others.
+    """The initial value of a parameter or buffer of a custom component; None for other parameters.
 
-    The part is made anew on the CPU, with PyTorch's generator seeded by `seed` and the part's name alone.
+    The component is created again on the CPU, with PyTorch's generator seeded by `seed` and the component's name.
     """
     path = name.split(".")
     for depth in range(1, len(path)):
         prefix = ".".join(path[:depth])
-        make = MAKERS.get(model.get_submodule(prefix))
-        if make is not None:
+        factory = FACTORIES.get(model.get_submodule(prefix))
+        if factory is not None:
             with torch.random.fork_rng(devices=[]), torch.device("cpu"):
                 torch.manual_seed(derive_seed(seed, prefix))
-                made = make()
+                component = factory()
             inner = ".".join(path[depth:])
-            return (dict(made.named_parameters()) | dict(made.named_buffers()))[inner].detach()
+            return (dict(component.named_parameters()) | dict(component.named_buffers()))[inner].detach()
     return None
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A generator's seed of 64 bits for one name."""
+    """A 64-bit seed that depends on `seed` and `name` only."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")

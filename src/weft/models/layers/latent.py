@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024): keys and values are made of one short vector a token."""
+"""Multi-head latent attention (DeepSeek-AI, 2024): keys and values are projected from one latent vector per token."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.models.layers.attention import Attend, Turn
+from weft.models.layers.attention import CoreAttention, Rotary
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm
 
-EPS = 1e-6  # of the norms inside: the published models' own, whatever the residual stream's is
+EPS = 1e-6  # of the latent norms, as published; independent of the residual stream's
 
 
 class LatentAttention(nn.Module):
-    """Queries, and one latent vector and one rotated key a token, of which each head makes its keys and values.
+    """Each head projects its keys and values from one latent vector per token; one rotary key is shared by all heads.
 
-    The cache holds the latent and the rotated key alone, `kv_lora_rank + qk_rope_head_dim` numbers a token.
+    The cache holds only the latent and the rotary key: `kv_lora_rank + qk_rope_head_dim` elements per token.
     """
 
     def __init__(self, config: ModelSection, layer: int):
@@ -39,18 +39,18 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(self.heads * self.v_head_dim, width, bias=config.output_bias)
         self.scale = config.attention_multiplier or config.qk_head_dim**-0.5
-        self.attend = Attend(config.model_copy(update={"attention_multiplier": self.scale}))
+        self.attend = CoreAttention(config.model_copy(update={"attention_multiplier": self.scale}))
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
-    def forward(self, x: torch.Tensor, turn: Turn | None = None, mask=None, cache=None) -> torch.Tensor:
-        """`[batch, seq, width]` -> `[batch, seq, width]`; the other arguments as in `Block.forward`."""
+    def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
+        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`; other arguments as in `Block.forward`."""
         batch, seq, _ = x.shape
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
         q_nope, q_rope = q.view(batch, seq, self.heads, -1).transpose(1, 2).split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj(x).unsqueeze(1).split((self.rank, self.rope), dim=-1)  # [batch, 1, seq, ...]
         latent = self.kv_a_norm(latent)
-        if turn is not None:
-            q_rope, k_rope = turn(self.halves(q_rope), self.halves(k_rope))
+        if rotary is not None:
+            q_rope, k_rope = rotary(self.half_split(q_rope), self.half_split(k_rope))
         if cache is not None:
             latent, k_rope = cache.update(self.layer, latent, k_rope)
         if cache is not None and seq == 1:
@@ -62,16 +62,18 @@ class LatentAttention(nn.Module):
             out = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
         return self.hidden_dropout(self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)))
 
-    def halves(self, x: torch.Tensor) -> torch.Tensor:
-        """What is rotated, with pairs that lie side by side put as far apart as `rotate` has them."""
+    def half_split(self, x: torch.Tensor) -> torch.Tensor:
+        """Reorders interleaved pairs into the half-split layout of `apply_rotary`."""
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
 
     def absorbed(self, q_nope, q_rope, latent, k_rope, mask):
-        """One new token against the latents themselves, as one head of keys and values for all of queries.
+        """Attention of one new token over the latents, as one key/value head for all query heads.
 
-        q (W c) = (q W) c, and W (sum of c) = sum of (W c): no key or value of an earlier token is made again.
+        q (W c) = (q W) c, and W (sum of c) = sum of (W c): no keys or values of earlier tokens are recomputed.
         """
-        of_k, of_v = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split((self.nope, self.v_head_dim), dim=1)
-        q = torch.cat((torch.einsum("bhsn,hnr->bhsr", q_nope, of_k), q_rope), dim=-1)
-        seen = self.attend(q, torch.cat((latent, k_rope), dim=-1), latent, mask)  # [batch, heads, 1, rank]
-        return torch.einsum("bhsr,hvr->bhsv", seen, of_v)
+        k_weight, v_weight = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split(
+            (self.nope, self.v_head_dim), dim=1
+        )
+        q = torch.cat((torch.einsum("bhsn,hnr->bhsr", q_nope, k_weight), q_rope), dim=-1)
+        out = self.attend(q, torch.cat((latent, k_rope), dim=-1), latent, mask)  # [batch, heads, 1, rank]
+        return torch.einsum("bhsr,hvr->bhsv", out, v_weight)

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block."""
+"""The feed-forward layer of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.models.layers.custom import own_part
+from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 
 
@@ -29,8 +29,8 @@ ACTIVATIONS = {
 
 
 def make_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The nonlinearity that `model.hidden_act` names."""
-    return ACTIVATIONS[name] if name in ACTIVATIONS else own_part(name, "activation")
+    """The activation function that `model.hidden_act` names."""
+    return ACTIVATIONS[name] if name in ACTIVATIONS else custom_component(name, "activation")
 
 
 class MLP(nn.Module):
@@ -46,7 +46,7 @@ class MLP(nn.Module):
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, seq, width]` -> `[batch, seq, width]`"""
+        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`"""
         if self.gate_proj is None:
             inner = self.activation(self.up_proj(x))
         else:
@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 def intermediate_size(config: ModelSection) -> int:
-    """The MLP's inner width; by default 4 x width, or 8/3 x width if gated (as many weights), in multiples of 8."""
+    """The MLP's intermediate size; default: 4 x hidden size or, if gated, 8/3 x hidden size in multiples of 8."""
     if config.intermediate_size is not None:
         return config.intermediate_size
     if config.mlp == "plain":

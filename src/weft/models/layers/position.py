@@ -1,4 +1,4 @@
-"""How queries and keys are turned by their positions: what a decoder hands to every block's attention."""
+"""Builds the rotary embedding that a decoder passes to every block's attention."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ import torch
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.models.layers.attention import Turn
-from weft.models.layers.rope import rotary_cos_sin, rotate
+from weft.models.layers.attention import Rotary
+from weft.models.layers.rope import apply_rotary, rotary_cos_sin
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def turns_of(
+def rotary_embeddings(
     config: ModelSection,
-    scheme: nn.Module | None,
+    custom: nn.Module | None,
     positions: torch.Tensor,
     dtype: torch.dtype,
     lengths: torch.Tensor | None = None,
-) -> tuple[Turn | None, Turn | None]:
-    """What positions do to queries and keys, in layers that see all and in those with a sliding window.
+) -> tuple[Rotary | None, Rotary | None]:
+    """The rotary embedding of layers with full attention, and of layers with a sliding window.
 
     Args:
-        scheme: one of the user's own, made once a decoder. Without a `forward` it only embeds.
-        positions: `[batch or 1, seq]`, each token's place in its document.
-        dtype: of the model's computing.
+        custom: the decoder's custom position component. Without a `forward` it only changes the token embeddings.
+        positions: `[batch or 1, seq]`, each token's position in its document.
+        dtype: of the model's computation.
         lengths: as `rotary_cos_sin`'s.
     """
-    if scheme is not None:
-        turns = type(scheme).forward is not nn.Module.forward
-        own = partial(_by_scheme, scheme, positions) if turns else None
-        return own, own
+    if custom is not None:
+        rotates = type(custom).forward is not nn.Module.forward
+        rotary = partial(_call_custom, custom, positions) if rotates else None
+        return rotary, rotary
     if config.position != "rope":
         return None, None
     table = rotary_cos_sin(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling, lengths)
-    turn = partial(_by_table, table)
+    rotary = partial(_apply_table, table)
     if config.sliding_window is None or config.rope_local_base_freq is None:
-        return turn, turn
+        return rotary, rotary
     local = rotary_cos_sin(positions, config.rotary_dim, config.rope_local_base_freq, dtype)
-    return turn, partial(_by_table, local)
+    return rotary, partial(_apply_table, local)
 
 
-# Functions with names, which compiled blocks know again in every forward; tensors are all that changes.
+# Module-level functions: compiled blocks guard on their identity, and only the tensors change between forward passes.
 
 
-def _by_table(table: Pair, q: torch.Tensor, k: torch.Tensor) -> Pair:
-    return rotate(q, table), rotate(k, table)
+def _apply_table(table: Pair, q: torch.Tensor, k: torch.Tensor) -> Pair:
+    return apply_rotary(q, table), apply_rotary(k, table)
 
 
-def _by_scheme(scheme: nn.Module, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Pair:
-    turned_q, turned_k = scheme(q, k, positions)
-    return turned_q.to(q.dtype), turned_k.to(k.dtype)
+def _call_custom(custom: nn.Module, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Pair:
+    rotated_q, rotated_k = custom(q, k, positions)
+    return rotated_q.to(q.dtype), rotated_k.to(k.dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), in the half-split layout of Llama's published weights."""
+"""Rotary position embedding (Su et al., 2021), in the half-split layout of Llama's weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ def rotary_cos_sin(
     scaling: RopeScaling | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rotations of all positions, computed once a forward and handed to every block.
+    """The cosines and sines of all positions, each `[batch, 1, seq, rotary_dim / 2]`, computed once per forward pass.
 
-    Some scalings depend on how long a sequence is (`dynamic`, `longrope`): that is a row's largest position, plus 1.
-    So a row gets what it would get alone, whatever rows are beside it. Of documents packed into one row, the longest
-    decides for all of them; and keys in a cache stay rotated as they were when the row was shorter.
+    The scalings `dynamic` and `longrope` depend on the sequence's length: its largest position, plus 1. The result for
+    a sequence does not depend on the rest of the batch. If documents are packed into one sequence, the longest decides
+    for all of them. Cached keys keep the rotation that they got when the sequence was shorter.
 
     Args:
-        positions: `[batch, seq]`, or `[1, seq]` where all rows count alike. Whole rows, or their ends.
-        rotary_dim: how many of each head's numbers are rotated; even.
-        dtype: of the model's computing; the table has at least float32.
-        lengths: `[batch]`, how long the rows are of which `positions` are a part; None: they are whole, or ends.
-
-    Returns:
-        cosines and sines, each `[batch, 1, seq, rotary_dim / 2]`.
+        positions: `[batch, seq]`, or `[1, seq]` if equal for all sequences. Full sequences, or their ends.
+        rotary_dim: dimensions of each head that are rotated; even.
+        dtype: of the model's computation; the result is at least float32.
+        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of them.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
@@ -45,29 +42,29 @@ def rotary_cos_sin(
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
-def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate each pair (i, i + rotary_dim / 2) of `x` `[batch, heads, seq, head_dim]` by its position's angle.
+def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates the pairs (i, i + rotary_dim / 2) of `x` `[batch, heads, seq, head_dim]` by their position's angle.
 
-    A head's numbers from `rotary_dim` on stay as they are.
+    Dimensions from `rotary_dim` on are unchanged.
     """
     cos, sin = table
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim < x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotary_dim], table), x[..., rotary_dim:]), dim=-1)
+        return torch.cat((apply_rotary(x[..., :rotary_dim], table), x[..., rotary_dim:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rotary_depends_on_length(scaling: RopeScaling | None) -> bool:
-    """Whether the rotations of a sequence's positions depend on how long it is."""
+    """Whether a sequence's rotary embedding depends on its length."""
     return scaling is not None and scaling.rope_type in _BY_LENGTH
 
 
 def rotary_changes_at(scaling: RopeScaling | None, length: int) -> bool:
-    """Whether all positions are rotated in another way once a sequence has grown by a token to `length`.
+    """Whether all positions' rotation changes when a sequence grows by one token to `length`.
 
-    Then a cache's keys are to be made again: a model with longrope is trained with one set of rotations or the other,
-    never with both in one sequence. `dynamic` changes a little with each token, and its keys stay as they are.
+    Cached keys must then be recomputed: longrope is trained with one set of frequencies per sequence, never with both.
+    `dynamic` changes slightly with each token, and its cached keys are kept.
     """
     if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
         return False
@@ -75,30 +72,30 @@ def rotary_changes_at(scaling: RopeScaling | None, length: int) -> bool:
 
 
 def _original(scaling: RopeScaling) -> int:
-    """Positions before the stretching: the config has them of all that ask."""
+    """The context length before scaling; the config sets it for all scalings that need it."""
     assert scaling.original_max_position_embeddings is not None
     return scaling.original_max_position_embeddings
 
 
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Positions interpolated (Chen et al., 2023)."""
+    """Position interpolation (Chen et al., 2023)."""
     return frequencies / scaling.factor, 1.0
 
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Slow rotations slowed, fast ones left alone, a ramp between (Dubey et al., 2024)."""
-    turns = _original(scaling) * frequencies / (2 * math.pi)  # within the first context
+    """Scales low frequencies, keeps high ones, interpolates between (Dubey et al., 2024)."""
+    rotations = _original(scaling) * frequencies / (2 * math.pi)  # within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """The ramp over the rotations' numbers, and a factor that sharpens attention (Peng et al., 2023)."""
+    """Interpolates by frequency index, and scales attention scores (Peng et al., 2023)."""
     half = frequencies.shape[0]
 
-    def index(turns: float) -> float:  # of the rotation that makes so many turns within the first context
-        wavelength = _original(scaling) / (turns * 2 * math.pi)
+    def index(rotations: float) -> float:  # of the frequency with this number of rotations in the original context
+        wavelength = _original(scaling) / (rotations * 2 * math.pi)
         return half * math.log(wavelength) / math.log(theta)
 
     low, high = index(scaling.beta_fast), index(scaling.beta_slow)
@@ -107,9 +104,9 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tupl
     low, high = max(low, 0), min(high, 2 * half - 1)
     if low == high:
         high += 0.001
-    places = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
-    slowed = ((places - low) / (high - low)).clamp(0, 1)
-    mixed = frequencies / scaling.factor * slowed + frequencies * (1 - slowed)
+    indices = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
+    scaled = ((indices - low) / (high - low)).clamp(0, 1)
+    mixed = frequencies / scaling.factor * scaled + frequencies * (1 - scaled)
     return mixed, _attention_factor(scaling)
 
 
@@ -125,7 +122,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
 def _dynamic(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """A larger base for sequences beyond the first context, by their length (NTK-aware; Peng et al., 2023)."""
+    """A base that grows with the length beyond the original context (NTK-aware; Peng et al., 2023)."""
     original, rotary_dim = _original(scaling), 2 * exponents.shape[0]
     lengths = lengths.clamp(min=original).to(exponents.dtype)
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
@@ -136,14 +133,14 @@ def _dynamic(
 def _longrope(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Each rotation slowed by a factor of its own: one set within the first context, one beyond (Ding et al., 2024)."""
+    """A factor per frequency: one set up to the original context length, one beyond (Ding et al., 2024)."""
     original = _original(scaling)
     short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
     factors = torch.where(lengths > original, long, short)  # [batch, 1, rotary_dim / 2]
-    sharpened = scaling.attention_factor
-    if sharpened is None:
-        sharpened = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(original))
-    return 1.0 / (factors * theta**exponents), sharpened
+    attention_factor = scaling.attention_factor
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(max(scaling.factor, 1.0)) / math.log(original))
+    return 1.0 / (factors * theta**exponents), attention_factor
 
 
 _SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

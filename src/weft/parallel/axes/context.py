@@ -29,7 +29,7 @@ from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.masks import alibi_mask, flex_usable, pattern_mask, segment_mask, sparse_block_mask
 from weft.models.decoder import Decoder
-from weft.models.layers.attention import Attend
+from weft.models.layers.attention import CoreAttention
 from weft.models.layers.moe import Router
 from weft.models.layers.rope import rotary_depends_on_length
 from weft.parallel.axes.ring import ring_attention
@@ -112,7 +112,7 @@ class Context:
             model.heads = self._head_part(model.heads, self.config.num_attention_heads)
         share_row(list(model.modules()), self._row)
         for module in model.modules():
-            if isinstance(module, Attend):
+            if isinstance(module, CoreAttention):
                 self._attend(module, state)
             elif isinstance(module, Router):
                 over_rows = partial(sum_copies, group=self.group)
@@ -120,7 +120,7 @@ class Context:
                 state.fill(module, "on_full_sequence", "cp: all-gather the choices", self._of_rows)
                 module.sequence_shards = self.group.size()
 
-    def _attend(self, module: Attend, state: ModelState) -> None:
+    def _attend(self, module: CoreAttention, state: ModelState) -> None:
         if self.way == "all_to_all":
             module.weights_dropout = WeightsDropout(module)
             start, stop, _ = module.heads.indices(module.num_heads)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from weft.errors import UserError
 from weft.models.decoder import Decoder
-from weft.models.layers.attention import Attend, Attention
+from weft.models.layers.attention import Attention, CoreAttention
 from weft.models.layers.latent import LatentAttention
 from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
@@ -107,7 +107,7 @@ def share_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
     assert tp is not None
     group, rank, ranks = tp.get_group(), tp.get_local_rank(), tp.size()
     for module in model.modules():
-        if isinstance(module, Attend):
+        if isinstance(module, CoreAttention):
             each = module.num_heads // ranks
             state.fill(module, "heads", f"tp: heads / {ranks}", slice(rank * each, (rank + 1) * each))
             module.weights_dropout = WeightsDropout(module)
