@@ -64,16 +64,16 @@ def test_overwrite_replaces_nothing_of_another_kind(place, capsys, verb):
     kind = "tokenizer" if tokenizer else "token store"
     before = tree(place)
     for out, told in (
-        ("precious", f"precious: exists already and is no {kind}"),
-        ("store-json", f"is no {kind}"),
-        *((name, f"is no {kind}") for name in own),
+        ("precious", f"precious: exists already and is not a {kind}"),
+        ("store-json", f"is not a {kind}"),
+        *((name, f"is not a {kind}") for name in own),
         ("held", ""),
-        ("file", "file: exists already and is no folder"),
+        ("file", "file: exists already and is not a folder"),
         (".", "a name is needed"),
         ("", "a name is needed"),
         ("/", "a name is needed"),
         ("held/..", "a name is needed"),
-        ("file/new", "no folder"),
+        ("file/new", "is not a folder"),
     ):
         assert call(verb, out) == 2, out
         lines = capsys.readouterr().err.strip().splitlines()
@@ -160,7 +160,7 @@ def test_a_pair_of_files_is_replaced_only_by_its_kind(place, capsys):
 
 def test_what_came_meanwhile_is_not_replaced(place):
     make_store(place / ".new.partial", [2])
-    with pytest.raises(UserError, match=r"precious: came into being meanwhile.*is no token store"):
+    with pytest.raises(UserError, match=r"precious: was created meanwhile.*is not a token store"):
         publish(place / ".new.partial", Path("precious"))
     assert (place / "precious" / "thesis.md").read_bytes() == THESIS
 
@@ -178,7 +178,7 @@ def test_a_link_to_a_store_gives_its_name_and_leaves_nothing(place):
 def test_a_folder_that_cannot_be_written_to_is_told(place, capsys):
     (place / "locked").mkdir(mode=0o555)
     assert call("shuffle", "locked/new") == 2
-    assert "cannot be written to" in capsys.readouterr().err
+    assert "not writable" in capsys.readouterr().err
 
 
 def test_overwrite_is_named_only_where_it_would_do(place):

@@ -85,7 +85,7 @@ def test_a_damaged_store_is_found_while_merging(tmp_path, inputs, tiny_tokenizer
     data = bytearray((a / "tokens.bin").read_bytes())
     data[len(data) // 2] ^= 1
     (a / "tokens.bin").write_bytes(data)
-    with pytest.raises(UserError, match=r"a/tokens.bin: its bytes are not those"):
+    with pytest.raises(UserError, match=r"a/tokens.bin: damaged.*pack the store again"):
         merge([a, a], tmp_path / "merged")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

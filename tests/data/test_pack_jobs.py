@@ -224,7 +224,7 @@ def test_another_request_does_not_go_on_with_an_unfinished_pack(tmp_path, inputs
         pack(inputs, tmp_path / "s", tiny_tokenizer, workers=1, on_error="skip", range_bytes=RANGE)
     monkeypatch.undo()
     arguments = ["data", "pack", str(inputs[1]), "--tokenizer", str(tiny_tokenizer), "--out", str(tmp_path / "s")]
-    with pytest.raises(UserError, match=r"unfinished.*--exact.*--overwrite starts over"):
+    with pytest.raises(UserError, match=r"unfinished.*--exact.*--overwrite to start over"):
         pack(inputs[1:2], tmp_path / "s", FailingEncoder(tiny_tokenizer, exact=True), range_bytes=RANGE)
     assert main([*arguments, "--overwrite"]) == 0
     assert TokenStore(tmp_path / "s").info.documents == 20
@@ -302,7 +302,7 @@ def test_a_part_is_done_again_if_a_worker_dies_once(tmp_path, tiny_tokenizer, ca
     encoder = FailingEncoder(tiny_tokenizer)
     packed = pack([path], tmp_path / "s", encoder, workers=2, range_bytes=RANGE, console=Console())
     assert packed.info.documents == 60
-    assert "killed by signal 9 (SIGKILL), perhaps for want of memory" in capsys.readouterr().err
+    assert "killed by signal 9 (SIGKILL), perhaps out of memory" in capsys.readouterr().err
     pack([path], tmp_path / "t", encoder, workers=1, range_bytes=RANGE)
     assert content(tmp_path / "s") == content(tmp_path / "t")
 
@@ -334,7 +334,7 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(tmp_path, words, tiny_t
     os.killpg(process.pid, number)
     told = process.communicate(timeout=30)[1].splitlines()
     assert process.returncode == code
-    assert told[-1] == f"{line}; the same command goes on"
+    assert told[-1] == f"{line}; repeat the command to resume"
     assert not any("Traceback" in line for line in told)
     assert len(children) == 2
     assert not any(os.path.exists(f"/proc/{child}/fd/0") for child in children)
@@ -355,7 +355,7 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(tmp_path, inputs, undi
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        assert "cannot be written: File too large; what is done is kept" in done.stdout
+        assert "cannot be written: File too large; the work is kept" in done.stdout
     assert not out.exists()
     packed = pack(inputs, out, tiny_tokenizer, on_error="skip", workers=1, range_bytes=RANGE)
     assert packed.bytes < packed.info.bytes

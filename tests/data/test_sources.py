@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_cases import TEXTS, collect, json_lines, make_table, packed, reasons, values
 
-from weft.cli.data.inputs import unescaped
+from weft.cli.data.inputs import unescape
 from weft.data.documents import Counts, Document
 from weft.data.sources import Reading, plan, read, streams
 from weft.errors import UserError
@@ -122,14 +122,14 @@ def test_a_template_that_means_nothing_is_refused_at_once(template):
 
 
 def test_arguments_of_a_shell_may_say_line_ends():
-    assert unescaped(r"{a}\n{b}\t\\n\x\r") == "{a}\n{b}\t\\n\\x\r"
-    assert unescaped("\\") == "\\"
+    assert unescape(r"{a}\n{b}\t\\n\x\r") == "{a}\n{b}\t\\n\\x\r"
+    assert unescape("\\") == "\\"
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n", "<|end|>", "aa"])
 @pytest.mark.parametrize("block", [1, 2, 5, 1000])
 def test_text_is_split_at_separators_wherever_blocks_end(tmp_path, monkeypatch, separator, block):
-    monkeypatch.setattr(streams.Raw.read, "__defaults__", (block,))
+    monkeypatch.setattr(streams.UnitReader.read, "__defaults__", (block,))
     text = "first\n\nsecond aaa\n\n\nthird<|end|>\n\n\n\nlaaast é<|end|>" + separator
     path = tmp_path / "a.txt"
     path.write_text(text, newline="")

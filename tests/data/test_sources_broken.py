@@ -255,7 +255,7 @@ def test_a_quote_that_never_closes_says_up_to_where(tmp_path, monkeypatch, capsy
     (tmp_path / "a.csv").write_text('text\na\n"b\n' + "c\n" * 40)
     pack = ["data", "pack", "a.csv", "--tokenizer", str(tiny_tokenizer), "--out", "s"]
     assert main(pack) == 2
-    assert "a.csv:3: broken CSV (unexpected end of data, lines 3 to 43); mend it" in capsys.readouterr().err
+    assert "a.csv:3: broken CSV (unexpected end of data, lines 3 to 43); fix it" in capsys.readouterr().err
     assert main([*pack, "--on-error", "skip"]) == 0
     assert [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()] == [
         {"path": "a.csv", "line": 3, "last_line": 43, "reason": "broken CSV"}
@@ -330,7 +330,7 @@ def test_what_cannot_be_read_ends_a_pack_or_is_counted_and_named(tmp_path, monke
     pack = ["data", "pack", "corpus", "--tokenizer", str(tiny_tokenizer), "--out", "s", "--workers", "1"]
     assert main(pack) == 2
     told = capsys.readouterr().err
-    assert "corpus/b.jsonl: cannot be read: Permission denied; mend it, or --on-error skip leaves" in told
+    assert "corpus/b.jsonl: cannot be read: Permission denied; fix it, or use --on-error skip" in told
     assert main([*pack, "--on-error", "skip"]) == 0
     said = capsys.readouterr()
     assert "6 documents = 1 packed" in said.out

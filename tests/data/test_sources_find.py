@@ -74,13 +74,13 @@ def test_what_is_no_document_is_counted_by_reason(tmp_path, tiny_tokenizer, tiny
         names = [str(path.relative_to(tmp_path) if path.is_absolute() else path) for path in files]
         assert sorted({Path(name).name for name in names}) == ["a.txt", "b.txt", "binary", "c.txt", "readme.txt"]
         assert len(names) == 5
-        assert files.left_out == expected
+        assert files.skipped == expected
         assert find_files(files) is files
-    assert find_files(["d", "d/.x.txt"]).left_out["hidden"] == 1
-    assert find_files(["d/*"]).left_out["dangling link"] == 2
+    assert find_files(["d", "d/.x.txt"]).skipped["hidden"] == 1
+    assert find_files(["d/*"]).skipped["dangling link"] == 2
     assert len(find_files(["d/*"])) == 5
     (tmp_path / "d" / "store" / "readme.txt").unlink()
-    with pytest.raises(UserError, match=r"no files in d/store \(1 token store left out\)"):
+    with pytest.raises(UserError, match=r"no files in d/store \(1 token store skipped\)"):
         find_files(["d/store"])
 
     out = ["--out", "d/new", "--tokenizer", "d/tok"]

@@ -50,7 +50,7 @@ def test_objects_on_one_line_are_read_in_any_spacing(tmp_path):
 
 @pytest.mark.parametrize("block", [5, 50, 1 << 20])
 def test_every_spacing_gives_the_values_that_were_written(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(streams.Raw.read, "__defaults__", (block,))
+    monkeypatch.setattr(streams.UnitReader.read, "__defaults__", (block,))
     rng = random.Random(block)
     for number in range(60):
         records = [record(rng, n) for n in range(rng.randrange(1, 9))]

@@ -10,7 +10,7 @@ import pytest
 from store_cases import EOD, make_store
 
 from weft.cli.main import main
-from weft.data.inspect import looked_at
+from weft.data.inspect import sample_array
 from weft.data.stores.operations.verify import verify
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
@@ -180,8 +180,8 @@ def test_inspect_shows_kind_mask_and_where_a_store_came_from(tmp_path, tiny_stor
 def test_of_a_large_array_only_some_is_looked_at(monkeypatch):
     import weft.data.inspect as inspecting
 
-    monkeypatch.setattr(inspecting, "LOOKED_AT", 640)
-    part, whole = looked_at(np.arange(10**6))
+    monkeypatch.setattr(inspecting, "SAMPLE_SIZE", 640)
+    part, whole = sample_array(np.arange(10**6))
     assert not whole
     assert len(part) == 640
     assert (part.min(), part.max()) == (0, 10**6 - 1)

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from weft.cli.main import main
 from weft.data.tokenizers.copy import copy_tokenizer
-from weft.data.tokenizers.exactness import PATTERNS, cut
+from weft.data.tokenizers.exactness import PATTERNS, split_document
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 
@@ -249,7 +249,8 @@ def test_a_library_that_refuses_is_passed_over_and_one_that_fails_is_not(tmp_pat
         patch.setattr(gigatoken.Tokenizer, "from_json", refuse)
         tokenizer = Tokenizer.load(folder)
         assert_same(tokenizer, made, TEXTS, fast=False)
-    assert tokenizer.reason == "gigatoken does not take it: Unsupported kind of merge"
+    assert "gigatoken" in tokenizer.reason
+    assert tokenizer.reason.endswith(": Unsupported kind of merge")
 
     def fail(self, text):
         raise ValueError("assignment destination is read-only")
@@ -275,7 +276,7 @@ def test_pieces_of_a_cut_text_give_the_ids_of_the_whole():
     for pattern in PATTERNS:
         made = cases.by_pairs(pattern, seed=1)
         for text in (" ".join(cases.nasty_texts(15, 3000)), "".join(cases.nasty_texts(16, 3000))):
-            pieces = cut(text)
+            pieces = split_document(text)
             assert len(pieces) > 1
             assert "".join(pieces) == text
             ids = [id for encoding in made.encode_batch(pieces) for id in encoding.ids]
@@ -295,7 +296,7 @@ def test_an_id_outside_the_vocabulary_is_an_error(tmp_path):
         tokenizer.encode_batch(["a text", cases.SPECIAL])
     tokenizer = Tokenizer.load(cases.save(made, tmp_path))
     tokenizer.vocab_size = 100
-    with pytest.raises(UserError, match=r"gave the id \d+, but has 100"):
+    with pytest.raises(UserError, match=r"id \d+, .* 100 tokens"):
         tokenizer.encode_batch(["zzz", "\u00ff"])
 
 

@@ -8,7 +8,7 @@ import unicodedata
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from weft.data.tokenizers.exactness import PATTERNS, spelled
+from weft.data.tokenizers.exactness import PATTERNS, spell_bytes
 
 SPECIAL = "<|endoftext|>"
 ALPHABETS = [
@@ -73,7 +73,7 @@ def in_contexts(character: str) -> str:
 
 def spelling() -> dict[int, str]:
     """How byte-level tokenizers spell each byte."""
-    return {byte: spelled(bytes([byte])) for byte in range(256)}
+    return {byte: spell_bytes(bytes([byte])) for byte in range(256)}
 
 
 def byte_pairs(seed: int = 0) -> tuple[dict[str, int], list[tuple[str, str]]]:

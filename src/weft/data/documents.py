@@ -1,4 +1,4 @@
-"""What the sources give: documents, rejects with their reason, and counts that add up."""
+"""What sources yield: documents, rejects with their reasons, and counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 
 class Document(NamedTuple):
-    """A text, or the record itself where records are read.
+    """A document: its text, or the record (a dict) if sources are read with `Reading.records`.
 
-    `line` is counted from 1 within the unit that was read (a row, in tables); None: the whole file is one document.
+    `line` is the line of the unit, from 1 (the row, in tables). None: the document is a complete file.
     """
 
     value: Any
@@ -18,10 +18,14 @@ class Document(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """What is no document, and why; `line` as in `Document`, None: the file itself.
+    """A document that cannot be read or encoded.
 
-    `reason` is one of few, so that rejects can be counted by it; `hint` tells more of this one. `on_purpose`: the user
-    asked to leave such documents out; it never ends a pack. `last`: the last line of what takes several.
+    Attributes:
+        line: as in `Document`; None: the file itself.
+        reason: one of few strings, by which rejects are counted.
+        hint: details about this reject.
+        on_purpose: the user asked to drop such documents, so the reject never ends a pack.
+        last: the last line, if the reject spans several.
     """
 
     line: int | None
@@ -30,19 +34,24 @@ class Reject(NamedTuple):
     on_purpose: bool = False
     last: int | None = None
 
+    @property
+    def message(self) -> str:
+        """The reason and the hint."""
+        return f"{self.reason} ({self.hint})" if self.hint else self.reason
+
 
 @dataclass
 class Counts:
-    """What one unit held; with `add`, what many did.
+    """Counts of one unit, or the sum over several (`add`).
 
     Attributes:
-        documents, empty: documents in all, and those of them whose text is empty.
-        bytes: UTF-8 bytes of their texts (of the records themselves where records are read).
-        blank_lines: lines with nothing but blanks, which are no documents.
-        lines: lines (rows, records) of the unit, by which the next unit of the same file counts on.
+        documents, empty: all documents, and those with an empty text.
+        bytes: UTF-8 bytes of the texts (of the records, with `Reading.records`).
+        blank_lines: lines of white space, which are not documents.
+        lines: lines (rows, records) of the unit; the offset of the line numbers of the file's next unit.
         rejected: rejects by reason.
-        skipped_files: files that are no text at all, by reason ("binary").
-        raw_bytes, sha256: the unit's bytes on disk (compressed, if it is) and their digest; no digest of sums.
+        skipped_files: files that hold no text, by reason ("binary").
+        raw_bytes, sha256: the unit's bytes on disk (compressed, if the file is) and their digest. A sum has no digest.
     """
 
     documents: int = 0
@@ -56,7 +65,7 @@ class Counts:
     sha256: str = ""
 
     def add(self, other: Counts) -> None:
-        """Add another unit's counts to these."""
+        """Adds another unit's counts."""
         for name in ("documents", "empty", "blank_lines", "bytes", "lines", "raw_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.rejected.update(other.rejected)

@@ -1,4 +1,4 @@
-"""A look at a token store: counts, lengths as a picture, decoded samples. Large ones are sampled: it is instant."""
+"""Describes a token store: counts, a histogram of lengths, decoded samples. Large stores are sampled, which is fast."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from weft.files import read_json
 from weft.formatting import counted
 
 BAR = 40  # characters of the longest bar
-LOOKED_AT, RUNS = 1 << 24, 64  # numbers that are read at most, in how many places
+SAMPLE_SIZE, RUNS = 1 << 24, 64  # elements that are read at most, and the number of runs they are read in
 
 
 def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Iterator[str]:
-    """Lines that describe the store at `path`.
+    """Yields lines that describe the store at `path`.
 
     Args:
-        tokenizer: decodes the samples; without it they are shown as ids.
+        tokenizer: decodes the samples; None: they are shown as ids.
+        samples: number of documents to show.
 
     Raises:
-        UserError: no store, a damaged one, or the wrong tokenizer.
+        UserError: not a store, a damaged store, or the wrong tokenizer.
     """
     store = TokenStore(path)
     info = store.info
@@ -33,50 +34,51 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
     documents, tokens = counted(store.num_documents, "document"), counted(store.num_tokens, "token")
     yield f"{path}: {documents}{kind}, {tokens} ({info.dtype})"
     if info.bytes is None:
-        yield "text       its bytes were not counted (--tokenizer lets the operation that made it count)"
+        yield "text       bytes not counted (give --tokenizer to the operation that created the store)"
     else:
         yield f"text       {counted(info.bytes, 'byte')}, {info.bytes / max(1, store.num_tokens):.2f} bytes per token"
     named = info.tokenizer_digest[:16] if info.tokenizer_digest is not None else "not stated"
     yield f"vocabulary {info.vocab_size:,}, end of document {info.eod_id}, tokenizer {named}"
     yield f"digest     {info.digest[:16]}"
     if store.loss_mask is not None:
-        mask, whole = looked_at(store.loss_mask)
+        mask, complete = sample_array(store.loss_mask)
         share = np.count_nonzero(mask) / max(1, len(mask))
-        yield f"loss mask  {'' if whole else 'about '}{share:.1%} of the tokens are learned"
+        yield f"loss mask  {'' if complete else 'about '}{share:.1%} of the tokens are learned"
     empty = f"{counted(info.empty_documents, 'empty document')}, {counted(info.blank_lines, 'blank line')}"
     rejected = ", ".join(f"{number:,} rejected ({reason})" for reason, number in info.rejected.items())
     yield f"of these   {empty}" + (f", {rejected}" if rejected else "")
-    yield from made_from(path)
-    lengths, whole = looked_at(store.lengths)
-    if not whole:
+    yield from _describe_origin(path)
+    lengths, complete = sample_array(store.lengths)
+    if not complete:
         yield f"           lengths of {counted(len(lengths), 'document')} in {RUNS} places:"
-    yield from histogram(lengths)
+    yield from _histogram(lengths)
     decoder = open_tokenizer(tokenizer, info.tokenizer_digest) if tokenizer is not None else None
     for number in np.linspace(0, store.num_documents - 1, max(0, min(samples, store.num_documents))).astype(int):
         ids = store.document(int(number))
+        limit = 60
         if decoder is None:
             shown = " ".join(map(str, ids[:24]))
         elif store.loss_mask is None:
-            shown = repr(decoder.decode(ids[:60].tolist()))
-        else:  # more of it, for what is learned comes late; {+ and +} are around that
+            shown = repr(decoder.decode(ids[:limit].tolist()))
+        else:  # more tokens, because the learned ones come late; {+ and +} enclose them
+            limit = 240
             start = int(store.offsets[number]) // store.tokens.itemsize
-            shown = repr(with_mask(ids[:240], store.loss_mask[start : start + len(ids)][:240], decoder.decode))
-        limit = 60 if decoder is None or store.loss_mask is None else 240
+            shown = repr(with_mask(ids[:limit], store.loss_mask[start : start + len(ids)][:limit], decoder.decode))
         yield f"document {number:,} ({counted(len(ids), 'token')}): {shown}{' ...' if len(ids) > limit else ''}"
 
 
-def looked_at(array: np.ndarray) -> tuple[np.ndarray, bool]:
-    """All of an array; or, of a large one, evenly spaced runs, and False."""
-    if len(array) <= LOOKED_AT:
+def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Returns a full array and True; or evenly spaced runs of a large one, and False."""
+    if len(array) <= SAMPLE_SIZE:
         return np.array(array), True
-    starts = np.linspace(0, len(array) - LOOKED_AT // RUNS, RUNS).astype(int)
-    found = np.concatenate([array[start : start + LOOKED_AT // RUNS] for start in starts])
+    starts = np.linspace(0, len(array) - SAMPLE_SIZE // RUNS, RUNS).astype(int)
+    sample = np.concatenate([array[start : start + SAMPLE_SIZE // RUNS] for start in starts])
     release_pages(array)
-    return found, False
+    return sample, False
 
 
-def made_from(path: Path) -> Iterator[str]:
-    """What a store says of how it was made, unless it was packed from text."""
+def _describe_origin(path: Path) -> Iterator[str]:
+    """Describes the operation that created the store, unless it was packed."""
     made = read_json(path / "store.json").get("made_from")
     if not isinstance(made, dict) or "operation" not in made:
         return
@@ -86,8 +88,8 @@ def made_from(path: Path) -> Iterator[str]:
     yield f"made by    {made['operation']}{f' of {digest}' if digest else ''}" + (f" ({details})" if details else "")
 
 
-def histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Document lengths in powers of two, as bars."""
+def _histogram(lengths: np.ndarray) -> Iterator[str]:
+    """Draws a histogram of document lengths by powers of two."""
     if len(lengths) == 0:
         return
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)

@@ -1,5 +1,7 @@
-"""Folders that appear whole: they are made in a hidden one beside, and take their name by one rename. What they replace
-is of their own kind, or nothing is replaced: a folder of the user's is never taken for one of Weft's."""
+"""Output folders: checks before the work, and atomic publication.
+
+A folder is written under a hidden name and renamed when it is complete. It replaces only a folder of its own kind.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ class Kind:
     """A kind of folder that Weft writes.
 
     Attributes:
-        name: in words.
-        marks: the files by which one is known.
-        files: all that there can be in it.
-        folders: the folders that there can be in it, and how all that they hold is called at its beginning.
+        name: for messages.
+        marks: the files that identify the kind.
+        files: all files that the folder may contain.
+        folders: all subfolders that the folder may contain, and the prefix of the names in each.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Kind:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def marked(self, names: Collection[str]) -> bool:
-        """Whether a folder with these names in it is one of this kind (there may be more in it)."""
+        """Whether a folder that contains `names` is of this kind (it may contain more)."""
         return all(mark in names for mark in self.marks)
 
 
@@ -47,44 +49,47 @@ TOKENIZER = Kind(
 )
 
 
-def check_out(out: Path, kind: Kind, inputs: Iterable[Path] = (), *, overwrite: bool = False) -> None:
-    """Before any work: see that the folder `out` can be made, and costs nothing but, with `overwrite`, one of its kind.
-
-    What to do about one that is there without `overwrite` is left to the caller: `exists_already` is the error.
+def check_out(
+    out: Path, kind: Kind, inputs: Iterable[Path] = (), *, overwrite: bool = False, new: bool = False
+) -> None:
+    """Checks, before any work, that `out` can be written and that only a folder of the same kind would be replaced.
 
     Args:
-        inputs: the files and stores that are read, which `out` must not be, nor hold, nor lie in.
+        inputs: files and stores that are read; `out` must not be, contain or lie within one of them.
+        new: without `overwrite`, an existing `out` is an error. Otherwise the caller checks whether it can be reused.
 
     Raises:
-        UserError: it names no folder, overlaps an input, cannot be written to, or is there and something else.
+        UserError: `out` is not a valid name, overlaps an input, is not writable, or is something else.
     """
     check_name(out)
     check_apart(out, inputs)
-    there = os.path.lexists(out)
-    if there and overwrite and (why := what_else(out, kind)):
+    exists = os.path.lexists(out)
+    if exists and overwrite and (why := why_not_replaceable(out, kind)):
         raise UserError(f"exists already and {why}; name another --out", out)
-    if not there or overwrite:
+    if exists and new and not overwrite:
+        raise exists_already(out, kind)
+    if not exists or overwrite:
         check_parent(out)
 
 
 def check_name(out: Path) -> None:
-    """`out` has a name of its own: it is not the working directory, the one above, or the disk."""
+    """Raises UserError unless `out` ends with a file name of valid length."""
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: a name is needed for what is made; such as --out {out / 'new'}")
-    if len(os.fsencode(files.partial_path(out).name)) > 255:  # which is what file systems allow
-        raise UserError(f"--out {out.name[:40]}...: too long a name; at most 240 characters")
+        raise UserError(f"--out {out}: a name is needed for the output; such as --out {out / 'new'}")
+    if len(os.fsencode(files.partial_path(out).name)) > 255:  # the limit of file systems
+        raise UserError(f"--out {out.name[:40]}...: the name is too long; give at most 240 characters")
 
 
 def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
-    """`out` is none of `inputs`, and neither lies in the other. `what`: these are, in words."""
-    place = os.path.realpath(out)
+    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: a noun for these."""
+    target = os.path.realpath(out)
     for path in inputs:
         real = os.path.realpath(path)
-        if real == place:
+        if real == target:
             how = f"is the {what} {path} itself"
-        elif real.startswith(place + os.sep):
+        elif real.startswith(target + os.sep):
             how = f"holds the {what} {path}"
-        elif place.startswith(real + os.sep):
+        elif target.startswith(real + os.sep):
             how = f"lies in the {what} {path}"
         else:
             continue
@@ -92,59 +97,56 @@ def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
 
 
 def check_parent(out: Path) -> None:
-    """Something can be made at `out`, as far as the folders above tell."""
-    for parent in Path(os.path.abspath(out)).parents:
-        if not os.path.lexists(parent):
-            continue
-        if not os.path.isdir(parent):
-            raise UserError(f"cannot be made: {parent} is no folder; name another --out", out)
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"cannot be made: {parent} cannot be written to; name another --out", out)
-        return
+    """Raises UserError if the nearest existing parent of `out` is not a writable folder."""
+    parent = next(parent for parent in Path(os.path.abspath(out)).parents if os.path.lexists(parent))
+    if not os.path.isdir(parent):
+        raise UserError(f"cannot be created: {parent} is not a folder; name another --out", out)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot be created: {parent} is not writable; name another --out", out)
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
-    """The error where `out` is taken; it names --overwrite only where that would do.
+    """Returns the error for an existing `out`; it suggests --overwrite only if that would work.
 
     Args:
-        what: more about what is there.
+        what: more about what exists.
     """
-    if why := what_else(out, kind):
+    if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; name another --out", out)
     return UserError(f"exists already{what}; name another --out, or --overwrite replaces it", out)
 
 
-def what_else(out: Path, kind: Kind) -> str:
-    """Why what is at `out` must not be replaced by a folder of this kind; empty if it is one, or an empty folder."""
+def why_not_replaceable(out: Path, kind: Kind) -> str:
+    """Returns why `out` must not be replaced; empty if it is an empty folder or a folder of this kind."""
     if not os.path.isdir(out):
-        return "is no folder"
+        return "is not a folder"
     try:
         with os.scandir(out) as listing:
             entries = {entry.name: entry.is_dir(follow_symlinks=False) for entry in listing}
         if not entries:
             return ""
         if not kind.marked(entries):
-            return f"is no {kind.name}"
+            return f"is not a {kind.name}"
         others = [name for name, folder in entries.items() if name not in (kind.folders if folder else kind.files)]
         for name in entries.keys() & kind.folders.keys():
-            begin = kind.folders[name]
-            others += [f"{name}/{inner}" for inner in os.listdir(out / name) if not inner.lstrip(".").startswith(begin)]
+            prefix = kind.folders[name]
+            others += [
+                f"{name}/{inner}" for inner in os.listdir(out / name) if not inner.lstrip(".").startswith(prefix)
+            ]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if others:
-        return f"holds {min(others)!r}, which no {kind.name} has"
-    return ""
+    return f"holds {min(others)!r}, which no {kind.name} has" if others else ""
 
 
-def publish(made: Path, out: Path) -> None:
-    """Give a finished folder its name, in place of one of its kind. Afterwards it is on the disk, whatever happens.
+def publish(folder: Path, out: Path) -> None:
+    """Renames a complete folder to `out`, replaces a folder of its kind, and syncs it to disk.
 
     Raises:
-        UserError: something else is there by now.
+        UserError: `out` exists by now and is something else.
     """
-    files.sync_tree(made)
-    names = os.listdir(made)
+    files.sync_tree(folder)
+    names = os.listdir(folder)
     kind = next(kind for kind in (STORE, TOKENIZER) if kind.marked(names))
-    if os.path.lexists(out) and (why := what_else(out, kind)):
-        raise UserError(f"came into being meanwhile and {why}; move it away, or name another --out", out)
-    files.publish(made, out, replace=True)
+    if os.path.lexists(out) and (why := why_not_replaceable(out, kind)):
+        raise UserError(f"was created meanwhile and {why}; move it away, or name another --out", out)
+    files.publish(folder, out, replace=True)

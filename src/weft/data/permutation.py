@@ -1,7 +1,7 @@
 """A keyed pseudo-random permutation of `0 .. n-1` in constant memory: a Feistel network with cycle walking.
 
-Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", 1988. Any element is reached
-without the others, so shuffling a trillion samples takes no time and no memory.
+Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", 1988. Each index is permuted
+independently, so shuffling a trillion samples takes no set-up time and no memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROUNDS = 6
 
 
 class Permutation:
-    """`Permutation(n, key)(i)`: where index `i` goes; a bijection of `range(n)`, another one for every key."""
+    """A bijection of `range(n)`, keyed by `key`: `Permutation(n, *key)(indices)`."""
 
     def __init__(self, n: int, *key: int | str):
         self.n = n
@@ -25,9 +25,9 @@ class Permutation:
         self.keys = np.frombuffer(digest, dtype="<u8")
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Permute `indices`, an integer array of values in `0 .. n-1` of any shape; int64 of the same shape."""
+        """Permutes integers in `0 .. n-1`, of any shape; returns int64 of the same shape."""
         values = self._rounds(np.asarray(indices).astype(np.uint64))
-        # The network permutes the next power of four; what falls outside of range(n) is sent round again.
+        # The network permutes the next power of four: values outside range(n) go through the network again.
         outside = values >= self.n
         while outside.any():
             values[outside] = self._rounds(values[outside])
@@ -42,7 +42,7 @@ class Permutation:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood, 2014): every input bit reaches every output bit."""
+    """The finalizer of SplitMix64 (Steele, Lea & Flood, 2014), a hash of uint64: each input bit affects each output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,5 +1,5 @@
-"""`weft data`: raw text to a tokenizer and to token stores, and work on stores. One file a sub-verb."""
+"""`weft data`: trains tokenizers, packs text into token stores, and transforms stores. One file per sub-verb."""
 
-HELP = "train a tokenizer, pack text into token stores, work on stores"
+HELP = "train tokenizers, pack text into token stores, transform stores"
 GROUP = "data"
 GROUPS = ("make", "look", "work")  # of its sub-verbs

@@ -135,11 +135,11 @@ def tell_lengths(out: str | Path, console: Console) -> None:
     """How long the documents of a new store are, and how much of them is learned."""
     import numpy as np
 
-    from weft.data.inspect import looked_at
+    from weft.data.inspect import sample_array
     from weft.data.stores.store import TokenStore
 
     store = TokenStore(out)
-    lengths, whole = looked_at(store.lengths)
+    lengths, whole = sample_array(store.lengths)
     if not len(lengths) or store.loss_mask is None:
         return
     rows = {"documents": lengths}
@@ -148,7 +148,7 @@ def tell_lengths(out: str | Path, console: Console) -> None:
     spread = "; ".join(
         f"{name} have {row.min():,} to {row.max():,} tokens, median {np.median(row):,.0f}" for name, row in rows.items()
     )
-    mask, _ = looked_at(store.loss_mask)
+    mask, _ = sample_array(store.loss_mask)
     console.line(f"{spread}; {np.count_nonzero(mask) / len(mask):.1%} of the tokens are learned")
 
 

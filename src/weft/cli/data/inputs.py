@@ -1,8 +1,9 @@
-"""The arguments that say which documents are read, shared by the verbs that read any."""
+"""The arguments that select and read documents, shared by several verbs."""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,56 +13,62 @@ if TYPE_CHECKING:
     from weft.observe.console import Console
 
 ABOUT = """\
-INPUT: files; folders, searched to any depth; patterns such as 'data/**/*.jsonl' (quoted); folders that `datasets`
-saved; or - for the standard input. A file is read once, however often it is named; links are followed. In folders,
-hidden files, dangling links, pipes, and the files of token stores and tokenizers are left out and counted.
+INPUT is a file, a folder (searched recursively), a quoted pattern such as 'data/**/*.jsonl', a folder that `datasets`
+saved, or - for the standard input. Each file is read once. Links are followed. In folders, hidden files, dangling
+links, pipes, token stores and tokenizers are skipped and counted.
 
-What a file is, its name says: .jsonl (one object a line), .json (a list of objects), .parquet, .arrow, .csv and .tsv
-are records, of which --field or --template makes the text; every other file is text, one document a file, or many
-between --separator. JSON, text and CSV may be packed as .gz or .zst. What is no document (broken JSON, a field that is
-missing or null, invalid UTF-8, ...) is never dropped without a word.
+The format is detected from the file name: .jsonl (one object per line), .json (a list of objects), .parquet, .arrow,
+.csv and .tsv hold records, whose text is given by --field or --template. All other files are text: one document per
+file, or several with --separator. JSON, text and CSV files may be compressed as .gz or .zst. Input that is not a
+document (broken JSON, a missing or null field, invalid UTF-8, ...) is always reported.
 """
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
-def add_inputs(verb: argparse.ArgumentParser, *, records: bool = False) -> None:
-    """Add INPUT and how it is read.
+def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> None:
+    """Adds the arguments.
 
     Args:
-        records: the verb takes whole records: there is nothing to say about fields, templates and separators.
+        records: the verb reads records, so that --field, --template and --separator do not apply.
     """
-    verb.description = ABOUT
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
-    verb.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")
-    verb.add_argument("--files-from", metavar="FILE", help="a file that names more inputs, one a line")
-    verb.add_argument(
+    parser.description = ABOUT
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")
+    parser.add_argument("--files-from", metavar="FILE", help="a file that lists more inputs, one per line")
+    parser.add_argument(
         "--format",
         metavar="NAME",
-        help="what all files are, whatever their names say: jsonl, json, text, csv, tsv, parquet, arrow, a plugin's "
-        "name, or module:Class (of the standard input: text, if it is not said)",
+        help="the format of all files: jsonl, json, text, csv, tsv, parquet, arrow, the name of a plugin, or "
+        "module:Class (default: by file name; text for the standard input)",
     )
     if not records:
-        verb.add_argument(
-            "--field", default="text", metavar="NAME", help="a record's text (default: text); meta.text looks within"
+        parser.add_argument(
+            "--field",
+            default="text",
+            metavar="NAME",
+            help="the field of a record with its text (default: text); meta.text is a nested field",
         )
-        verb.add_argument(
-            "--template", metavar="TEXT", help=r"a record's text, put together: '{title}\n{content}'; {{ is a brace"
+        parser.add_argument(
+            "--template",
+            metavar="TEXT",
+            help=r"a record's text from several fields: '{title}\n{content}'; {{ is a brace",
         )
-        verb.add_argument(
-            "--separator", metavar="TEXT", help=r"what stands between the documents of a text file: '\n\n'"
+        parser.add_argument(
+            "--separator", metavar="TEXT", help=r"the text between the documents of a text file: '\n\n'"
         )
-    verb.add_argument(
+    parser.add_argument(
         "--on-error",
         choices=["fail", "skip"],
         default="fail",
-        help="at what is no document: stop (default), or leave it out, counted and noted",
+        help="for input that is not a document: stop (default), or skip, count and record it",
     )
 
 
-def reading_of(args: argparse.Namespace) -> Reading:
-    """How the arguments of `add_inputs` say that files are read.
+def parse_reading(args: argparse.Namespace) -> Reading:
+    """Returns the options of `add_inputs` as a Reading.
 
     Raises:
-        UserError: a template or separator that means nothing.
+        UserError: an invalid template or separator.
     """
     from weft.data.sources import Reading
 
@@ -69,53 +76,40 @@ def reading_of(args: argparse.Namespace) -> Reading:
         return Reading(records=True, format=args.format)
     return Reading(
         field=args.field,
-        template=None if args.template is None else unescaped(args.template),
-        separator=None if args.separator is None else unescaped(args.separator),
+        template=None if args.template is None else unescape(args.template),
+        separator=None if args.separator is None else unescape(args.separator),
         format=args.format,
     )
 
 
-def check_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
-    """See that what is said about records and texts is of use for one of the files at least; their names tell.
-
-    Raises:
-        UserError: it is not.
-    """
-    from weft.data.sources.source_format import holdings
+def check_reading_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
+    """Raises UserError if an option applies to none of the files, judged by their names."""
+    from weft.data.sources.source_format import contents_by_format
     from weft.errors import UserError
 
-    held = holdings(files, reading_of(args))
+    contents = contents_by_format(files, parse_reading(args))
     option = "--template" if args.template is not None else f"--field {args.field}" if args.field != "text" else None
-    if option is not None and set(held.values()) == {"text"}:
-        raise UserError(f"{option}: is for records, and all inputs are plain text; leave it out, or name a --format")
-    if args.separator is not None and "text" not in held.values():
-        raise UserError(
-            f"--separator: is for plain text, and all inputs are {' and '.join(held)}; leave it out, or name "
-            "their --format"
-        )
+    remedy = "remove it, or give the --format of the inputs"
+    if option is not None and set(contents.values()) == {"text"}:
+        raise UserError(f"{option}: applies to records, and all inputs are plain text; {remedy}")
+    if args.separator is not None and "text" not in contents.values():
+        raise UserError(f"--separator: applies to plain text, and all inputs are {' and '.join(contents)}; {remedy}")
 
 
-def tell_skipped(console: Console, skipped: Mapping[str, int], files: Sequence[str] = (), more: str = "") -> None:
-    """Say in one line which files gave no documents, by reason.
+def report_skipped(console: Console, skipped: Mapping[str, int], files: Sequence[str] = (), more: str = "") -> None:
+    """Warns in one line about files that were skipped, by reason.
 
     Args:
-        files: those that hold no text, of which the first are named; `more` says where all are.
+        files: files that hold no text; the first ones are named.
+        more: where all of them are listed.
     """
-    from weft.data.sources.find import summary
+    from weft.data.sources.find import format_counts
 
     if skipped:
         named = ", ".join(files[:3]) + (f" and {len(files) - 3:,} more{more}" if len(files) > 3 else "")
-        console.warning(f"skipped {summary(skipped)}" + (f" ({named})" if named else ""))
+        console.warning(f"skipped {format_counts(skipped)}" + (f" ({named})" if named else ""))
 
 
-def unescaped(text: str) -> str:
-    """A shell's argument with \\n, \\r, \\t and \\\\ as what they mean; a backslash before anything else is itself."""
-    meant = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
-    out, rest = [], text
-    while rest:
-        before, backslash, rest = rest.partition("\\")
-        out.append(before)
-        if backslash:
-            out.append(meant.get(rest[:1], backslash + rest[:1]))
-            rest = rest[1:]
-    return "".join(out)
+def unescape(text: str) -> str:
+    r"""Replaces \n, \r, \t and \\ in a command line argument; other backslashes stay."""
+    return re.sub(r"\\([nrt\\])", lambda match: ESCAPES[match[1]], text)

@@ -1,4 +1,4 @@
-"""`weft data pack`: documents to a token store."""
+"""`weft data pack`: packs documents into a token store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
-from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
+from weft.cli.data.inputs import add_inputs, check_reading_options, parse_reading, report_skipped
 from weft.cli.stopping import Terminated, terminable
 from weft.formatting import byte_size, counted, rate
 
@@ -23,24 +23,24 @@ GROUP = "make"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
-    parser.add_argument("--tokenizer", required=True, metavar="DIR", help="a folder with a tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="DIR", help="the tokenizer's folder, with a tokenizer.json"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="the token store's folder")
     parser.add_argument(
-        "--exact", action="store_true", help="send every document through the tokenizers library (slower)"
+        "--exact", action="store_true", help="encode every document with the tokenizers library (slower)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: all cores)")
-    parser.add_argument(
-        "--shard", metavar="I/N", help="pack only the I-th of N shares; `weft data merge` puts them together"
-    )
+    parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: all cores)")
+    parser.add_argument("--shard", metavar="I/N", help="pack only the I-th of N shares, which `weft data merge` joins")
     parser.add_argument(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="encode on a Ray cluster that sees the same folders (default: RAY_ADDRESS, or a new one on this machine)",
+        help="encode on a Ray cluster that shares the folders (default: RAY_ADDRESS, or a new one on this machine)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a store that is there, or what another pack left unfinished"
+        "--overwrite", action="store_true", help="replace an existing store, or the unfinished work of another pack"
     )
     add_conversation_options(parser)
 
@@ -51,19 +51,20 @@ def run(args: argparse.Namespace) -> int:
             return pack_documents(args)
     except KeyboardInterrupt as leaving:
         terminated = isinstance(leaving, Terminated)
-        print(f"{'terminated' if terminated else 'interrupted'}; the same command goes on", file=sys.stderr, flush=True)
+        how = "terminated" if terminated else "interrupted"
+        print(f"{how}; repeat the command to resume", file=sys.stderr, flush=True)
         return 143 if terminated else 130
 
 
 def pack_documents(args: argparse.Namespace) -> int:
-    """The work of `run`."""
+    """Packs; may raise KeyboardInterrupt."""
     from weft.errors import UserError
 
-    shard = shard_of(args.shard)
+    shard = parse_shard(args.shard)
     if args.workers is not None:
         if args.workers < 1:
-            raise UserError(f"--workers {args.workers}: at least 1 is needed")
-        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by both tokenizer libraries at their first batch
+            raise UserError(f"--workers {args.workers}: give at least 1")
+        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # both tokenizer libraries read it at their first batch
     from weft.data.packing.encoder import Encoder, TextEncoder
     from weft.data.packing.pack import pack
     from weft.data.sources import find_files
@@ -77,8 +78,8 @@ def pack_documents(args: argparse.Namespace) -> int:
         reading = reading_of_conversations(args)
         encoder = encoder_of(args, inputs, reading, console)
     else:
-        reading = reading_of(args)
-        check_options(args, inputs)
+        reading = parse_reading(args)
+        check_reading_options(args, inputs)
         encoder = TextEncoder(Path(args.tokenizer), exact=args.exact)
     packed = pack(
         inputs,
@@ -92,36 +93,32 @@ def pack_documents(args: argparse.Namespace) -> int:
         ray=args.ray,
         console=console,
     )
-    tell(packed, args.out, console)
+    report(packed, args.out, console)
     return 0
 
 
-def shard_of(text: str | None) -> tuple[int, int] | None:
-    """`2/8` as numbers.
-
-    Raises:
-        UserError: something else.
-    """
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """Parses `2/8`; raises UserError for an invalid share."""
     if text is None:
         return None
     from weft.errors import UserError
 
     first, slash, second = text.partition("/")
     if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
-        raise UserError(f"--shard {text}: I/N with I from 1 to N, such as 1/8")
+        raise UserError(f"--shard {text}: give I/N with I from 1 to N, such as 1/8")
     return int(first), int(second)
 
 
-def tell(packed: Packed, out: str, console: Console) -> None:
-    """What was packed, and what was not; the numbers add up."""
+def report(packed: Packed, out: str, console: Console) -> None:
+    """Prints what was packed, rejected and skipped."""
     stored = packed.stored
     if packed.reason is not None:
-        console.warning(f"all texts went through the tokenizers library, which is slower: {packed.reason}")
-    left = sum(stored["rejected"].values())
+        console.warning(f"all texts were encoded by the tokenizers library, which is slower: {packed.reason}")
+    rejected = sum(stored["rejected"].values())
     for reason, number in stored["rejected"].items():
         console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
     skipped = [source["path"] for source in stored["sources"] if source.get("skipped")]
-    tell_skipped(console, stored["skipped_files"], skipped, f"; see {out}/store.json")
+    report_skipped(console, stored["skipped_files"], skipped, f"; see {out}/store.json")
     for note, number in stored["notes"].items():
         console.warning(f"{note}: {counted(number, 'document')}")
     if stored["kind"] != "text":
@@ -132,7 +129,7 @@ def tell(packed: Packed, out: str, console: Console) -> None:
     pairs = stored["kind"] == "preferences"
     kept = stored["documents"] // 2 if pairs else stored["documents"]
     console.result(
-        f"{out}: {counted(kept + left, 'pair' if pairs else 'document')} = {kept:,} packed "
-        f"({stored['empty_documents']:,} empty) + {left:,} rejected; {counted(stored['tokens'], 'token')} of "
+        f"{out}: {counted(kept + rejected, 'pair' if pairs else 'document')} = {kept:,} packed "
+        f"({stored['empty_documents']:,} empty) + {rejected:,} rejected; {counted(stored['tokens'], 'token')} of "
         f"{byte_size(stored['bytes'], 'MB')}; {speed}"
     )

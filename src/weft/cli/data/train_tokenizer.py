@@ -1,4 +1,4 @@
-"""`weft data train-tokenizer`: text to a tokenizer."""
+"""`weft data train-tokenizer`: trains a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from weft.cli.data.inputs import add_inputs, check_options, reading_of, tell_skipped
+from weft.cli.data.inputs import add_inputs, check_reading_options, parse_reading, report_skipped
 from weft.formatting import byte_size, counted
 
 if TYPE_CHECKING:
@@ -18,25 +18,30 @@ if TYPE_CHECKING:
     from weft.observe.console import Console
     from weft.observe.progress import SilentProgress
 
-HELP = "train a byte-level BPE on text"
+HELP = "train a byte-level BPE tokenizer"
 GROUP = "make"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_inputs(parser)
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="entries, special tokens counted")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="number of tokens, including special ones"
+    )
     parser.add_argument(
         "--special",
         action="append",
         default=[],
         metavar="TOKEN",
-        help="one more special token beside <|endoftext|>",
+        help="a special token in addition to <|endoftext|>; may be repeated",
     )
     parser.add_argument(
-        "--max-bytes", type=float, metavar="N", help="learn from evenly spaced documents of N bytes (such as 2e9)"
+        "--max-bytes",
+        type=float,
+        metavar="N",
+        help="train on evenly spaced documents of N bytes in total (such as 2e9)",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="the tokenizer's folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,36 +50,35 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was left", file=sys.stderr, flush=True)
         train = sys.modules.get("weft.data.tokenizers.train")
-        if train is not None and train.at_work():
-            # The library counts pairs in a thread; to end the interpreter beneath it would crash.
+        if train is not None and train.is_running():
+            # The library still counts pairs in a thread, and would crash if the interpreter exited normally.
             sys.stdout.flush()
             os._exit(130)
         return 130
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """The work of `run`."""
+    """Trains; may raise KeyboardInterrupt."""
     from weft.data.documents import Counts
-    from weft.data.output_folder import TOKENIZER, check_out, exists_already
+    from weft.data.output_folder import TOKENIZER, check_out
     from weft.data.sources import find_files, read_all
-    from weft.data.sources.find import summary
-    from weft.data.tokenizers.train import check_size, thin_out, train
+    from weft.data.sources.find import format_counts
+    from weft.data.tokenizers.train import check_size, subsample, train
     from weft.errors import UserError
     from weft.observe.console import Console
 
     console, out = Console(), Path(args.out)
     if args.max_bytes is not None and not 1 <= args.max_bytes < 2**63:
-        raise UserError(f"--max-bytes {args.max_bytes:g}: a number of bytes is needed, such as 2e9")
+        raise UserError(f"--max-bytes {args.max_bytes:g}: give a number of bytes, such as 2e9")
     check_size(args.vocab_size, args.special)
-    files, reading, counts = find_files(args.inputs, args.files_from), reading_of(args), Counts()
-    check_options(args, files)
-    check_out(out, TOKENIZER, (path for path in files if path.name in TOKENIZER.files), overwrite=args.overwrite)
-    if os.path.lexists(out) and not args.overwrite:
-        raise exists_already(out, TOKENIZER)
+    files, reading, counts = find_files(args.inputs, args.files_from), parse_reading(args), Counts()
+    check_reading_options(args, files)
+    inputs = (path for path in files if path.name in TOKENIZER.files)
+    check_out(out, TOKENIZER, inputs, overwrite=args.overwrite, new=True)
 
     sizes = [path.stat().st_size for path in files if path.is_file()]
     total = sum(sizes) if len(sizes) == len(files) else None
-    taken, skipped = _Taken(), list[str]()
+    used, skipped = _Used(), list[str]()
     with console.progress(total, "reading", unit="B") as bar:
         documents = read_all(
             files,
@@ -82,29 +86,28 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             counts,
             on_reject=lambda path, reject: _reject(path, reject, args, console),
             on_skip=lambda path, reason: skipped.append(str(path)),
-            on_progress=lambda done: taken.progress(done, bar),
+            on_progress=lambda done: used.progress(done, bar),
         )
         texts = (cast(str, document.value) for document in documents)
         if args.max_bytes is not None:
-            # Where the size is not known (standard input) the first ones have to do.
-            texts = thin_out(texts, int(args.max_bytes), total, lambda: taken.read / total if total else 1.0)
-        size = train(taken.counting(texts), args.vocab_size, out, special=args.special)
+            texts = subsample(texts, int(args.max_bytes), total, lambda: used.read / total if total else 1.0)
+        size = train(used.counting(texts), args.vocab_size, out, special=args.special)
     if counts.rejected:
-        console.warning(f"rejected {summary(counts.rejected)}")
-    tell_skipped(console, counts.skipped_files + files.left_out, skipped)
+        console.warning(f"rejected {format_counts(counts.rejected)}")
+    report_skipped(console, counts.skipped_files + files.skipped, skipped)
     if size < args.vocab_size:
         console.warning(
-            f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the tokenizer's size is {size:,}"
+            f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the vocabulary size is {size:,}"
         )
     console.result(
-        f"{out}: {size:,} tokens, from {counted(taken.documents, 'document')} ({byte_size(taken.bytes, 'MB')})"
+        f"{out}: {size:,} tokens, from {counted(used.documents, 'document')} ({byte_size(used.bytes, 'MB')})"
     )
     return 0
 
 
 @dataclass
-class _Taken:
-    """How far the files are read, in bytes on disk, and the texts that are learned from."""
+class _Used:
+    """Counts the bytes on disk that were read, and the documents that are trained on."""
 
     read: int = 0
     documents: int = 0
@@ -115,19 +118,20 @@ class _Taken:
         bar.update(done)
 
     def counting(self, texts: Iterable[str]) -> Iterator[str]:
+        from weft.data.sources.values import utf8_size
+
         for text in texts:
             self.documents += 1
-            self.bytes += len(text) if text.isascii() else len(text.encode())
+            self.bytes += utf8_size(text)
             yield text
 
 
 def _reject(path: Path, reject: Reject, args: argparse.Namespace, console: Console) -> None:
     from weft.data.sources import Unit
-    from weft.data.sources.source_format import kind_of, mistake_at
+    from weft.data.sources.source_format import detect_kind, document_error, reject_message
 
-    why = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
     if args.on_error == "fail":
-        unit = Unit(str(path), kind_of(path, args.format), 0, None, 0)
-        raise mistake_at(f"{why}; mend it, or --on-error skip leaves such documents out", unit, reject.line)
+        unit = Unit(str(path), detect_kind(path, args.format), 0, None, 0)
+        raise document_error(reject_message(reject), unit, reject.line)
     if reject.line is None:
-        console.warning(f"{path}: {why}")
+        console.warning(f"{path}: {reject.message}")

@@ -1,4 +1,4 @@
-"""What a worker of `pack` does: read a part's documents, encode them in batches, write its files."""
+"""The work of a worker: reads a part's documents, encodes them in batches, and writes the part's files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,17 @@ import numpy as np
 
 from weft.data.documents import Counts, Document, Reject
 from weft.data.packing.encoder import Encoded, Encoder
-from weft.data.packing.part_files import Job, Part, Stop, Unwritable, part_file
+from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure, part_path
 from weft.data.sources import read
+from weft.data.sources.source_format import reject_message
+from weft.data.sources.values import utf8_size
 from weft.data.stores.indexed import token_dtype
 from weft.errors import UserError
 from weft.files import replace_file
 
-BATCH = 2_000_000  # characters (of records: raw bytes) that one thread encodes at once; several share four times that
+BATCH = 2_000_000  # characters (raw bytes, for records) per batch of one thread; a batch of several is 4 times as large
 FAILS = "the tokenizer fails on it"
+FATAL = (UserError, MemoryError, KeyboardInterrupt, SystemExit)  # errors of an encoder that are not about a document
 
 
 def encode_part(
@@ -34,19 +36,19 @@ def encode_part(
     on_progress: Callable[[int, int], None] = lambda raw_bytes, tokens: None,
     on_document: Callable[[int, int | None, int], None] | None = None,
 ) -> None:
-    """Encode a part's documents and write its files.
+    """Encodes a part's documents and writes its files.
 
     Args:
-        on_progress: is told how many raw bytes and tokens are new, a few times a second.
-        on_document: is told each document's unit, its line there, and the lines of that file in earlier units of the
-            part, before the document is encoded, alone: to find out where a worker dies.
+        on_progress: called several times a second with the numbers of new raw bytes and tokens.
+        on_document: if given, documents are encoded one at a time, and this is called before each with its unit, its
+            line there, and the lines of the same file in earlier units of the part: to locate a crash.
 
     Raises:
-        Stop: at the first reject, where the job fails at one.
-        Unwritable: a full disk, and the like.
+        DocumentFailure: at the first reject, with `job.fail`.
+        WriteFailure: a full disk, and the like.
         UserError: an input cannot be opened; out of memory; an id outside the vocabulary.
     """
-    with _Worker(job, part, encoder, on_progress, on_document) as worker:
+    with _PartEncoder(job, part, encoder, on_progress, on_document) as worker:
         for number, unit in enumerate(part.units):
             try:
                 worker.read(number)
@@ -55,9 +57,20 @@ def encode_part(
         worker.finish()
 
 
-class _Worker:
-    """Encodes one part. `_batch` waits to be encoded; `_owners` are its documents' units; `_rejects` wait for it, so
-    that all are noted in the order of the input."""
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WriteFailure(error.strerror) from None
+
+
+class _PartEncoder:
+    """Encodes one part.
+
+    `_batch` holds the documents to encode next, and `_owners` their units. `_rejects` are written together with the
+    batch, so that rejects stay in the order of the input.
+    """
 
     def __init__(
         self,
@@ -73,27 +86,25 @@ class _Worker:
         self._batch: list[Document] = []
         self._owners: list[int] = []
         self._rejects: list[tuple[int, Reject]] = []
-        self._waiting, self._limit = 0, BATCH if job.threads == 1 else 4 * BATCH
-        self._tokens = self._documents = self._noted = 0
+        self._batch_size, self._limit = 0, BATCH if job.threads == 1 else 4 * BATCH
+        self._tokens = self._documents = self._written_rejects = 0
         self._notes: Counter[str] = Counter()
-        self._record_texts = [0 for _ in part.units]  # bytes of the text that records became
-        self._fresh_bytes = self._told_tokens = 0
-        self._told_at = time.monotonic()
+        self._record_bytes = 0  # of the text that the records of a unit were converted to
+        self._new_bytes = self._reported_tokens = 0
+        self._reported_at = time.monotonic()
         self._tokenizer = tokenizer = encoder.open()
-        # Whether the fast library is to be trusted is found out on the first part alone, whoever does that: what is
-        # packed must not depend on which worker saw which documents first.
+        # Only the first part decides whether the fast library is trusted, so that the result does not depend on which
+        # worker encodes which documents first.
         tokenizer.checked = part.index > 0
         self._vocab_size, self._dtype = tokenizer.vocab_size, token_dtype(tokenizer.vocab_size)
         self._files: dict[str, Any] = {}
 
-    def __enter__(self) -> _Worker:
+    def __enter__(self) -> _PartEncoder:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path("json"))  # of an older part: from here on this one is not whole
-        try:
+            os.unlink(self._path("json"))  # of an earlier attempt: from here on the part is not finished
+        with _writing():
             for what in ("tokens", "lengths", "mask") if self._encoder.has_mask else ("tokens", "lengths"):
                 self._files[what] = open(self._path(what), "wb", buffering=0)
-        except OSError as error:
-            raise Unwritable(error.strerror) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,11 +112,12 @@ class _Worker:
             file.close()
 
     def _path(self, what: str) -> str:
-        return part_file(self._job.folder, self._part.index, what)
+        return part_path(self._job.folder, self._part.index, what)
 
     def read(self, number: int) -> None:
-        """One unit's documents, into batches; full ones are encoded."""
+        """Reads one unit's documents into batches, and encodes full batches."""
         records, batch, owners, rejects = self._job.reading.records, self._batch, self._owners, self._rejects
+        self._record_bytes = 0
         for item in read(self._part.units[number], self._job.reading, self._counts[number], self._on_bytes):
             if isinstance(item, Reject):
                 rejects.append((number, item))
@@ -115,18 +127,18 @@ class _Worker:
             batch.append(item)
             owners.append(number)
             if not records:
-                self._waiting += len(item.value)
+                self._batch_size += len(item.value)
             if self._on_document is not None:
                 self._on_document(number, item.line, self._lines_before(number))
                 self._flush()
-            elif self._waiting >= self._limit:
+            elif self._batch_size >= self._limit:
                 self._flush()
         if records:
-            self._flush()  # an encoder names what it refuses by its line, which is of the unit
-            self._counts[number].bytes = self._record_texts[number]
+            self._flush()  # an encoder identifies rejects by their line in the unit
+            self._counts[number].bytes = self._record_bytes
 
     def finish(self) -> None:
-        """Encode what waits; the part is whole after this."""
+        """Encodes the last batch and marks the part as finished."""
         self._flush()
         for file in self._files.values():
             file.close()
@@ -134,140 +146,123 @@ class _Worker:
             "key": self._part.key,
             "tokens": self._tokens,
             "documents": self._documents,
-            "rejects": self._noted,
+            "rejects": self._written_rejects,
             "notes": dict(self._notes),
             "exact": self._tokenizer.exact,
             "reason": self._tokenizer.reason,
             "units": [{k: v for k, v in vars(counts).items() if v} for counts in self._counts],
         }
-        try:
+        with _writing():
             replace_file(Path(self._path("json")), json.dumps(content), durable=False)
-        except OSError as error:
-            raise Unwritable(error.strerror) from None
-        self._on_progress(self._fresh_bytes, self._tokens - self._told_tokens)
+        self._report_progress()
 
     def _on_bytes(self, number: int) -> None:
-        self._fresh_bytes += number
+        self._new_bytes += number
         if self._job.reading.records:
-            self._waiting += number
-        now = time.monotonic()
-        if now - self._told_at >= 0.1:
-            self._on_progress(self._fresh_bytes, self._tokens - self._told_tokens)
-            self._fresh_bytes, self._told_tokens, self._told_at = 0, self._tokens, now
+            self._batch_size += number
+        if time.monotonic() - self._reported_at >= 0.1:
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        self._on_progress(self._new_bytes, self._tokens - self._reported_tokens)
+        self._new_bytes, self._reported_tokens, self._reported_at = 0, self._tokens, time.monotonic()
 
     def _flush(self) -> None:
         if self._batch:
-            encoded = self._encode()
-            for position, reject in encoded.rejects:
+            encoded, positions = self._encode()
+            for position, reject in zip(positions, encoded.rejects, strict=True):
                 counts, value = self._counts[self._owners[position]], self._batch[position].value
                 counts.documents -= 1
                 counts.rejected[reject.reason] += 1
                 if isinstance(value, str):
-                    counts.bytes -= len(value.encode())
+                    counts.bytes -= utf8_size(value)
                     counts.empty -= not value
                 self._rejects.append((self._owners[position], reject))
             self._notes.update(encoded.notes)
-            self._record_texts[self._owners[0]] += encoded.bytes or 0  # records of one unit only are in a batch
-            self._write(encoded.ids, encoded.lengths, encoded.mask)
+            self._record_bytes += encoded.bytes or 0
+            self._write(encoded)
             self._batch.clear()
             self._owners.clear()
-            self._waiting = 0
+            self._batch_size = 0
         if self._rejects:
-            self._rejects.sort(key=_in_order)
-            hard = [entry for entry in self._rejects if not entry[1].on_purpose]
-            if self._job.fail and hard:
-                self._stop(*hard[0])
-            self._note()
+            self._rejects.sort(key=_input_order)
+            for unit, reject in self._rejects:
+                if self._job.fail and not reject.on_purpose:
+                    raise DocumentFailure(unit, reject.line, self._lines_before(unit), reject_message(reject))
+            self._write_rejects()
 
-    def _encode(self) -> _Placed:
+    def _encode(self) -> tuple[Encoded, list[int]]:
+        """Encodes the batch; also returns the positions of the rejects in the batch."""
         try:
-            return _placed(self._encoder.encode(self._batch), self._batch)
-        except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+            encoded = self._encoder.encode(self._batch)
+        except FATAL:
             raise
-        except BaseException:  # tokenizer libraries raise bare Exceptions, and panics that are not even those
-            return self._one_by_one()
+        except BaseException:  # tokenizer libraries raise bare Exceptions, and panics that are not Exceptions
+            return self._encode_singly()
+        by_line = {document.line: i for i, document in enumerate(self._batch)} if encoded.rejects else {}
+        return encoded, [by_line[reject.line] for reject in encoded.rejects]
 
-    def _one_by_one(self) -> _Placed:
-        """The batch again, to find the documents that the encoder fails on."""
-        parts: list[Encoded] = []
-        rejects: list[tuple[int, Reject]] = []
+    def _encode_singly(self) -> tuple[Encoded, list[int]]:
+        """Encodes the documents of the batch one at a time; those on which the encoder fails become rejects."""
+        done: list[Encoded] = []
+        rejects: list[Reject] = []
+        positions: list[int] = []
         for position, document in enumerate(self._batch):
             try:
                 encoded = self._encoder.encode([document])
-                parts.append(encoded)
-                rejects += [(position, reject) for reject in encoded.rejects]
-            except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+                done.append(encoded)
+                new = encoded.rejects
+            except FATAL:
                 raise
-            except BaseException as error:  # as above; it is counted under its reason, or ends the pack
-                said = " ".join(str(error).split())[:200] or type(error).__name__
-                rejects.append((position, Reject(document.line, FAILS, said)))
-        ids = np.concatenate([p.ids for p in parts]) if parts else np.zeros(0, np.uint32)
-        lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
-        masks = [p.mask for p in parts if p.mask is not None]
-        mask = np.concatenate(masks) if masks else np.zeros(0, np.uint8) if self._encoder.has_mask else None
-        notes = sum((p.notes for p in parts), Counter())
-        return _Placed(ids, lengths, mask, rejects, notes, sum(p.bytes or 0 for p in parts))
+            except BaseException as error:  # as above
+                new = [Reject(document.line, FAILS, " ".join(str(error).split())[:200] or type(error).__name__)]
+            rejects += new
+            positions += [position] * len(new)
+        masks = [encoded.mask for encoded in done if encoded.mask is not None]
+        result = Encoded(
+            ids=np.concatenate([np.zeros(0, np.uint32), *(encoded.ids for encoded in done)]),
+            lengths=np.concatenate([np.zeros(0, np.int64), *(encoded.lengths for encoded in done)]),
+            mask=np.concatenate([np.zeros(0, np.uint8), *masks]) if self._encoder.has_mask else None,
+            rejects=rejects,
+            notes=sum((encoded.notes for encoded in done), Counter()),
+            bytes=sum(encoded.bytes or 0 for encoded in done),
+        )
+        return result, positions
 
-    def _write(self, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None) -> None:
+    def _write(self, encoded: Encoded) -> None:
+        ids, lengths = encoded.ids, encoded.lengths
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise UserError(
-                f"the tokenizer gave id {int(ids.max()):,}, outside its vocabulary of {self._vocab_size:,}; "
-                "it is inconsistent"
+                f"the tokenizer returned id {int(ids.max()):,}, outside its vocabulary of {self._vocab_size:,}; "
+                "it is inconsistent, create it again"
             )
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise UserError(f"a document of {int(lengths.max()):,} tokens is longer than a store can hold; cut it")
-        streams = {"tokens": (ids, self._dtype), "lengths": (lengths, np.int32), "mask": (mask, np.uint8)}
-        try:
+            raise UserError(f"a document of {int(lengths.max()):,} tokens is longer than a store can hold; split it")
+        arrays = {"tokens": (ids, self._dtype), "lengths": (lengths, np.int32), "mask": (encoded.mask, np.uint8)}
+        with _writing():
             for what, file in self._files.items():
-                array, dtype = streams[what]
+                array, dtype = arrays[what]
                 data = np.ascontiguousarray(array, dtype=dtype).data.cast("B")
                 while len(data):
                     data = data[file.write(data) :]
-        except OSError as error:
-            raise Unwritable(error.strerror) from None
         self._tokens += len(ids)
         self._documents += len(lengths)
 
-    def _note(self) -> None:
+    def _write_rejects(self) -> None:
         rows = (
             json.dumps([number, reject.line, reject.reason, reject.last]) + "\n" for number, reject in self._rejects
         )
-        try:
-            with open(self._path("rejects"), "a" if self._noted else "w", encoding="utf-8") as file:
-                file.writelines(rows)
-        except OSError as error:
-            raise Unwritable(error.strerror) from None
-        self._noted += len(self._rejects)
+        with _writing(), open(self._path("rejects"), "a" if self._written_rejects else "w", encoding="utf-8") as file:
+            file.writelines(rows)
+        self._written_rejects += len(self._rejects)
         self._rejects.clear()
 
-    def _stop(self, number: int, reject: Reject) -> None:
-        reason = f"{reject.reason} ({reject.hint})" if reject.hint else reject.reason
-        what = f"{reason}; mend it, or --on-error skip leaves such documents out"
-        raise Stop(number, reject.line, self._lines_before(number), what)
-
     def _lines_before(self, number: int) -> int:
+        """Returns the number of lines of a unit's file in earlier units of the part."""
         units, path = self._part.units, self._part.units[number].path
         return sum(c.lines for u, c in zip(units[:number], self._counts, strict=False) if u.path == path)
 
 
-def _in_order(entry: tuple[int, Reject]) -> tuple[int, float]:
+def _input_order(entry: tuple[int, Reject]) -> tuple[int, float]:
     unit, reject = entry
-    return unit, float("inf") if reject.line is None else reject.line  # no line: what broke off a file's rest
-
-
-@dataclass
-class _Placed:
-    """A batch's ids, and its rejects by their place in the batch."""
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    mask: np.ndarray | None
-    rejects: list[tuple[int, Reject]]
-    notes: Counter[str]
-    bytes: int | None
-
-
-def _placed(encoded: Encoded, batch: Sequence[Document]) -> _Placed:
-    places = {document.line: place for place, document in enumerate(batch)} if encoded.rejects else {}
-    rejects = [(places[reject.line], reject) for reject in encoded.rejects]
-    return _Placed(encoded.ids, encoded.lengths, encoded.mask, rejects, encoded.notes, encoded.bytes)
+    return unit, float("inf") if reject.line is None else reject.line  # without a line: the rest of a file

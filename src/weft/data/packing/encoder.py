@@ -1,4 +1,4 @@
-"""Documents to token ids: what `pack` asks of an encoder, and the one for plain text."""
+"""The interface of an encoder, which `pack` uses to convert documents to token ids, and the encoder for texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Encoded:
-    """A batch of documents as ids.
+    """A batch of encoded documents.
 
     Attributes:
-        ids: all documents' ids end to end `[tokens]`, end-of-document tokens among them.
-        lengths: of each document `[documents]`; their sum is `len(ids)`.
-        mask: uint8 `[tokens]`, 1 where a token is to be learned; None where all are.
-        rejects: documents that the encoder cannot take, by their `line`; they have no length above.
-        notes: what happened to documents that were kept ("cut to 512 tokens") -> how many.
-        bytes: of the text that records became, in UTF-8, without end-of-document tokens; None where texts were read.
+        ids: the ids of all documents, concatenated `[tokens]`, including end-of-document tokens.
+        lengths: tokens of each document `[documents]`; the sum is `len(ids)`.
+        mask: loss mask `[tokens]`, uint8, 1 for tokens to learn; None: all tokens.
+        rejects: documents that cannot be encoded, identified by `line`; they have no entry in `lengths`.
+        notes: counts of what was done to documents that were kept ("cut to 512 tokens").
+        bytes: UTF-8 bytes of the text that records were converted to, without end-of-document tokens; None for texts.
     """
 
     ids: np.ndarray
@@ -40,40 +41,42 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns documents into ids. It travels to worker processes by pickle before it is opened there: making one is
-    cheap, and what is heavy is loaded by the first `open` or `encode`.
+    """Converts documents to token ids.
+
+    An encoder is pickled and sent to worker processes before it is opened. So construction is cheap, and the first call
+    of `open` or `encode` loads what is large.
 
     Attributes:
-        kind: of the store: "text", "conversations" or "preferences" (two documents for each one read).
-        has_mask: whether `encode` gives loss masks.
+        kind: of the store: "text", "conversations" or "preferences" (two documents per input document).
+        has_mask: whether `encode` returns loss masks.
     """
 
     kind: str
     has_mask: bool
 
     def open(self) -> Tokenizer:
-        """The tokenizer, loaded once."""
+        """Returns the tokenizer, loaded at the first call."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What the ids depend on, as JSON: two encoders of the same identity give the same ids."""
+        """Returns, as JSON, all that the ids depend on: encoders of equal identity return equal ids."""
         ...
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """The ids of some documents, in their order; the same whatever the batch that a document is in."""
+        """Encodes documents in order. The ids of a document do not depend on the rest of the batch."""
         ...
 
     def as_exact(self) -> Encoder:
-        """The same with every text sent through the reference library."""
+        """Returns the same encoder, using only the reference library."""
         ...
 
 
 class TextEncoder:
-    """Texts by a tokenizer; one end-of-document token closes each.
+    """Encodes texts with a tokenizer, and appends an end-of-document token to each.
 
     Args:
-        tokenizer: its folder (or file), or a tokenizer that is open already.
-        exact: send every text through the reference library.
+        tokenizer: a tokenizer, its folder or its file.
+        exact: encode every text with the reference library, `tokenizers`.
     """
 
     kind, has_mask = "text", False
@@ -86,10 +89,10 @@ class TextEncoder:
             self._opened, self.path, self.exact = tokenizer, tokenizer.path, exact or tokenizer.exact
 
     def __reduce__(self):
-        return _text_encoder, (self.path, self.exact)
+        return partial(TextEncoder, exact=self.exact), (self.path,)
 
     def open(self) -> Tokenizer:
-        """The tokenizer, loaded once.
+        """Returns the tokenizer, loaded at the first call.
 
         Raises:
             UserError: there is none, it is broken, or it states no end-of-document token.
@@ -101,21 +104,16 @@ class TextEncoder:
         return self._opened
 
     def identity(self) -> dict[str, Any]:
-        """What the ids depend on, as JSON."""
-        # As `Tokenizer.digest`, which takes longer to open than many a pack.
+        """Returns, as JSON, all that the ids depend on."""
+        # Equal to `Tokenizer.digest`, without loading the tokenizer, which can take longer than the pack itself.
         digest = hashlib.sha256(tokenizer_file(self.path).read_bytes()).hexdigest()
         return {"kind": self.kind, "tokenizer_digest": digest, "exact": self.exact}
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """The ids of some texts, each closed by the end-of-document token."""
-        tokenizer = self.open()
+        """Encodes texts in order."""
         texts: list[Any] = [document.value for document in documents]
-        return Encoded(*tokenizer.encode_batch(texts, close=True))
+        return Encoded(*self.open().encode_batch(texts, close=True))
 
     def as_exact(self) -> TextEncoder:
-        """The same with every text sent through the `tokenizers` library."""
+        """Returns the same encoder, using only the `tokenizers` library."""
         return TextEncoder(self.path, exact=True)
-
-
-def _text_encoder(path: Path, exact: bool) -> TextEncoder:
-    return TextEncoder(path, exact=exact)

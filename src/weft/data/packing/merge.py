@@ -1,16 +1,15 @@
-"""Stores put end to end, streamed: the shards of one pack, or any that were packed alike."""
+"""Concatenates token stores, streamed: the shards of one pack, or any stores of the same tokenizer and kind."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.data.output_folder import STORE, check_out, exists_already, publish
+from weft.data.output_folder import STORE, check_out, publish
 from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, document_blocks, release_pages
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.store_json import write_store_json
@@ -18,7 +17,7 @@ from weft.errors import UserError
 from weft.files import hidden_folder, read_json, unwritable
 from weft.observe.console import Console
 
-ALIKE = {
+MUST_MATCH = {  # field of StoreInfo -> how a store that differs is described
     "tokenizer_digest": "another tokenizer",
     "kind": "another kind of documents",
     "vocab_size": "another vocabulary size",
@@ -30,20 +29,18 @@ ALIKE = {
 def merge(
     inputs: Sequence[str | Path], out: str | Path, *, overwrite: bool = False, console: Console | None = None
 ) -> StoreInfo:
-    """Concatenate stores, in the order given. The shards 1/n to n/n of a pack give the bytes of the whole pack.
+    """Concatenates stores in the given order. The shards 1/n to n/n of a pack result in the bytes of a single pack.
 
     Raises:
-        UserError: no store, one that is damaged or of another tokenizer, kind or vocabulary; something at `out`.
+        UserError: no stores; a store that is damaged or differs in `MUST_MATCH`; `out` exists.
     """
     console, out = console or Console(speaks=False), Path(out)
     stores = [TokenStore(path) for path in inputs]
     if not stores:
         raise UserError("no stores to merge; name some")
     for store in stores[1:]:
-        _check_alike(stores[0], store)
-    check_out(out, STORE, [store.path for store in stores], overwrite=overwrite)
-    if os.path.lexists(out) and not overwrite:
-        raise exists_already(out, STORE)
+        _check_match(stores[0], store)
+    check_out(out, STORE, [store.path for store in stores], overwrite=overwrite, new=True)
     for line in shard_warnings(stores):
         console.warning(line)
     with unwritable(out), hidden_folder(out) as folder:
@@ -52,14 +49,18 @@ def merge(
     return info
 
 
-def _check_alike(first: TokenStore, other: TokenStore) -> None:
-    for name, what in ALIKE.items():
+def _check_match(first: TokenStore, other: TokenStore) -> None:
+    for name, what in MUST_MATCH.items():
         a, b = getattr(first.info, name), getattr(other.info, name)
         if a != b:
             shown = f"{str(a)[:16]} and {str(b)[:16]}"
-            raise UserError(f"{what} than {first.path} has ({shown}); stores must be packed alike", other.path)
+            what = f"{what} than {first.path} has ({shown}); merge stores of the same tokenizer and kind"
+            raise UserError(what, other.path)
     if (first.loss_mask is None) != (other.loss_mask is None):
-        raise UserError(f"of this and {first.path} one has a loss mask, the other not", other.path)
+        which, without = ("lacks", "has") if other.loss_mask is None else ("has", "lacks")
+        raise UserError(
+            f"{which} a loss mask, and {first.path} {without} one; merge stores of the same kind", other.path
+        )
 
 
 def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> StoreInfo:
@@ -71,52 +72,51 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
             digests = [hashlib.sha256(), hashlib.sha256()]
             for start, stop, begin, end in document_blocks(store.lengths):
                 for low in range(begin, end, BLOCK_TOKENS):  # a document may be longer than a block
-                    digests[0].update(store.tokens[low : min(low + BLOCK_TOKENS, end)].data)
+                    high = min(low + BLOCK_TOKENS, end)
+                    digests[0].update(store.tokens[low:high].data)
                     if store.loss_mask is not None:
-                        digests[1].update(store.loss_mask[low : min(low + BLOCK_TOKENS, end)].data)
+                        digests[1].update(store.loss_mask[low:high].data)
                 mask = None if store.loss_mask is None else store.loss_mask[begin:end]
                 writer.add(store.tokens[begin:end], store.lengths[start:stop], mask)
                 release_pages(store.tokens, store.loss_mask)
                 bar.update(writer.tokens * first.tokens.dtype.itemsize)
-            for digest, name, told in zip(
-                digests, ("tokens.bin", "loss_mask.bin"), (store.info.bin_sha256, store.info.mask_sha256), strict=True
-            ):
-                if told is not None and digest.hexdigest() != told:
+            expected = {"tokens.bin": store.info.bin_sha256, "loss_mask.bin": store.info.mask_sha256}
+            for digest, (name, sha256) in zip(digests, expected.items(), strict=True):
+                if sha256 is not None and digest.hexdigest() != sha256:
                     raise UserError(
-                        "its bytes are not those that were packed; it is damaged: pack the store again",
-                        store.path / name,
+                        "damaged: its digest differs from store.json; pack the store again", store.path / name
                     )
     idx_sha256 = writer.finish()
     infos = [store.info for store in stores]
     sources = join_sources(source for info in infos for source in info.sources)
     _write_rejects(stores, folder)
     info = StoreInfo(
-        **{name: getattr(first.info, name) for name in ALIKE},
+        **{name: getattr(first.info, name) for name in MUST_MATCH},
         documents=writer.documents,
         tokens=writer.tokens,
         bytes=None if any(info.bytes is None for info in infos) else sum(info.bytes or 0 for info in infos),
         empty_documents=sum(info.empty_documents for info in infos),
         blank_lines=sum(info.blank_lines for info in infos),
-        rejected=_summed(info.rejected for info in infos),
-        skipped_files=_summed(info.skipped_files for info in infos),
-        notes=_summed(info.notes for info in infos),
+        rejected=_sum_counts(info.rejected for info in infos),
+        skipped_files=_sum_counts(info.skipped_files for info in infos),
+        notes=_sum_counts(info.notes for info in infos),
         bin_sha256=writer.digest.hexdigest(),
         idx_sha256=idx_sha256,
         mask_sha256=None if first.loss_mask is None else writer.mask_digest.hexdigest(),
         sources=sources,
     )
     if not (info.documents == sum(i.documents for i in infos) and info.tokens == sum(i.tokens for i in infos)):
-        raise UserError("the stores' counts do not add up; `weft data verify` tells which one is damaged", folder)
+        raise UserError("the stores' counts do not add up; find the damaged one with `weft data verify`", folder)
     stored: dict[str, Any] = info.model_dump()
     stored["sources"] = [source.model_dump(exclude_none=True) for source in sources]
     write_store_json(folder, stored)
     return info
 
 
-def _summed(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for part in parts:
-        total.update(part)
+    for entry in counts:
+        total.update(entry)
     return dict(total)
 
 
@@ -125,12 +125,12 @@ def _write_rejects(stores: Sequence[TokenStore], folder: Path) -> None:
     if files:
         with open(folder / "rejects.jsonl", "wb") as out:
             for file in files:
-                with open(file, "rb") as part:
-                    shutil.copyfileobj(part, out, 1 << 20)
+                with open(file, "rb") as rejects:
+                    shutil.copyfileobj(rejects, out, 1 << 20)
 
 
 def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
-    """The sources of stores, one after the other; what two shards have of one file becomes one source."""
+    """Concatenates the sources of stores; a file that was split between two shards becomes one source."""
     joined: list[SourceFile] = []
     for source in sources:
         last = joined[-1] if joined else None
@@ -156,7 +156,7 @@ def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
-    """What is odd about the shares that stores say they are: some missing, twice there, or in another order."""
+    """Returns warnings about the shards of a pack: missing, repeated or in a different order."""
     made = [read_json(store.path / "store.json").get("made_from") or {} for store in stores]
     shards = [entry["shard"] for entry in made if entry.get("shard")]
     if len(shards) < len(made) or len({(entry["shard"][1], entry.get("files")) for entry in made}) != 1:
@@ -165,11 +165,10 @@ def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
     missing = sorted(set(range(1, total + 1)) - set(numbers))
     lines = []
     if missing:
-        lines.append(f"of {total} shards {', '.join(map(str, missing))} are missing: the merged store is not the whole")
+        named = ", ".join(map(str, missing))
+        lines.append(f"of {total} shards {named} are missing: the merged store is incomplete")
     if len(set(numbers)) < len(numbers):
-        lines.append("a shard is named more than once: its documents are in the merged store as often")
+        lines.append("a shard is named more than once: the merged store repeats its documents")
     if numbers != sorted(numbers):
-        lines.append(
-            "the shards are not in the order 1, 2, ...: the merged store has the order in which they are named"
-        )
+        lines.append("the shards are not in the order 1, 2, ...: the merged store has the order of the arguments")
     return lines

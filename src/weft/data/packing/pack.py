@@ -1,5 +1,8 @@
-"""Documents to a token store: planned in units, encoded by worker processes, put together in order, written whole or
-not at all. What a killed pack has done is kept, and the same call goes on."""
+"""Packs documents into a token store.
+
+The inputs are split into units. Workers encode parts of several units, which are appended in order to the store. The
+store is published when it is complete. The work of an interrupted pack is kept, and the same call resumes it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from weft.data.documents import Counts
 from weft.data.output_folder import STORE, check_out, publish
 from weft.data.packing.assemble import Assembly
 from weft.data.packing.encoder import Encoder, TextEncoder
-from weft.data.packing.part_files import Job, Part, Plan, Stop, Unwritable, finished, remove
+from weft.data.packing.part_files import DocumentFailure, Job, Part, Plan, WriteFailure, read_finished, remove_part
 from weft.data.packing.pool import InProcess, LocalPool, Pool, available_cores
-from weft.data.packing.request import claim, request_of, up_to_date
+from weft.data.packing.request import lock_folder, make_request, read_existing
 from weft.data.sources import Files, Reading, find_files, plan
-from weft.data.sources.find import summary
-from weft.data.sources.source_format import holdings, mistake_at
+from weft.data.sources.find import format_counts
+from weft.data.sources.source_format import contents_by_format, document_error
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import partial_path
@@ -33,19 +36,19 @@ if TYPE_CHECKING:
     from weft.data.stores.store import StoreInfo
     from weft.data.tokenizers.tokenizer import Tokenizer
 
-RANGE_BYTES = 8 << 20  # of a file that one worker takes at once: cores end together, and a kill loses little
-WINDOW = 512  # parts finished ahead of one that is still in work; they wait on the disk
+RANGE_BYTES = 8 << 20  # of a unit: small enough that cores finish together and that a kill loses little work
+WINDOW = 512  # parts that may be finished before an earlier part is; they wait on disk
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What `pack` did.
+    """The result of `pack`.
 
     Attributes:
-        stored: what `store.json` says.
-        seconds: None if the store was up to date already.
-        bytes, tokens: text and ids of this call; less than the store's if an earlier one had begun it.
-        reason: why the reference library did all, if nobody asked for it.
+        stored: the content of `store.json`.
+        seconds: None if the store was up to date.
+        bytes, tokens: of this call; less than those of the store if the call resumed an earlier one.
+        reason: why the reference library encoded all texts, if this was not requested.
     """
 
     stored: dict[str, Any]
@@ -56,7 +59,7 @@ class Packed:
 
     @property
     def info(self) -> StoreInfo:
-        """`stored`, checked. To import pydantic, which that needs, takes longer than many a pack."""
+        """`stored`, validated. This imports pydantic, which can take longer than the pack itself."""
         from weft.data.stores.store import StoreInfo
 
         return StoreInfo.model_validate(self.stored)
@@ -76,28 +79,28 @@ def pack(
     console: Console | None = None,
     range_bytes: int = RANGE_BYTES,
 ) -> Packed:
-    """Encode all documents of `inputs` into the token store `out`.
+    """Encodes all documents of `inputs` into the token store `out`.
 
     >>> packed = weft.pack(["docs.jsonl"], tokenizer="tok", out="store")
     >>> packed.info.documents
     40
 
-    The store's bytes depend on the input, `tokenizer` and `reading` alone. A call that is killed, interrupted or ended
-    by an error leaves what it has done in a hidden folder beside `out`, and the same call goes on from there.
+    The store's bytes depend only on the inputs, `tokenizer` and `reading`. If a call is killed, interrupted or fails,
+    its work is kept in a hidden folder next to `out`, and the same call resumes it.
 
     Args:
-        inputs: one, or several, of files, folders, and patterns such as "data/**/*.jsonl".
+        inputs: one or several files, folders, and patterns such as "data/**/*.jsonl".
         out: the store's folder.
-        tokenizer: a tokenizer or its folder, for texts that one end-of-document token each closes; or an encoder.
-        reading: how documents are taken out of files; default: of records the field "text".
-        workers: processes; default: the cores that this process may use.
-        on_error: what a document that cannot be read or encoded does: end the pack, or be counted and noted in
-            `rejects.jsonl`. Of several, the first in the input is told.
-        shard: (i, n): only the i-th of n shares, counted from 1, which `merge` puts together. Their borders depend on
-            the input alone.
-        overwrite: replace a store that is there (never anything else), and what another call left unfinished.
-        ray: the address of a Ray cluster that encodes ("": that of RAY_ADDRESS, or one on this machine).
-        range_bytes: how much of a file one worker takes at once.
+        tokenizer: a tokenizer or its folder, for texts; each text ends with an end-of-document token. Or an encoder.
+        reading: how documents are extracted from files; default: the field "text" of records.
+        workers: number of processes; default: the cores that this process may use.
+        on_error: for a document that cannot be read or encoded: raise an error (for the first one in the inputs), or
+            count it and write it to `rejects.jsonl`.
+        shard: (i, n): pack only the i-th of n shares, counted from 1; `merge` joins them. The borders of shares depend
+            only on the inputs.
+        overwrite: replace an existing store (and nothing else), and the unfinished work of a different call.
+        ray: address of a Ray cluster that encodes ("": the address in RAY_ADDRESS, or a cluster on this machine).
+        range_bytes: approximate size of the units that workers read.
 
     Raises:
         UserError: no input, a document that cannot be read, another store at `out`, a full disk.
@@ -105,16 +108,16 @@ def pack(
     console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
     encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
     files = find_files([inputs] if isinstance(inputs, str | Path) else inputs)
-    # It may lie in a folder that is read: there, stores are left out. But what it would replace must be no input.
+    # `out` may lie in an input folder, where stores are skipped. But a store that is replaced must hold no input.
     check_out(out, STORE, (path for path in files if path.name in STORE.files), overwrite=overwrite)
     if os.path.lexists(out) and not overwrite:
-        request = request_of(encoder, reading, shard, range_bytes, files)
-        return Packed(up_to_date(out, request, files))
-    work = _Pack(files, out, encoder, reading, shard, range_bytes, console)
-    return work.run(workers, on_error == "fail", overwrite, ray)
+        request = make_request(encoder, reading, shard, range_bytes, files)
+        return Packed(read_existing(out, request, files))
+    job = _PackJob(files, out, encoder, reading, shard, range_bytes, console)
+    return job.run(workers, on_error == "fail", overwrite, ray)
 
 
-class _Pack:
+class _PackJob:
     """One call of `pack`."""
 
     def __init__(
@@ -133,60 +136,65 @@ class _Pack:
         units = plan(files, reading, range_bytes)
         self._streams = any(unit.size == 0 and unit.stream for unit in units)
         if self._streams and shard is not None:
-            raise UserError(f"--shard {shard[0]}/{shard[1]}: the standard input cannot be cut into shares; name files")
+            raise UserError(f"--shard {shard[0]}/{shard[1]}: the standard input cannot be split; name files")
         self._plan = Plan(units, range_bytes, shard)
         self._folder = partial_path(out)
         self._lock: int | None = None
         self._bar: Any = None
         self._done = self._tokens = 0
-        self._packing = self._began  # since when
+        self._encoding_since = self._began
 
     def run(self, workers: int | None, fail: bool, overwrite: bool, ray: str | None) -> Packed:
-        # First of all: workers take a moment to start, and there is enough to do meanwhile.
-        pool = self._open_pool(workers, fail, ray)
+        pool = self._open_pool(workers, fail, ray)  # first, because workers start in the background
         assembly = None
         try:
-            request = request_of(self._encoder, self._reading, self._shard, self._range_bytes, self._files)
-            self._lock = claim(self._folder, self._out, request, overwrite=overwrite, keep=not self._streams)
+            request = make_request(self._encoder, self._reading, self._shard, self._range_bytes, self._files)
+            self._lock = lock_folder(self._folder, self._out, request, overwrite=overwrite, keep=not self._streams)
             if self._out.exists() and not overwrite:
                 raise UserError("was packed by another process meanwhile; --overwrite replaces it", self._out)
             lines_before = partial(self._plan.lines_before, self._reading) if self._shard is not None else None
             assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
-            self._go_on(assembly)
-            had = (assembly.counts.bytes, assembly.tokens)
-            self._packing = time.monotonic()
+            self._resume(assembly)
+            resumed_bytes, resumed_tokens = assembly.counts.bytes, assembly.tokens
+            self._encoding_since = time.monotonic()
             with self._console.progress(self._plan.size or None, "packing", unit="B", start=self._done) as self._bar:
-                while not self._fill(assembly, pool):
+                while not self._encode_parts(assembly, pool):
                     pool.close()
                     self._encoder = self._encoder.as_exact()
                     pool = self._open_pool(workers, fail, ray)
                 self._done = self._plan.size or self._done
                 self._on_progress(0, 0)
-            for line in pool.deaths:
+            for line in pool.warnings:
                 self._console.warning(line)
             pool.dismiss()
             stored = self._finish(assembly, request)
             publish(self._folder / "store", self._out)
             shutil.rmtree(self._folder, ignore_errors=True)
         except BaseException as error:
-            pool.close()  # before what it has left is looked at
-            self._leave(assembly)
+            pool.close()  # before the parts are listed
+            self._remove_empty(assembly)
             if isinstance(error, OSError):
-                raise _unwritable(error.strerror, self._out) from None
+                raise _write_error(error.strerror, self._out) from None
             raise
         finally:
             pool.close()
             if self._lock is not None:
                 os.close(self._lock)
-        seconds, text = time.perf_counter() - self._began, assembly.counts.bytes
-        return Packed(stored, seconds, text - had[0], assembly.tokens - had[1], assembly.reason)
+        return Packed(
+            stored,
+            time.perf_counter() - self._began,
+            assembly.counts.bytes - resumed_bytes,
+            assembly.tokens - resumed_tokens,
+            assembly.reason,
+        )
 
     def _open_pool(self, workers: int | None, fail: bool, ray: str | None) -> Pool:
         cores = workers or available_cores()
         number = 1 if self._streams else min(cores, max(1, len(self._plan)))
-        threads = 1 if ray is not None and not self._streams else max(1, cores // number)
+        distributed = ray is not None and not self._streams
+        threads = 1 if distributed else max(1, cores // number)
         job = Job(str(self._folder.absolute() / "parts"), self._reading, fail, threads)
-        if ray is not None and not self._streams:
+        if distributed:
             from weft.data.packing.ray_pool import RayPool
 
             return RayPool(job, self._encoder, ray, self._on_progress)
@@ -196,87 +204,79 @@ class _Pack:
 
     def _on_progress(self, raw_bytes: int, tokens: int) -> None:
         self._done, self._tokens = self._done + raw_bytes, self._tokens + tokens
-        speed = self._tokens / max(time.monotonic() - self._packing, 1e-3)
+        speed = self._tokens / max(time.monotonic() - self._encoding_since, 1e-3)
         fields = {"tokens/s": f"{speed:,.0f}"} if self._tokens else {}
         self._bar.update(min(self._done, self._plan.size or self._done), **fields)
 
-    def _go_on(self, assembly: Assembly) -> None:
-        """Take up what an earlier call did."""
+    def _resume(self, assembly: Assembly) -> None:
+        """Restores the work of an earlier call."""
         if (self._folder / "journal.jsonl").stat().st_size == 0:
-            return assembly.go_on(self._plan)
+            return assembly.resume(self._plan, lambda checked: None)
         size = (self._folder / "store" / "tokens.bin").stat().st_size
-        checked = 0
-
-        def on_bytes(number: int) -> None:
-            nonlocal checked
-            checked += number
-            bar.update(min(checked, size))
-
-        with self._console.progress(size, "checking what is there", unit="B") as bar:
-            assembly.go_on(self._plan, on_bytes)
+        with self._console.progress(size, "checking earlier work", unit="B") as bar:
+            assembly.resume(self._plan, lambda checked: bar.update(min(checked, size)))
         self._done = sum(self._plan.part(index).size for index in range(assembly.next))
-        self._console.line(f"going on: {progress(self._done, self._plan.size, 'B')} were packed before")
+        self._console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
 
-    def _fill(self, assembly: Assembly, pool: Pool) -> bool:
-        """Append all parts, in order, as workers finish them.
+    def _encode_parts(self, assembly: Assembly, pool: Pool) -> bool:
+        """Appends all parts in order, as workers finish them.
 
         Returns:
-            False if that must go on with an exact encoder: the first part told that the fast library is not.
+            False to continue with an exact encoder: the first part found that the fast library is not exact.
         """
-        total, handed = len(self._plan), assembly.next
-        held: dict[int, Part] = {}  # handed out, or found finished, and not yet appended
-        ready: dict[int, dict[str, Any]] = {}
+        total, submitted = len(self._plan), assembly.next
+        pending: dict[int, Part] = {}  # parts that are submitted or finished, but not appended
+        ready: dict[int, dict[str, Any]] = {}  # content of the finished ones
         failures: dict[int, BaseException] = {}
         while assembly.next < total:
-            # After a failure nothing new is begun; what comes before it is waited for, as it may fail as well.
-            while not failures and handed < min(total, assembly.next + WINDOW) and pool.room(total - handed):
-                part = held[handed] = self._plan.part(handed)
-                content = finished(self._folder / "parts", part)
+            # After a failure, no part is submitted. Earlier parts are still awaited: the first failure is reported.
+            while not failures and submitted < min(total, assembly.next + WINDOW) and pool.has_room(total - submitted):
+                part = pending[submitted] = self._plan.part(submitted)
+                content = read_finished(self._folder / "parts", part)
                 if content is not None:
-                    ready[handed] = content
+                    ready[submitted] = content
                     self._on_progress(part.size, 0)
                 else:
                     pool.submit(part)
-                handed += 1
-            self._encoder.open()  # is needed at the end, and takes a moment that workers now have something to do in
-            if assembly.next in failures:
-                raise self._told(assembly, held[assembly.next], failures[assembly.next])
-            if assembly.next in ready:
-                content = ready.pop(assembly.next)
-                if assembly.next > 0 and assembly.exact and not content["exact"]:
-                    for index in (assembly.next, *ready):
-                        remove(self._folder / "parts", index)
-                    return False
-                self._append(assembly, held.pop(assembly.next), content)
+                submitted += 1
+            self._encoder.open()  # needed at the end: loaded now, while workers encode
             due = assembly.next
-            for index, failure in pool.wait(block=due in held and due not in ready and due not in failures):
+            if due in failures:
+                raise self._as_user_error(assembly, pending[due], failures[due])
+            if due in ready:
+                content = ready.pop(due)
+                if due > 0 and assembly.exact and not content["exact"]:
+                    for index in (due, *ready):
+                        remove_part(self._folder / "parts", index)
+                    return False
+                self._append(assembly, pending.pop(due), content)
+            due = assembly.next
+            for index, failure in pool.wait(block=due in pending and due not in ready and due not in failures):
                 if failure is not None:
                     failures[index] = failure
-                elif (content := finished(self._folder / "parts", held[index])) is not None:
+                elif (content := read_finished(self._folder / "parts", pending[index])) is not None:
                     ready[index] = content
                 else:
-                    raise UserError(
-                        "what a worker has written does not appear here; --out must be where all machines see it",
-                        self._out,
-                    )
+                    what = "files of a worker are missing here; --out must be on storage that all machines share"
+                    raise UserError(what, self._out)
         return True
 
     def _append(self, assembly: Assembly, part: Part, content: dict[str, Any]) -> None:
         if not self._streams and self._plan.part(part.index).key != part.key:
-            raise UserError("changed while it was packed; the same command does it again", str(part))
+            raise UserError("changed while it was packed; repeat the command to pack it again", str(part))
         assembly.append(part, content)
 
-    def _told(self, assembly: Assembly, part: Part, failure: BaseException) -> BaseException:
-        """A worker's failure in the user's words."""
-        if isinstance(failure, Stop):
-            line = assembly.line(part, failure.unit, failure.line, failure.before)
-            return mistake_at(failure.what, part.units[failure.unit], line)
-        if isinstance(failure, Unwritable):
-            return _unwritable(str(failure), self._out)
+    def _as_user_error(self, assembly: Assembly, part: Part, failure: BaseException) -> BaseException:
+        """Converts the failure of a worker to a UserError, if it is of a known kind."""
+        if isinstance(failure, DocumentFailure):
+            line = assembly.file_line(part, failure.unit, failure.line, failure.before)
+            return document_error(failure.what, part.units[failure.unit], line)
+        if isinstance(failure, WriteFailure):
+            return _write_error(str(failure), self._out)
         return failure
 
-    def _leave(self, assembly: Assembly | None) -> None:
-        """After an error: keep what is done, if anything is."""
+    def _remove_empty(self, assembly: Assembly | None) -> None:
+        """After an error: removes the hidden folder, unless it has work to resume."""
         if self._lock is None:
             return
         done = assembly is not None and assembly.next > 0
@@ -284,28 +284,26 @@ class _Pack:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _finish(self, assembly: Assembly, request: dict[str, Any]) -> dict[str, Any]:
-        """Index and `store.json`; the totals must add up."""
+        """Writes the index and `store.json`, and returns the latter. Raises UserError if the totals do not add up."""
         from weft.data.stores.indexed import token_dtype
 
         counts, tokenizer = assembly.counts, self._encoder.open()
         if counts.documents == 0 and self._shard is None:
             shutil.rmtree(self._folder)
-            reasons = _reasons(counts, self._files.left_out)
-            number = counted(len(self._files), "file")
-            raise UserError(f"no document in {number} ({reasons}); name files that hold {self._wanted()}")
+            raise self._no_document(counts)
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
         expected = 2 * read if self._encoder.kind == "preferences" else read
         if assembly.documents != expected or rejected != sum(counts.rejected.values()):
             raise UserError(
                 f"the totals do not add up ({assembly.documents:,} packed of {read:,} read, {rejected:,} rejected); "
-                "this is a mistake in Weft: please report it",
+                "this is a bug in Weft: please report it",
                 self._out,
             )
         dtype = str(token_dtype(tokenizer.vocab_size))
-        # Of shares, the first tells what no share reads: together they tell it once.
-        left_out = self._files.left_out if self._shard is None or self._shard[0] == 1 else Counter()
-        assembly.mark_cuts(*self._plan.cut)
+        # Only the first share records the skipped files, so that merged shares record them once.
+        skipped = self._files.skipped if self._shard is None or self._shard[0] == 1 else Counter()
+        assembly.mark_split_files(*self._plan.split)
         stored = {
             "version": 1,
             "kind": self._encoder.kind,
@@ -319,7 +317,7 @@ class _Pack:
             "empty_documents": counts.empty,
             "blank_lines": counts.blank_lines,
             "rejected": dict(counts.rejected),
-            "skipped_files": dict(counts.skipped_files + left_out),
+            "skipped_files": dict(counts.skipped_files + skipped),
             "notes": dict(assembly.notes),
             **assembly.finish(dtype),
             "sources": assembly.sources,
@@ -327,20 +325,18 @@ class _Pack:
         }
         return write_store_json(self._folder / "store", stored)
 
-    def _wanted(self) -> str:
-        """What the files should hold."""
+    def _no_document(self, counts: Counts) -> UserError:
+        reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
+        if skipped := counts.skipped_files + self._files.skipped:
+            reasons.append(f"skipped {format_counts(skipped)}")
+        held = set(contents_by_format(self._files, self._reading).values())
         if self._reading.records:
-            return "records of conversations"
-        held = set(holdings(self._files, self._reading).values())
-        return "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
+            wanted = "records of conversations"
+        else:
+            wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
+        why = ", ".join(reasons) or "all blank"
+        return UserError(f"no document in {counted(len(self._files), 'file')} ({why}); name files that hold {wanted}")
 
 
-def _unwritable(reason: str | None, out: Path) -> UserError:
-    return UserError(f"cannot be written: {reason}; what is done is kept, and the same command goes on", out)
-
-
-def _reasons(counts: Counts, left_out: Counter[str]) -> str:
-    said = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
-    if skipped := counts.skipped_files + left_out:
-        said.append(f"skipped {summary(skipped)}")
-    return ", ".join(said) or "all blank"
+def _write_error(reason: str | None, out: Path) -> UserError:
+    return UserError(f"cannot be written: {reason}; the work is kept, repeat the command to resume", out)

@@ -1,4 +1,7 @@
-"""A part of a pack: units that one worker encodes into files of its own; they are whole once its `.json` is there."""
+"""Parts of a pack: consecutive units that one worker encodes into files of their own.
+
+A part's files are complete once its `.json` exists.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PART_UNITS = 256
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive units that one worker does at once; `key` changes when what they are read from does."""
+    """Consecutive units that one worker encodes. `key` changes when the files of the units change."""
 
     index: int
     units: tuple[Unit, ...]
@@ -35,7 +38,7 @@ class Part:
     def __str__(self) -> str:
         first, last = self.units[0], self.units[-1]
         if len(self.units) > 1:
-            return f"{first.path} and the {len(self.units) - 1:,} after it"
+            return f"{first.path} and the {len(self.units) - 1:,} units after it"
         if first.stop is None:
             return first.path
         return f"{first.path} ({source_format(first.format).positions} {last.start:,} to {last.stop:,})"
@@ -43,12 +46,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """What all parts of a pack have in common.
+    """The settings of all parts of a pack.
 
     Attributes:
         folder: where parts are written.
         fail: stop at the first reject.
-        threads: of each worker's tokenizer.
+        threads: threads of each worker's tokenizer.
     """
 
     folder: str
@@ -57,14 +60,14 @@ class Job:
     threads: int = 1
 
 
-class Stop(Exception):
-    """A document ends the pack.
+class DocumentFailure(Exception):
+    """A document that ends the pack.
 
     Args:
-        unit: its place in the part.
-        line: within that unit; None where the file is one document.
-        before: lines of the same file in earlier units of the part.
-        what: the reason, and what to do about it.
+        unit: the position of its unit in the part.
+        line: its line in the unit; None if the document is a complete file.
+        before: the number of lines of the same file in earlier units of the part.
+        what: the reason and the remedy.
     """
 
     def __init__(self, unit: int, line: int | None, before: int, what: str):
@@ -72,23 +75,23 @@ class Stop(Exception):
         super().__init__(unit, line, before, what)
 
 
-class Unwritable(Exception):
-    """A part cannot be written. Args: the system's words."""
+class WriteFailure(Exception):
+    """A part cannot be written. Args: the message of the operating system."""
 
 
 class Plan:
-    """A pack's units, in parts.
+    """Groups a pack's units into parts.
 
     Args:
-        units: of all the input.
-        part_bytes: about how many raw bytes one part is.
-        shard: (i, n): the i-th share of n, counted from 1. Shares are about equal in bytes, and depend on the units
-            alone.
+        units: units of all inputs.
+        part_bytes: approximate raw bytes of a part.
+        shard: (i, n): only the i-th of n shares of the units, counted from 1. Shares have about equal numbers of bytes
+            and depend only on the units.
 
     Attributes:
-        units: of the share.
-        before: of other shares, the units of the file that this share begins in.
-        cut: whether the share begins within a file, and whether it ends within one.
+        units: units of the share.
+        before: units of earlier shares that belong to the first file of this share.
+        split: whether the first file of the share begins in an earlier share, and whether the last one ends in a later.
         size: raw bytes.
     """
 
@@ -98,13 +101,12 @@ class Plan:
         self.size = sum(unit.size for unit in self.units)
         path = self.units[0].path if self.units else None
         self.before = [unit for unit in units[:first] if unit.path == path]
-        ends = [unit for unit in units[last : last + 1] if self.units and unit.path == self.units[-1].path]
-        self.cut = (bool(self.before), bool(ends))
+        after = [unit for unit in units[last : last + 1] if self.units and unit.path == self.units[-1].path]
+        self.split = (bool(self.before), bool(after))
         self._borders, size = [0], 0
         for number, unit in enumerate(self.units):
-            if number > self._borders[-1] and (
-                size + unit.size > part_bytes or number - self._borders[-1] == PART_UNITS
-            ):
+            length = number - self._borders[-1]
+            if length and (size + unit.size > part_bytes or length == PART_UNITS):
                 self._borders.append(number)
                 size = 0
             size += unit.size
@@ -112,7 +114,7 @@ class Plan:
             self._borders.append(len(self.units))
 
     def lines_before(self, reading: Reading) -> int:
-        """Lines of the share's first file that lie in other shares; those are read."""
+        """Counts the lines of the share's first file that belong to earlier shares, by reading them."""
         lines = 0
         for unit in self.before:
             counts = Counts()
@@ -125,47 +127,47 @@ class Plan:
         return len(self._borders) - 1
 
     def part(self, index: int) -> Part:
-        """One part, as its files are now."""
+        """Returns a part, with the key of the present state of its files."""
         units = tuple(self.units[self._borders[index] : self._borders[index + 1]])
-        facts = [[u.path, u.kind, u.start, u.stop, u.size, *_state(u.path)] for u in units]
+        facts = [[u.path, u.kind, u.start, u.stop, u.size, *_file_state(u.path)] for u in units]
         return Part(index, units, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
 
 
-def _state(path: str) -> tuple[int, int]:
-    """A file's size and the time of its last change, in nanoseconds."""
+def _file_state(path: str) -> tuple[int, int]:
+    """Returns the size and modification time (ns) of a file."""
     try:
         status = os.stat(path)
-    except OSError:  # the standard input; or a file that reading will be a reject of
+    except OSError:  # the standard input, or a file that will be rejected
         return 0, 0
     return status.st_size, status.st_mtime_ns
 
 
 def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
-    """The first unit of a share, and the first one behind it: a unit belongs where its first byte lies."""
+    """Returns the range of units of share i of n. A unit belongs to the share in which its first byte lies."""
     total = sum(unit.size for unit in units)
     starts = list(accumulate((unit.size for unit in units), initial=0))[:-1]
     return (
         bisect_left(starts, -(-total * (i - 1) // n)) if i > 1 else 0,
-        (bisect_left(starts, -(-total * i // n)) if i < n else len(units)),
+        bisect_left(starts, -(-total * i // n)) if i < n else len(units),
     )
 
 
-def part_file(folder: str | Path, index: int, what: str) -> str:
-    """The path of one of a part's files."""
+def part_path(folder: str | Path, index: int, what: str) -> str:
+    """Returns the path of one of a part's files."""
     return f"{folder}/{index:08d}.{what}"
 
 
-def finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
-    """What a finished part's `.json` says; None if it is not finished, or was made of something else."""
+def read_finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
+    """Returns a finished part's `.json`; None if the part is not finished or its inputs have changed."""
     try:
-        with open(part_file(folder, part.index, "json"), encoding="utf-8") as file:
+        with open(part_path(folder, part.index, "json"), encoding="utf-8") as file:
             content = json.load(file)
     except (OSError, ValueError):
         return None
     return content if content["key"] == part.key else None
 
 
-def remove(folder: str | Path, index: int) -> None:
-    """Delete a part's files, the one that makes them whole first."""
+def remove_part(folder: str | Path, index: int) -> None:
+    """Deletes a part's files, the `.json` first."""
     for what in ("json", "tokens", "lengths", "mask", "rejects"):
-        Path(part_file(folder, index, what)).unlink(missing_ok=True)
+        Path(part_path(folder, index, what)).unlink(missing_ok=True)

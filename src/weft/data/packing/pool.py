@@ -1,5 +1,8 @@
-"""The processes that encode a pack's parts: fresh interpreters, so that neither threads nor locks are inherited, which
-end with their parent and leave Ctrl-C to it."""
+"""Pools of workers that encode a pack's parts.
+
+Worker processes are new interpreters, so that they inherit neither threads nor locks. They exit with their parent, and
+ignore Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from weft.data.packing.part_files import Job, Part, Stop, Unwritable
+from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure
 from weft.errors import UserError
 from weft.processes import die_with
 
-Outcome = tuple[int, BaseException | None]  # a part's number, and what went wrong with it (None: it is done)
-OnProgress = Callable[[int, int], None]  # is told new raw bytes and tokens
+Outcome = tuple[int, BaseException | None]  # the index of a part, and its error (None: it is finished)
+OnProgress = Callable[[int, int], None]  # called with the numbers of new raw bytes and tokens
 
 
 def available_cores() -> int:
-    """The cores that this process may use: its affinity, or fewer where a container has a quota."""
+    """Returns the number of cores that this process may use, by its affinity and the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, *_quotas(), cores))
+    return min([cores, *_quotas()])
 
 
 def _quotas() -> Iterator[int]:
-    """Cores that control groups allow: this process's, and those above it."""
+    """Yields the quotas of this process's control group and its parents, in cores, at least 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -46,7 +49,7 @@ def _quotas() -> Iterator[int]:
             continue
         group = top / name.lstrip("/")
         for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file there; "max"
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 quota, period = " ".join((folder / file).read_text() for file in files).split()
                 if int(quota) > 0:
                     yield max(1, -(-int(quota) // int(period)))
@@ -55,67 +58,74 @@ def _quotas() -> Iterator[int]:
 
 
 class Pool:
-    """What encodes parts.
+    """Workers that encode parts.
 
     Attributes:
-        deaths: of workers whose part was done by another, in words.
+        warnings: messages about workers that died and whose parts were encoded again.
     """
 
-    deaths: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
-    def room(self, remaining: int) -> bool:
-        """Whether a part can be submitted."""
+    def has_room(self, remaining: int) -> bool:
+        """Whether a part can be submitted. `remaining`: parts that are not submitted yet."""
         raise NotImplementedError
 
     def submit(self, part: Part) -> None:
-        """Have a part encoded."""
+        """Starts encoding a part."""
         raise NotImplementedError
 
     def wait(self, block: bool) -> list[Outcome]:
-        """What has ended since; with `block`, news of some worker is waited for."""
+        """Returns the parts that ended since the last call. `block`: wait for a message of some worker."""
         raise NotImplementedError
 
     def dismiss(self) -> None:
-        """All is done: workers go while this process goes on."""
+        """Kills the workers without waiting for their exit, when all parts are finished."""
 
     def close(self) -> None:
-        """End all workers; what they are at is not finished, and will be done anew."""
+        """Kills the workers and waits for their exit; parts in progress stay unfinished."""
 
 
 class InProcess(Pool):
-    """One worker that is this process itself: for small inputs, and for what no other process can read."""
+    """Encodes parts in this process: for small inputs, and for streams that no other process can read."""
 
     def __init__(self, job: Job, encoder: Any, on_progress: OnProgress):
         self._job, self._encoder, self._on_progress = job, encoder, on_progress
         self._outcomes: list[Outcome] = []
 
-    def room(self, remaining: int) -> bool:
+    def has_room(self, remaining: int) -> bool:
         return not self._outcomes
 
     def submit(self, part: Part) -> None:
         from weft.data.packing.encode_part import encode_part
 
+        failure = None
         try:
             encode_part(self._job, part, self._encoder, on_progress=self._on_progress)
-            self._outcomes.append((part.index, None))
-        except Exception as error:  # told at its turn
-            self._outcomes.append((part.index, error))
+        except Exception as error:  # raised when all earlier parts are appended
+            failure = error
+        self._outcomes.append((part.index, failure))
 
     def wait(self, block: bool) -> list[Outcome]:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
 
-class _Process:
-    """A worker as its parent sees it. `parts`: what it has been given and not finished, the first in work."""
+class _Worker:
+    """A worker process, as seen by its parent.
 
-    def __init__(self, job: Job, encoder: Any, careful: bool = False):
-        ours, theirs = socket.socketpair()
-        threads = 1 if careful else job.threads
+    Attributes:
+        parts: parts that were sent and are not finished; the first one is in progress.
+        singly: encode documents one at a time and report each, to locate a crash.
+        at: with `singly`, the document in progress: arguments of DocumentFailure.
+    """
+
+    def __init__(self, job: Job, encoder: Any, singly: bool = False):
+        parent_end, worker_end = socket.socketpair()
+        threads = 1 if singly else job.threads
         environment = os.environ | {
             "RAYON_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": str(threads > 1).lower(),
-            # numpy's own threads are for matrices, of which there are none here.
+            # NumPy's threads are for matrix products, and a worker computes none.
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -123,24 +133,30 @@ class _Process:
         paths = [path or os.getcwd() for path in sys.path]
         program = (
             f"import sys; sys.path[:] = {paths!r}; from weft.data.packing.pool import serve; "
-            f"serve({theirs.fileno()}, {os.getpid()})"
+            f"serve({worker_end.fileno()}, {os.getpid()})"
         )
-        with theirs:
+        with worker_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 env=environment,
-                start_new_session=True,  # the terminal's Ctrl-C is for the parent
+                start_new_session=True,  # so that only the parent receives the terminal's Ctrl-C
             )
-        self.connection = Connection(ours.detach())
+        self.connection = Connection(parent_end.detach())
         self.parts: deque[Part] = deque()
-        self.careful = careful
-        self.at: tuple[int, int | None, int] | None = None  # in careful work: where the document in work is
-        self.connection.send((job, encoder, careful))
+        self.singly = singly
+        self.at: tuple[int, int | None, int] | None = None
+        self.connection.send((job, encoder, singly))
 
-    def end(self) -> int:
-        """Kill it, if it lives; its exit code."""
+    def send(self, part: Part) -> None:
+        """Sends a part to encode."""
+        self.parts.append(part)
+        with contextlib.suppress(OSError):  # the worker died: `LocalPool.wait` handles it
+            self.connection.send(part)
+
+    def kill(self) -> int:
+        """Kills the process if it is alive; returns its exit code."""
         self.connection.close()
         self.process.kill()
         return self.process.wait()
@@ -149,37 +165,31 @@ class _Process:
 class LocalPool(Pool):
     """Worker processes on this machine.
 
-    A worker that dies (for want of memory, or in a library's crash) gets a successor, which does the part that it died
-    in once more, one document at a time; if that one dies too, its document is named.
+    If a worker dies (out of memory, or a crash in a library), a new worker encodes its part again, one document at a
+    time. If that worker dies too, the document is reported.
     """
 
     def __init__(self, job: Job, encoder: Any, workers: int, on_progress: OnProgress):
         self._job, self._encoder, self._on_progress = job, encoder, on_progress
-        self._workers: list[_Process] = []
-        self._again: deque[Part] = deque()  # what dead workers had not begun
-        self.deaths: list[str] = []
+        self._workers: list[_Worker] = []
+        self._requeued: deque[Part] = deque()  # parts that dead workers had not begun
+        self.warnings: list[str] = []
         try:
             for _ in range(workers):
-                self._workers.append(_Process(job, encoder))
-        except OSError as error:
+                self._workers.append(_Worker(job, encoder))
+        except BaseException as error:
             self.close()
-            raise UserError(f"a worker process cannot be started: {error.strerror}; try fewer --workers") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                what = f"a worker process cannot be started: {error.strerror}; try fewer --workers"
+                raise UserError(what) from None
             raise
 
-    def room(self, remaining: int) -> bool:
-        depth = 2 if remaining > 3 * len(self._workers) else 1  # a second one waits while there are plenty
-        return any(len(worker.parts) < depth and not worker.careful for worker in self._workers)
+    def has_room(self, remaining: int) -> bool:
+        depth = 2 if remaining > 3 * len(self._workers) else 1  # while many parts remain, each worker queues a second
+        return any(len(worker.parts) < depth and not worker.singly for worker in self._workers)
 
     def submit(self, part: Part) -> None:
-        # To the worker that has the least to do.
-        self._give(min((w for w in self._workers if not w.careful), key=lambda w: len(w.parts)), part)
-
-    def _give(self, worker: _Process, part: Part) -> None:
-        worker.parts.append(part)
-        with contextlib.suppress(OSError):  # it died: `wait` will see that
-            worker.connection.send(part)
+        min((w for w in self._workers if not w.singly), key=lambda w: len(w.parts)).send(part)
 
     def wait(self, block: bool) -> list[Outcome]:
         ready = wait([worker.connection for worker in self._workers], None if block else 0)
@@ -187,12 +197,12 @@ class LocalPool(Pool):
         for worker in [worker for worker in self._workers if worker.connection in ready]:
             try:
                 while worker in self._workers and worker.connection.poll():
-                    self._hear(worker, worker.connection.recv(), outcomes)
+                    self._receive(worker, worker.connection.recv(), outcomes)
             except (EOFError, OSError):
-                self._bury(worker, outcomes)
+                self._handle_death(worker, outcomes)
         return outcomes
 
-    def _hear(self, worker: _Process, message: tuple[str, Any], outcomes: list[Outcome]) -> None:
+    def _receive(self, worker: _Worker, message: tuple[str, Any], outcomes: list[Outcome]) -> None:
         kind, content = message
         if kind == "progress":
             self._on_progress(*content)
@@ -200,36 +210,36 @@ class LocalPool(Pool):
             worker.at = content
         else:
             outcomes.append((worker.parts.popleft().index, content))
-            if worker.careful:
-                worker.end()
+            if worker.singly:
+                worker.kill()
                 self._replace(worker)
 
-    def _replace(self, worker: _Process, careful: bool = False) -> _Process:
-        new = _Process(self._job, self._encoder, careful)
+    def _replace(self, worker: _Worker, singly: bool = False) -> _Worker:
+        new = _Worker(self._job, self._encoder, singly)
         self._workers[self._workers.index(worker)] = new
-        if not careful:
-            while self._again:
-                self._give(new, self._again.popleft())
+        while self._requeued and not singly:
+            new.send(self._requeued.popleft())
         return new
 
-    def _bury(self, worker: _Process, outcomes: list[Outcome]) -> None:
-        code = worker.end()
-        how = f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+    def _handle_death(self, worker: _Worker, outcomes: list[Outcome]) -> None:
+        code = worker.kill()
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
         if code == -signal.SIGKILL:
-            how += ", perhaps for want of memory"
+            how += ", perhaps out of memory"
         if not worker.parts:
-            raise UserError(f"a worker was {how} before it had anything to do; what it said is above")
+            raise UserError(f"a worker {how} before it received any work; its error message is above")
         part = worker.parts.popleft()
-        self._again.extend(worker.parts)
-        if not worker.careful:
-            self.deaths.append(f"a worker was {how} in {part}; that was done again")
-            self._give(self._replace(worker, careful=True), part)
+        self._requeued.extend(worker.parts)
+        if not worker.singly:
+            self.warnings.append(f"a worker {how} in {part}; the part was encoded again")
+            self._replace(worker, singly=True).send(part)
             return
         if worker.at is not None:
-            what = Stop(*worker.at, f"a worker was {how} at this document, twice; take it out, or use fewer --workers")
+            remedy = "remove the document, or use fewer --workers"
+            failure = DocumentFailure(*worker.at, f"a worker {how} at this document, twice; {remedy}")
         else:
-            what = UserError(f"a worker was {how} while it read this, twice; try fewer --workers", str(part))
-        outcomes.append((part.index, what))
+            failure = UserError(f"a worker {how} while it read this, twice; try fewer --workers", str(part))
+        outcomes.append((part.index, failure))
         self._replace(worker)
 
     def dismiss(self) -> None:
@@ -239,15 +249,15 @@ class LocalPool(Pool):
     def close(self) -> None:
         self.dismiss()
         while self._workers:
-            self._workers.pop().end()
+            self._workers.pop().kill()
 
 
 def serve(handle: int, parent: int) -> None:
-    """A worker's life: take parts from the socket `handle` until that closes."""
+    """The main function of a worker process: encodes parts received from the socket `handle` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     connection = Connection(handle)
-    job, encoder, careful = connection.recv()
+    job, encoder, singly = connection.recv()
     from weft.data.packing.encode_part import encode_part
 
     def on_progress(raw_bytes: int, tokens: int) -> None:
@@ -256,25 +266,25 @@ def serve(handle: int, parent: int) -> None:
     def on_document(*place: Any) -> None:
         connection.send(("at", place))
 
-    with contextlib.suppress(Exception):  # what is wrong with it is told with the first part
+    with contextlib.suppress(Exception):  # the first part reports what is wrong with the tokenizer
         tokenizer = encoder.open()
         tokenizer.checked = True
-        tokenizer.encode_batch(["a"])  # loads it, while the first part is on its way
+        tokenizer.encode_batch(["a"])  # loads the tokenizer before the first part arrives
     try:
         while True:
             part = connection.recv()
             failure: BaseException | None = None
             try:
-                encode_part(job, part, encoder, on_progress=on_progress, on_document=on_document if careful else None)
-            except Exception as error:  # the parent tells it, at its turn
-                failure = portable(error)
+                encode_part(job, part, encoder, on_progress=on_progress, on_document=on_document if singly else None)
+            except Exception as error:  # the parent raises it when all earlier parts are appended
+                failure = picklable(error)
             connection.send(("ended", failure))
-    except (EOFError, OSError):  # the parent is gone, or has enough
+    except (EOFError, OSError):  # the parent exited or closed the pool
         os._exit(0)
 
 
-def portable(error: Exception) -> Exception:
-    """The error as it can travel: one that nobody expected keeps its traceback as text."""
-    if isinstance(error, Stop | Unwritable | UserError):
+def picklable(error: Exception) -> Exception:
+    """Returns an error that can be pickled; an unexpected one is converted to a RuntimeError with its traceback."""
+    if isinstance(error, DocumentFailure | WriteFailure | UserError):
         return error
     return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""What a store is made by, and the hidden folder that keeps an unfinished pack's work for the same request."""
+"""The request of a pack, and the hidden folder that keeps the work of an unfinished pack with the same request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from weft.data.sources import Reading
 from weft.errors import UserError
 from weft.files import read_json, replace_file
 
+LABELS = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}
 
-def request_of(
+
+def make_request(
     encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int, files: Sequence[Path]
 ) -> dict[str, Any]:
-    """What a store is made by, as JSON: `made_from` in its `store.json`."""
+    """Returns, as JSON, all that a store is made from: `made_from` in its `store.json`."""
     facts = [[str(path), os.path.getsize(path) if os.path.isfile(path) else 0] for path in files]
     request = {
         "encoder": encoder.identity(),
@@ -34,11 +36,11 @@ def request_of(
     return json.loads(json.dumps(request))
 
 
-def up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """What the store at `out` says, if it is what would be made.
+def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
+    """Returns the `store.json` of the store at `out`, if it was made by the same request.
 
     Raises:
-        UserError: it is something else, or one of the files has changed since.
+        UserError: it was not, or one of the files has changed since.
     """
     what = " and is not this store"
     if (out / "store.json").exists():
@@ -51,42 +53,39 @@ def up_to_date(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dic
     raise exists_already(out, STORE, what)
 
 
-def claim(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
-    """Make the hidden folder one process's own, and see that what is in it was asked for in the same way.
+def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
+    """Locks the hidden folder, and prepares it for the request.
 
-    Files may have changed since: parts know what they were made of.
+    The files of the request may have changed: each part checks its own.
 
     Args:
-        overwrite: start over if it was not.
-        keep: go on with what is there, if it was; without it, start over always.
+        overwrite: delete the work of another request.
+        keep: keep the work of the same request; otherwise always start over.
 
     Returns:
         The lock: a file descriptor, to be closed when the work is done.
 
     Raises:
-        UserError: another process is at work there, or left something else.
-        OSError: it cannot be written.
+        UserError: another process uses the folder, or it has the work of another request.
+        OSError: it is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _lock(lock, out)
-        asked, file = {key: value for key, value in request.items() if key != "files"}, folder / "request.json"
-        left = _left(file)
-        if left is not None and left != asked and not overwrite:
-            other = " and ".join(_words(key) for key in asked if left.get(key) != asked[key])
-            raise UserError(
-                f"an unfinished pack with other {other} is here; its own command goes on with it, --overwrite starts "
-                "over",
-                folder,
-            )
-        if left != asked or not keep:
+        new, file = {key: value for key, value in request.items() if key != "files"}, folder / "request.json"
+        old = _read_request(file)
+        if old is not None and old != new and not overwrite:
+            other = " and ".join(LABELS.get(key, key) for key in new if old.get(key) != new[key])
+            what = f"an unfinished pack with other {other} is here"
+            raise UserError(f"{what}; repeat its command to resume it, or give --overwrite to start over", folder)
+        if old != new or not keep:
             for path in folder.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
                 elif path.name != "lock":
                     path.unlink()
-            replace_file(file, json.dumps(asked, indent=1), durable=False)
+            replace_file(file, json.dumps(new, indent=1), durable=False)
         (folder / "parts").mkdir(exist_ok=True)
         (folder / "store").mkdir(exist_ok=True)
     except BaseException:
@@ -101,16 +100,11 @@ def _lock(lock: int, out: Path) -> None:
     except BlockingIOError:
         raise UserError("another process packs it now; wait for that, or name another --out", out) from None
     except OSError:
-        pass  # a network's disk without locks
+        pass  # a network file system without locks
 
 
-def _left(file: Path) -> Any:
+def _read_request(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def _words(key: str) -> str:
-    words = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}
-    return words.get(key, key)

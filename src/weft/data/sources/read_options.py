@@ -1,4 +1,4 @@
-"""How documents are taken out of files, and what of a file one worker reads at once."""
+"""How documents are extracted from files, and the range of a file that one worker reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weft.errors import UserError
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are taken out of files.
+    """How documents are extracted from files.
 
     Attributes:
-        field: the key of a record's text; "meta.text" looks into nested records.
-        template: in place of `field`, a text with "{field}"s in it ("{title}\\n{content}"); "{{" is a brace.
-        separator: what stands between the documents of a text file; None: each file is one document.
-        records: give whole records (dicts), not texts.
-        format: what all files are ("jsonl", ..., or `module:Class`), whatever their names say.
+        field: the key of a record's text; "meta.text" is a path into nested records.
+        template: used instead of `field`: a text with "{field}" placeholders ("{title}\\n{content}"); "{{" is a brace.
+        separator: the text between the documents of a text file; None: each file is one document.
+        records: yield records (dicts) instead of texts.
+        format: the format of all files ("jsonl", ..., or `module:Class`); None: detected from file names.
     """
 
     field: str = "text"
@@ -30,45 +30,43 @@ class Reading:
 
     def __post_init__(self):
         if self.template is not None:
-            template_parts(self.template)  # raises
+            parse_template(self.template)  # raises
         if not self.field:
-            raise UserError("--field '': names no field; a record's text is at --field text, unless it says otherwise")
+            raise UserError("--field '': the name is empty; give the key of a record's text, such as --field text")
         if self.separator == "":
-            raise UserError("an empty separator separates nothing; leave it out, and each file is one document")
+            raise UserError("the separator is empty; leave it out to read each file as one document")
 
 
-def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """(literal, the field behind it) pairs.
+def parse_template(template: str) -> list[tuple[str, str | None]]:
+    """Parses a template into (literal, name of the field after it) pairs.
 
     Raises:
         UserError: braces that name no field.
     """
-    help_ = 'write {field}, as in "{title}\\n{content}", and {{ or }} for a brace itself'
+    remedy = 'write {field}, as in "{title}\\n{content}", and {{ or }} for a brace'
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise UserError(f"template {template!r}: {error}; {help_}") from None
-    parts = []
-    for literal, name, spec, conversion in parsed:
+        raise UserError(f"template {template!r}: {error}; {remedy}") from None
+    for _, name, spec, conversion in parsed:
         if name is not None and (not name.strip() or "[" in name or spec or conversion):
             shown = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-            raise UserError(f"template {template!r}: {{{shown}}} names no field; {help_}")
-        parts.append((literal, name))
-    if not any(name for _, name in parts):
-        raise UserError(f"template {template!r}: it names no field; {help_}")
-    return parts
+            raise UserError(f"template {template!r}: {{{shown}}} is not the name of a field; {remedy}")
+    if not any(name for _, name, *_ in parsed):
+        raise UserError(f"template {template!r}: names no field; {remedy}")
+    return [(literal, name) for literal, name, *_ in parsed]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one worker reads at once.
+    """A file, or a range of one, that one worker reads.
 
     Attributes:
         path: "-" is the standard input.
-        kind: the format, and ".gz" or ".zst" behind it: "jsonl.gz".
-        start, stop: of a file that is cut, in its format's own numbers (bytes of JSON lines, row groups of Parquet);
-            (0, None): the whole file.
-        size: bytes on disk, for a progress bar; 0 of a stream.
+        kind: the format, with ".gz" or ".zst" appended if the file is compressed: "jsonl.gz".
+        start, stop: the range, in the format's units (bytes of JSON lines, row groups of Parquet); (0, None): the full
+            file.
+        size: bytes on disk, for a progress bar; 0 for a stream.
     """
 
     path: str
@@ -79,18 +77,18 @@ class Unit:
 
     @property
     def format(self) -> str:
-        """The format's name."""
-        return self.kind.removesuffix("." + self.packed) if self.packed else self.kind
+        """The name of the format."""
+        return self.kind.removesuffix("." + self.compression) if self.compression else self.kind
 
     @property
-    def packed(self) -> str:
-        """How the file is compressed: "gz", "zst", or not at all."""
+    def compression(self) -> str:
+        """The compression: "gz", "zst", or "" for none."""
         end = self.kind.rpartition(".")[2]
         return end if end in ("gz", "zst") else ""
 
     @property
     def stream(self) -> bool:
-        """Whether only the process that was given it can read it, and once: standard input, or a pipe."""
+        """Whether the unit is the standard input or a pipe: only this process can read it, and only once."""
         if self.path == "-":
             return True
         try:
@@ -99,6 +97,6 @@ class Unit:
             return False
         return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
-    def part(self, start: int, stop: int | None, size: int) -> Unit:
-        """A part of the whole file."""
+    def with_range(self, start: int, stop: int | None, size: int) -> Unit:
+        """Returns a unit for a range of the same file."""
         return replace(self, start=start, stop=stop, size=size)

@@ -1,4 +1,4 @@
-"""Files as units of work, and each unit as a stream of documents and rejects, whatever its format."""
+"""Splits files into units, and reads each unit as a stream of documents and rejects."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from pathlib import Path
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources.find import STANDARD_INPUT
 from weft.data.sources.read_options import Reading, Unit
-from weft.data.sources.source_format import Tally, kind_of, source_format, users_code
-from weft.data.sources.streams import Broken, Raw
+from weft.data.sources.source_format import Tally, detect_kind, format_errors, source_format
+from weft.data.sources.streams import Broken, UnitReader
 
 RANGE_BYTES = 64 << 20
 
 
 def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES) -> list[Unit]:
-    """The units of `files`, in order; the same for the same files, and cheap: sizes and Parquet's footers are read.
+    """Splits files into units, in order and deterministically. Reads only file sizes and Parquet footers.
 
     Args:
-        range_bytes: about how many bytes of a file that can be cut one unit is.
+        range_bytes: approximate size of a unit, for formats that can be split.
     """
     units: list[Unit] = []
     for path in files:
-        whole = Unit(str(path), kind_of(path, reading.format), 0, None, 0)
+        unit = Unit(str(path), detect_kind(path, reading.format), 0, None, 0)
         try:
             status = os.stat(path) if path != STANDARD_INPUT else None
-        except OSError:  # reading it will say what is wrong
+        except OSError:  # reading the file reports the error
             status = None
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size == 0:
-            units.append(whole)
+            units.append(unit)
             continue
-        whole = whole.part(0, None, status.st_size)
-        form = source_format(whole.format)
-        with users_code(type(form), whole.path):
-            units += [whole] if whole.packed else form.cut(whole, range_bytes)
+        unit = unit.with_range(0, None, status.st_size)
+        form = source_format(unit.format)
+        with format_errors(type(form), unit.path):
+            units += [unit] if unit.compression else form.cut(unit, range_bytes)
     return units
 
 
 def read(
     unit: Unit, reading: Reading, counts: Counts, on_bytes: Callable[[int], None] = lambda n: None
 ) -> Iterator[Document | Reject]:
-    """The documents of one unit in order, streamed with bounded memory, and its rejects in their places.
+    """Yields the documents and rejects of a unit in order, with bounded memory.
 
-    What is broken in the file is a Reject, never an exception; where the file or the rest of it cannot be read, the
-    last item is a Reject without a line.
+    Broken content is a Reject, never an exception. If the file or the rest of it cannot be read, the last item is a
+    Reject without a line.
 
     Args:
-        counts: fresh; it is whole when the stream has ended.
-        on_bytes: is told how many more bytes on disk have been read.
+        counts: a new `Counts`, filled by the end of the stream.
+        on_bytes: called with the number of bytes that were read from disk since the last call.
 
     Raises:
-        UserError: the file is shorter than when it was planned; a format of the user's raised something.
+        UserError: the file has become shorter, or a custom format raised an exception.
     """
     tally, form = Tally(counts), source_format(unit.format)
     try:
-        with Raw(unit, counts, on_bytes) as file, users_code(type(form), unit.path):
+        with UnitReader(unit, counts, on_bytes) as file, format_errors(type(form), unit.path):
             yield from form.read(file, reading, tally)
     except Broken as error:
         yield tally.reject(None, error.reason, error.hint)
@@ -72,13 +72,13 @@ def read_all(
     on_skip: Callable[[Path, str], None] = lambda path, reason: None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Iterator[Document]:
-    """All documents of `files`, one file after the other; lines are those of the file.
+    """Yields the documents of all files, with the line numbers of the file.
 
     Args:
-        counts: is filled unit by unit.
-        on_reject: is told of each reject, with its line in the file; it may raise.
-        on_skip: is told of each file that holds no documents at all, and why.
-        on_progress: is told how many bytes have been read.
+        counts: updated after each file.
+        on_reject: called with each reject, with its line in the file; may raise.
+        on_skip: called with each file that holds no text, and the reason.
+        on_progress: called with the number of bytes that were read so far.
     """
     done = 0
 
@@ -90,15 +90,15 @@ def read_all(
     for path, units in groupby(plan(files, reading), key=lambda unit: unit.path):
         file = Counts()
         for unit in units:
-            seen = Counts()
-            for item in read(unit, reading, seen, on_bytes):
+            unit_counts = Counts()
+            for item in read(unit, reading, unit_counts, on_bytes):
                 if file.lines and item.line is not None:
                     item = item._replace(line=item.line + file.lines)
                 if isinstance(item, Reject):
                     on_reject(Path(path), item)
                 else:
                     yield item
-            file.add(seen)
+            file.add(unit_counts)
         for reason in file.skipped_files:
             on_skip(Path(path), reason)
         counts.add(file)

@@ -1,4 +1,4 @@
-"""A file's bytes in blocks: ranges of lines, decompressed, digested and counted on the way."""
+"""Reads a unit's bytes in blocks: byte ranges, decompression, digests and counts; splits blocks into lines."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from typing import Any, BinaryIO
 
 from weft.data.documents import Counts
 from weft.data.sources.read_options import Unit
-from weft.data.sources.values import Unfit
+from weft.data.sources.values import SourceError, Unfit
 from weft.errors import UserError
 
-BLOCK = 128 << 10  # bytes read at once: they stay in a core's cache while they are digested and parsed
-HEAD = 1 << 20  # so much of a file tells what it is
-LONGEST = 256 << 20  # bytes of one document: beyond it, no machine's memory would be safe
+BLOCK = 128 << 10  # bytes per read: a block stays in a core's cache while it is hashed and parsed
+HEAD = 1 << 20  # bytes from which the content of a file is detected
+LONGEST = 256 << 20  # bytes of one document: a limit on memory
 BOM = b"\xef\xbb\xbf"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
-class Broken(Exception):
-    """The rest of the file cannot be read. Args: the reason; a hint."""
-
-    def __init__(self, reason: str, hint: str = ""):
-        self.reason, self.hint = reason, hint
-        super().__init__(reason)
+class Broken(SourceError):
+    """The rest of the file cannot be read."""
 
 
-class Raw:
-    """Reads a unit's bytes, counts and digests them. As a context manager it closes the file."""
+class UnitReader:
+    """Reads the bytes of a unit, counts and hashes them. A context manager that closes the file."""
 
     def __init__(self, unit: Unit, counts: Counts, on_bytes: Callable[[int], None]):
         self.unit, self._counts, self._on_bytes = unit, counts, on_bytes
-        self._digest, self._whole = hashlib.sha256(), False
+        self._digest, self._complete = hashlib.sha256(), False
         try:
             self.file: BinaryIO = (
                 sys.stdin.buffer if unit.path == "-" else open(unit.path, "rb", buffering=0)  # noqa: SIM115
@@ -43,110 +39,115 @@ class Raw:
         except OSError as error:
             raise Broken(f"cannot be read: {error.strerror}") from None
 
-    def __enter__(self) -> Raw:
+    def __enter__(self) -> UnitReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._whole:  # a digest of half a file would only confuse
+        if self._complete:  # a partly read unit has no digest
             self._counts.sha256 = self._digest.hexdigest()
         if self.unit.path != "-":
             self.file.close()
 
     def read(self, size: int = BLOCK) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Returns at most `size` bytes; b"" at the end."""
         try:
             return self.file.read(size)
         except OSError as error:
             raise Broken(f"cannot be read: {error.strerror}") from None
 
-    def note(self, raw: bytes | memoryview) -> None:
-        """These bytes are the unit's: digest, count and show them."""
+    def _count(self, raw: bytes | memoryview) -> None:
         self._digest.update(raw)
         self._counts.raw_bytes += len(raw)
         self._on_bytes(len(raw))
 
     def seek(self, position: int) -> None:
-        """Go on from there."""
+        """Moves to a position of the file."""
         self.file.seek(position)
 
-    def begins(self, size: int) -> bytes:
-        """The file's first bytes, wherever the unit begins."""
+    def head(self, size: int) -> bytes:
+        """Returns the file's first bytes, wherever the unit begins."""
         self.file.seek(0)
         return self.read(size)
 
-    def advance(self, to: int | None) -> None:
-        """Note the bytes from here to `to`, or to the end, which are read by something else than this."""
+    def count_to(self, position: int | None) -> None:
+        """Counts and hashes the bytes up to `position` (None: the end), which another library parses."""
         at = self.file.tell()
-        while (to is None or at < to) and (block := self.read(BLOCK if to is None else min(BLOCK, to - at))):
-            self.note(block)
+        while (position is None or at < position) and (
+            block := self.read(BLOCK if position is None else min(BLOCK, position - at))
+        ):
+            self._count(block)
             at += len(block)
-        self._whole = to is None
+        self._complete = position is None
 
-    def finish(self) -> None:
-        """All of the unit has been noted."""
-        self._whole = True
+    def mark_complete(self) -> None:
+        """Declares that all bytes of the unit have been counted."""
+        self._complete = True
 
     def blocks(self) -> Iterator[bytes]:
-        """All of the file."""
+        """Yields the full file."""
         size = 0
         while block := self.read():
-            self.note(block)
+            self._count(block)
             size += len(block)
             if size > self.unit.size and not self.unit.stream:
                 break
             yield block
         if size != self.unit.size and not self.unit.stream:
-            raise UserError("has changed while it was read; start again when it is whole", self.unit.path)
-        self._whole = True
+            raise self._changed()
+        self._complete = True
 
-    def whole_lines(self) -> Iterator[bytes]:
-        """The lines that begin in the unit's range of bytes, in blocks that end anywhere.
+    def _changed(self) -> UserError:
+        return UserError("has changed while it was read; start again when nothing writes to it", self.unit.path)
 
-        What is digested and counted are the bytes of the range itself, so that the ranges of a file add up to it.
+    def line_blocks(self) -> Iterator[bytes]:
+        """Yields the lines that begin in the unit's byte range, in blocks that may end within a line.
+
+        Only the bytes of the range itself are hashed and counted, so that the counts of a file's ranges add up.
         """
         start, stop = self.unit.start, self.unit.stop
         if stop is None:
             yield from self.blocks()
             return
-        skipping = start > 0  # until a line begins; the byte before `start` may be the end of the line before
+        skipping = start > 0  # until a line begins: the byte before `start` may be a line end
         at = start - skipping
         self.file.seek(at)
         last = b"\n"
         while at < stop:
             block = self.read(min(BLOCK, stop - at))
             if not block:
-                raise UserError("has changed while it was read; start again when it is whole", self.unit.path)
-            self.note(memoryview(block)[1:] if at < start else block)
+                raise self._changed()
+            self._count(memoryview(block)[1:] if at < start else block)
             at += len(block)
             last = block[-1:]
             if skipping:
-                cut = block.find(b"\n") + 1
-                skipping = cut == 0
-                block = block[cut:] if cut else b""
+                begin = block.find(b"\n") + 1
+                skipping = begin == 0
+                block = block[begin:] if begin else b""
             if block:
                 yield block
-        self._whole = True
+        self._complete = True
         while not skipping and last != b"\n" and (block := self.read()):
-            cut = block.find(b"\n") + 1
-            if cut:
-                yield block[:cut]
+            end = block.find(b"\n") + 1
+            if end:
+                yield block[:end]
                 return
             yield block
 
     def content(self, size: int = HEAD) -> tuple[bytes, Iterator[bytes]]:
-        """What the file begins with (`size` bytes or more, if there are so many), and all of it in blocks:
-        decompressed as its name or, of a stream, its first bytes say, without a mark (BOM) before UTF-8.
+        """Returns the first `size` bytes or more (fewer if the file is shorter), and an iterator over the full content.
+
+        The content is decompressed, by the file name or, for a stream, by its first bytes. A UTF-8 BOM is removed.
 
         Raises:
-            Broken: (also from the iterator) it cannot be read, ends early or is damaged.
+            Broken: (also from the iterator) the file cannot be read, is truncated or damaged.
         """
-        blocks, packed = self.blocks(), self.unit.packed
+        blocks, compression = self.blocks(), self.unit.compression
         if self.unit.stream:
-            first, blocks = ahead(blocks, len(ZSTD))
-            packed = packed or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
-        if packed:
-            blocks = _gunzip(blocks) if packed == "gz" else _unzstd(blocks)
-        first, blocks = ahead(blocks, size)
+            first, blocks = peek_blocks(blocks, len(ZSTD))
+            compression = compression or ("gz" if first.startswith(GZIP) else "zst" if first.startswith(ZSTD) else "")
+        if compression:
+            blocks = _gunzip(blocks) if compression == "gz" else _unzstd(blocks)
+        first, blocks = peek_blocks(blocks, size)
         if first.startswith(BOM):
             next(blocks)
             first = first[len(BOM) :]
@@ -154,12 +155,12 @@ class Raw:
         return first, blocks
 
     def open(self) -> BinaryIO:
-        """`content` as a file, for libraries that read from one."""
-        return io.BufferedReader(_Blocks(self.content()[1]), BLOCK)
+        """Returns `content` as a file object, for libraries that read from one."""
+        return io.BufferedReader(_BlockFile(self.content()[1]), BLOCK)
 
 
-class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
+class _BlockFile(io.RawIOBase):
+    """A file object over blocks of bytes."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self._blocks, self._rest = blocks, memoryview(b"")
@@ -178,8 +179,8 @@ class _Blocks(io.RawIOBase):
         return size
 
 
-def ahead(blocks: Iterator[bytes], size: int) -> tuple[bytes, Iterator[bytes]]:
-    """The first `size` bytes or more (fewer if there are no more), and all the blocks, which begin with them."""
+def peek_blocks(blocks: Iterator[bytes], size: int) -> tuple[bytes, Iterator[bytes]]:
+    """Returns the first `size` bytes or more (fewer if there are no more), and all blocks, including these bytes."""
     first = next(blocks, b"")
     while 0 < len(first) < size and (more := next(blocks, b"")):
         first += more
@@ -192,7 +193,7 @@ def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
     for block in blocks:
         while block:
             if member is None:
-                block = block.lstrip(b"\0") if members else block  # padding behind members, as `gzip` allows
+                block = block.lstrip(b"\0") if members else block  # `gzip` allows padding after members
                 member, members = zlib.decompressobj(16 + zlib.MAX_WBITS) if block else None, members + 1
                 continue
             before = member.copy()
@@ -210,7 +211,7 @@ def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _before_damage(member: Any, block: bytes) -> bytes:
-    """What zlib keeps to itself where it finds damage: all that it can make of a block whose end it refuses."""
+    """Returns the output for the longest undamaged prefix of a block, which zlib drops when it raises."""
     found, good, bad = b"", 0, len(block)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -227,7 +228,7 @@ def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**29)
     frame = None
     for block in blocks:
-        for begin in range(0, len(block), BLOCK // 8):  # all that a piece holds comes out at once
+        for begin in range(0, len(block), BLOCK // 8):  # a piece is decompressed in one step: small pieces bound memory
             piece = block[begin : begin + BLOCK // 8]
             while piece:
                 frame = frame or decompressor.decompressobj()
@@ -244,74 +245,73 @@ def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise Broken("truncated zstd file")
 
 
-def wide(first: bytes) -> bool:
-    """Whether a file that begins so is in UTF-16, as the mark at its beginning says."""
+def is_utf16(first: bytes) -> bool:
+    """Whether a file with these first bytes has a UTF-16 BOM."""
     return first.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
-def no_text(first: bytes) -> str:
-    """Why a file that begins so holds no text; empty if it may."""
-    return "UTF-16" if wide(first) else "binary" if b"\0" in first[:8192] else ""
+def skip_reason(first: bytes) -> str:
+    """Why a file with these first bytes holds no text ("UTF-16", "binary"); empty if it may hold text."""
+    return "UTF-16" if is_utf16(first) else "binary" if b"\0" in first[:8192] else ""
 
 
-def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """Whole lines, many in one piece of bytes, line ends included; None for a line longer than LONGEST.
+def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
+    """Yields complete lines, several per bytes object, with line ends; None for a line longer than LONGEST.
 
-    Broken passes through, and takes the unfinished line with it.
+    An unfinished line is dropped if the blocks raise Broken.
     """
-    begun: list[bytes | memoryview] = []  # of the unfinished line
-    size, too_long = 0, False
+    unfinished: list[bytes | memoryview] = []
+    size, overlong = 0, False
     for block in blocks:
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            if too_long:
+        end = block.rfind(b"\n") + 1
+        if end:
+            begin = 0
+            if overlong:
                 yield None
-                begun, begin = [], block.find(b"\n") + 1
-            else:
-                begin = 0
-            if begin < cut:
-                yield b"".join([*begun, memoryview(block)[begin:cut]])
-            begun, size, too_long = [], 0, False
-        if cut < len(block) and not too_long:
-            begun.append(memoryview(block)[cut:])
-            size += len(block) - cut
+                begin = block.find(b"\n") + 1
+            if begin < end:
+                yield b"".join([*unfinished, memoryview(block)[begin:end]])
+            unfinished, size, overlong = [], 0, False
+        if end < len(block) and not overlong:
+            unfinished.append(memoryview(block)[end:])
+            size += len(block) - end
             if size > LONGEST:
-                begun, too_long = [], True
-    if too_long:
+                unfinished, overlong = [], True
+    if overlong:
         yield None
     elif size:
-        yield b"".join(begun)
+        yield b"".join(unfinished)
 
 
 def too_long() -> Unfit:
-    """Why a document is none that is longer than any may be."""
+    """Returns the Unfit for a document longer than LONGEST."""
     return Unfit(f"longer than {LONGEST >> 20} MiB")
 
 
-def pieces(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
-    """What stands between separators (the leftmost one counts where two overlap), many pieces at a time.
+def split_by(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
+    """Yields lists of the pieces between separators (the leftmost one, if separators overlap).
 
-    None stands for a piece longer than LONGEST. A separator at the very end closes the last piece; it opens no empty
-    one. Broken passes through, and takes the unfinished piece with it.
+    None stands for a piece longer than LONGEST. A separator at the end of the content adds no empty piece. An
+    unfinished piece is dropped if the blocks raise Broken.
     """
-    reach = len(separator) - 1  # so many bytes at a block's end may be the beginning of a separator
-    begun: list[bytes] = []  # of the unfinished piece
-    edge, size, too_long = b"", 0, False
+    reach = len(separator) - 1  # bytes at the end of a block that may begin a separator
+    unfinished: list[bytes] = []
+    edge, size, overlong = b"", 0, False
     for block in blocks:
         rest = edge + block if edge else block
         found: list[bytes | None] = list(rest.split(separator))
         if len(found) > 1:
             rest = found.pop() or b""
-            if too_long or size:
-                found[0] = None if too_long else b"".join([*begun, found[0] or b""])
-                begun, size, too_long = [], 0, False
+            if overlong or size:
+                found[0] = None if overlong else b"".join([*unfinished, found[0] or b""])
+                unfinished, size, overlong = [], 0, False
             yield found
         if reach:
             rest, edge = rest[:-reach], rest[-reach:]
-        if rest and not too_long:
-            begun.append(rest)
+        if rest and not overlong:
+            unfinished.append(rest)
             size += len(rest)
             if size > LONGEST:
-                begun, too_long = [], True
-    if too_long or size or edge:
-        yield [None if too_long else b"".join([*begun, edge])]
+                unfinished, overlong = [], True
+    if overlong or size or edge:
+        yield [None if overlong else b"".join([*unfinished, edge])]

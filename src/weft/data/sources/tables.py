@@ -1,4 +1,4 @@
-"""Parquet and Arrow by pyarrow: only the columns that are needed, a few thousand rows at a time."""
+"""Reads Parquet and Arrow files with pyarrow: only the required columns, a few thousand rows at a time."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import pyarrow.parquet as pq
 from weft.data.documents import Document, Reject
 from weft.data.sources.read_options import Reading, Unit
 from weft.data.sources.source_format import Tally
-from weft.data.sources.streams import Broken, Raw
-from weft.data.sources.values import Unfit, as_text, fields_of, taker
+from weft.data.sources.streams import Broken, UnitReader
+from weft.data.sources.values import Unfit, as_text, make_extractor, no_field, required_fields
 from weft.errors import UserError
 
-ROWS = 8192  # at most so many at once,
-BYTES = 16 << 20  # and about so much memory
+ROWS = 8192  # per batch, at most
+BYTES = 16 << 20  # per batch, about
 ARROW_FILE = b"ARROW1"
 
 
-def cut_parquet(whole: Unit, range_bytes: int) -> list[Unit]:
-    """Units of whole row groups, each of about `range_bytes` on disk or one group."""
+def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
+    """Splits a file into units of consecutive row groups, each of about `range_bytes` on disk or one group."""
     try:
-        starts = _group_starts(pq.read_metadata(whole.path))
+        starts = _group_starts(pq.read_metadata(unit.path))
     except (pa.ArrowException, OSError, UnicodeDecodeError):
-        return [whole]  # reading it will say what is wrong
+        return [unit]  # reading the file reports the error
     units, first = [], 0
     for group in range(1, len(starts) + 1):
-        end = starts[group] if group < len(starts) else whole.size
+        end = starts[group] if group < len(starts) else unit.size
         if group == len(starts) or end - starts[first] >= range_bytes:
-            units.append(whole.part(first, group, end - starts[first]))
+            units.append(unit.with_range(first, group, end - starts[first]))
             first = group
-    return units or [whole]
+    return units or [unit]
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """The byte where each row group begins, of which the first counts as 0: so all units together are the file."""
+    """Returns the byte offset of each row group; 0 for the first, so that the units add up to the file."""
     starts: list[int] = []
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -48,73 +48,76 @@ def _group_starts(metadata: Any) -> list[int]:
 
 
 def read(
-    rows: Callable[[Raw, Reading, Tally], Iterator[Document | Reject]], raw: Raw, reading: Reading, tally: Tally
+    rows: Callable[[UnitReader, Reading, Tally], Iterator[Document | Reject]],
+    file: UnitReader,
+    reading: Reading,
+    tally: Tally,
 ) -> Iterator[Document | Reject]:
-    """The documents of the rows; `line` is the row.
+    """Yields the documents of the rows; `line` is the row. Converts errors of pyarrow to Broken.
 
     Args:
-        rows: `parquet` or `arrow`.
+        rows: `parquet_rows` or `arrow_rows`.
     """
-    form, packed = raw.unit.format, raw.unit.packed
-    if raw.unit.stream or packed:
-        what = f"{form} cannot be read {'packed as .' + packed if packed else 'from a pipe'}; give it as a plain file"
-        raise UserError(what, raw.unit.path)
+    unit = file.unit
+    if unit.stream or unit.compression:
+        source = f"compressed as .{unit.compression}" if unit.compression else "from a pipe"
+        raise UserError(f"{unit.format} cannot be read {source}; give it as a plain file", unit.path)
     try:
-        if raw.unit.size == 0:
-            raise Broken(f"empty {form} file")
-        yield from rows(raw, reading, tally)
+        if unit.size == 0:
+            raise Broken(f"empty {unit.format} file")
+        yield from rows(file, reading, tally)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raw.advance(None)
-        raise Broken(f"broken {form} file", next(iter(str(error).splitlines()), "")) from None
+        file.count_to(None)
+        raise Broken(f"broken {unit.format} file", next(iter(str(error).splitlines()), "")) from None
 
 
-def parquet(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-    """Of the unit's row groups."""
-    with pq.ParquetFile(raw.unit.path, buffer_size=1 << 20, pre_buffer=False) as file:
-        metadata = file.metadata
-        stop = metadata.num_row_groups if raw.unit.stop is None else raw.unit.stop
+def parquet_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """Yields the documents of the unit's row groups."""
+    with pq.ParquetFile(file.unit.path, buffer_size=1 << 20, pre_buffer=False) as table:
+        metadata = table.metadata
+        stop = metadata.num_row_groups if file.unit.stop is None else file.unit.stop
         starts = [*_group_starts(metadata), None]
-        raw.seek(starts[raw.unit.start] or 0)
-        columns = _columns(file.schema_arrow.names, reading)
-        for group in range(raw.unit.start, stop):
-            about = metadata.row_group(group)
+        file.seek(starts[file.unit.start] or 0)
+        columns = _columns(table.schema_arrow.names, reading)
+        for group in range(file.unit.start, stop):
+            row_group = metadata.row_group(group)
             if isinstance(columns, Unfit):
-                yield from _all_unfit(about.num_rows, columns, tally)
+                yield from _reject_all(row_group.num_rows, columns, tally)
             else:
-                rows = _rows_at_once(about.num_rows, about.total_byte_size)
-                for batch in file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
+                rows = _batch_rows(row_group.num_rows, row_group.total_byte_size)
+                for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                     yield from _documents(batch, reading, tally)
-            raw.advance(starts[group + 1])
-        raw.advance(starts[stop])
-        raw.finish()
+            file.count_to(starts[group + 1])
+        file.count_to(starts[stop])
+        file.mark_complete()
 
 
-def arrow(raw: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-    """Of an Arrow file or stream."""
-    # It is closed when the last batch that lies in it is gone.
-    mapped = mmap.mmap(raw.file.fileno(), 0, access=mmap.ACCESS_READ)
-    for batch, position in _batches(pa.BufferReader(pa.py_buffer(mapped)), raw.unit.size):
+def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+    """Yields the documents of an Arrow file or stream."""
+    # The map is closed when the last batch that refers to it is deleted.
+    mapped = mmap.mmap(file.file.fileno(), 0, access=mmap.ACCESS_READ)
+    for batch, position in _batches(pa.BufferReader(pa.py_buffer(mapped)), file.unit.size):
         batch.validate()
         columns = _columns(batch.schema.names, reading)
         if isinstance(columns, Unfit):
-            yield from _all_unfit(batch.num_rows, columns, tally)
+            yield from _reject_all(batch.num_rows, columns, tally)
         else:
             batch = batch if columns is None else batch.select(columns)
-            rows = _rows_at_once(batch.num_rows, batch.nbytes)
+            rows = _batch_rows(batch.num_rows, batch.nbytes)
             for begin in range(0, batch.num_rows, rows):
                 yield from _documents(batch.slice(begin, rows), reading, tally)
-                if hasattr(mapped, "madvise"):  # what has been read is not this process's memory any more
+                if hasattr(mapped, "madvise"):  # frees the pages that have been read
                     mapped.madvise(mmap.MADV_DONTNEED)
-        raw.advance(position)
-    raw.advance(None)
+        file.count_to(position)
+    file.count_to(None)
 
 
 def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """The batches of an Arrow file or stream, and about how many bytes have been read with each."""
+    """Yields the batches of an Arrow file or stream, and the approximate number of bytes that were read with each."""
     if source.read(len(ARROW_FILE)) == ARROW_FILE:
         try:
             file = pa.ipc.open_file(source)
-        except pa.ArrowInvalid:  # its end is cut off or damaged: what is before it is a stream
+        except pa.ArrowInvalid:  # the footer is missing or damaged: the rest is an Arrow stream
             source.seek(8)
             for batch in pa.ipc.open_stream(source):
                 yield batch, source.tell()
@@ -128,46 +131,47 @@ def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
             yield batch, source.tell()
 
 
-def _rows_at_once(rows: int, size: int) -> int:
+def _batch_rows(rows: int, size: int) -> int:
     return max(1, min(ROWS, rows * BYTES // max(size, 1)))
 
 
 def _columns(names: list[str], reading: Reading) -> list[str] | Unfit | None:
-    """The columns to read; None: all; Unfit: one of them is not there."""
-    fields = fields_of(reading)
+    """Returns the columns to read; None: all; Unfit: one of them is missing."""
+    fields = required_fields(reading)
     if fields is None:
         return None
     columns = []
     for field in fields:
         column = field if field in names else field.partition(".")[0]
         if column not in names:
-            shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-            return Unfit(f"no field {field!r}", f"it has {shown or 'none'}; --field or --template names another")
+            return no_field(field, names)
         columns.append(column)
     return list(dict.fromkeys(columns))
 
 
-def _all_unfit(rows: int, why: Unfit, tally: Tally) -> Iterator[Reject]:
+def _reject_all(rows: int, reason: Unfit, tally: Tally) -> Iterator[Reject]:
     for _ in range(rows):
         tally.counts.lines += 1
-        yield tally.reject(tally.counts.lines, why)
+        yield tally.reject(tally.counts.lines, reason)
 
 
 def _documents(batch: Any, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
     field = reading.field
     if not reading.records and reading.template is None and field in batch.schema.names:
         values = _column(batch.column(field))
-        take = lambda value: as_text(value, field)  # noqa: E731
+        extract = lambda value: as_text(value, field)  # noqa: E731
     else:
-        values, take = _records(batch), taker(reading)
+        values, extract = _records(batch), make_extractor(reading)
     for value in values:
         tally.counts.lines += 1
-        yield tally.take(take, value, tally.counts.lines)
+        yield tally.extract(extract, value, tally.counts.lines)
 
 
 def _column(column: Any) -> list[Any]:
-    """The values of a column, which is checked first: in a damaged file, offsets may point anywhere. Unfit stands in
-    the place of a value with a string that is no UTF-8."""
+    """Returns the values of a column; Unfit for a value with a string that is not UTF-8.
+
+    Validates the column first: in a damaged file, offsets may point outside of the buffer.
+    """
     if pa.types.is_dictionary(column.type):
         column.validate(full=True)
         column = column.dictionary_decode()
@@ -176,51 +180,49 @@ def _column(column: Any) -> list[Any]:
     except pa.ArrowInvalid as error:
         if "UTF8" not in str(error):
             raise
-        column = column.view(_with_bytes(column.type))
+        column = column.view(_binary_type(column.type))
         column.validate(full=True)
-        return [_decoded(value) for value in column.to_pylist()]
+        return [_decode(value) for value in column.to_pylist()]
     return column.to_pylist()
 
 
 def _records(batch: Any) -> list[Any]:
-    """The rows as dicts; Unfit in the place of one with a string that is no UTF-8."""
+    """Returns the rows as dicts; Unfit for a row with a string that is not UTF-8."""
     names, columns = batch.schema.names, [_column(column) for column in batch.columns]
-    records: list[Any] = [{} for _ in range(batch.num_rows)]
-    for name, values in zip(names, columns, strict=True):
-        for row, value in enumerate(values):
-            if isinstance(value, Unfit):
-                records[row] = value
-            elif not isinstance(records[row], Unfit):
-                records[row][name] = value
+    rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
+    records: list[Any] = []
+    for row in rows:
+        unfit = next((value for value in row if isinstance(value, Unfit)), None)
+        records.append(unfit or dict(zip(names, row, strict=True)))
     return records
 
 
-def _decoded(value: Any) -> Any:
-    """`value` with strings in the place of bytes; Unfit if they are no UTF-8."""
+def _decode(value: Any) -> Any:
+    """Decodes all bytes within `value`; returns Unfit if they are not UTF-8."""
     try:
-        return _strings(value)
+        return _decode_strings(value)
     except UnicodeDecodeError:
         return Unfit("invalid UTF-8")
 
 
-def _strings(value: Any) -> Any:
+def _decode_strings(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, dict):
-        return {key: _strings(part) for key, part in value.items()}
-    return [_strings(part) for part in value] if isinstance(value, list) else value
+        return {key: _decode_strings(item) for key, item in value.items()}
+    return [_decode_strings(item) for item in value] if isinstance(value, list) else value
 
 
-def _with_bytes(kind: Any) -> Any:
-    """The type with bytes in the place of strings, at any depth."""
+def _binary_type(kind: Any) -> Any:
+    """Returns the type with binary instead of string types, at any depth."""
     if pa.types.is_string(kind):
         return pa.binary()
     if pa.types.is_large_string(kind):
         return pa.large_binary()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_with_bytes(field.type)) for field in kind])
+        return pa.struct([field.with_type(_binary_type(field.type)) for field in kind])
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_with_bytes(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(_binary_type(kind.value_type)))
     if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_with_bytes(kind.value_type)))
+        return pa.large_list(kind.value_field.with_type(_binary_type(kind.value_type)))
     return kind

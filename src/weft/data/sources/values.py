@@ -1,44 +1,48 @@
-"""From a record to a document's text: a field, or a template of several."""
+"""Extracts a document's text from a record: one field, or a template of several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
 
-from weft.data.sources.read_options import Reading, template_parts
+from weft.data.sources.read_options import Reading, parse_template
 
-Take = Callable[[Any], Any]
+Extractor = Callable[[Any], Any]
 
 
-class Unfit(Exception):
-    """A record that gives no document. Args: the reason; a hint."""
+class SourceError(Exception):
+    """Base of Unfit and Broken. `reason` is one of few strings, by which errors are counted; `hint` has the details."""
 
     def __init__(self, reason: str, hint: str = ""):
         self.reason, self.hint = reason, hint
         super().__init__(reason)
 
 
-def fields_of(reading: Reading) -> list[str] | None:
-    """The fields that `reading` needs; None: all of them."""
+class Unfit(SourceError):
+    """A record that yields no document."""
+
+
+def required_fields(reading: Reading) -> list[str] | None:
+    """Returns the fields that `reading` extracts; None: all."""
     if reading.records:
         return None
     if reading.template is None:
         return [reading.field]
-    return list(dict.fromkeys(name for _, name in template_parts(reading.template) if name))
+    return list(dict.fromkeys(name for _, name in parse_template(reading.template) if name))
 
 
-def taker(reading: Reading) -> Take:
-    """A function from a record to the document's value.
+def make_extractor(reading: Reading) -> Extractor:
+    """Returns a function from a record to the document's value.
 
-    It raises Unfit where the record is no object, lacks a field, or has null or something else than text there.
+    The function raises Unfit if the record is not an object, lacks a field, or has a field that is not text.
     """
     if reading.records:
-        return _whole
+        return _require_object
     if reading.template is None:
         return lambda record: text_at(record, reading.field)
-    parts = template_parts(reading.template)
+    parts = parse_template(reading.template)
 
     def fill(record: Any) -> str:
         return "".join(literal + (text_at(record, name) if name else "") for literal, name in parts)
@@ -46,19 +50,19 @@ def taker(reading: Reading) -> Take:
     return fill
 
 
-def checking(reading: Reading, *, escaped: bool = False) -> Take:
-    """`taker`, whose values are `checked`."""
-    take = taker(reading)
-    return lambda record: checked(take(record), escaped=escaped)
+def make_checked_extractor(reading: Reading, *, escaped: bool = False) -> Extractor:
+    """Returns a function as `make_extractor` does, which also runs `check_unicode`."""
+    extract = make_extractor(reading)
+    return lambda record: check_unicode(extract(record), escaped=escaped)
 
 
 def text_at(record: Any, field: str) -> str:
-    """The text at `field`, a key or a dotted path into nested records."""
-    return as_text(_at(record, field), field)
+    """Returns the text at `field`: a key, or a dotted path into nested records."""
+    return as_text(_lookup(record, field), field)
 
 
 def as_text(value: Any, field: str) -> str:
-    """`value` if it is text; it raises Unfit otherwise."""
+    """Returns `value` if it is text; otherwise raises Unfit."""
     if value is None:
         raise Unfit(f"field {field!r} is null")
     if isinstance(value, bytes):  # Parquet and Arrow columns without a text type
@@ -71,21 +75,21 @@ def as_text(value: Any, field: str) -> str:
     return value
 
 
-def size_of(value: Any) -> int:
-    """UTF-8 bytes of a text, or of a record as JSON."""
+def utf8_size(value: Any) -> int:
+    """Returns the UTF-8 bytes of a text, or of a record as JSON."""
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode("utf-8"))
     return len(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
 
 
-def checked(value: Any, *, escaped: bool = False) -> Any:
-    """`value` if UTF-8 can hold it; it raises Unfit for lone surrogates, which it cannot.
+def check_unicode(value: Any, *, escaped: bool = False) -> Any:
+    """Returns `value`; raises Unfit if one of its strings has lone surrogates, which UTF-8 cannot encode.
 
     Args:
-        escaped: bytes that are no UTF-8 were decoded as lone surrogates (Python's "surrogateescape").
+        escaped: invalid UTF-8 was decoded to lone surrogates (Python's "surrogateescape").
     """
     try:
-        for text in _texts(value):
+        for text in _strings(value):
             if not text.isascii():
                 text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -95,7 +99,7 @@ def checked(value: Any, *, escaped: bool = False) -> Any:
     return value
 
 
-def _texts(value: Any):
+def _strings(value: Any) -> Iterator[str]:
     stack = [value]
     while stack:
         top = stack.pop()
@@ -108,23 +112,26 @@ def _texts(value: Any):
             stack += top
 
 
-def _whole(record: Any) -> dict:
+def _require_object(record: Any) -> dict:
     if not isinstance(record, dict):
         raise Unfit("not a JSON object")
     return record
 
 
-def _at(record: Any, field: str) -> Any:
-    if not isinstance(record, dict):
-        raise Unfit("not a JSON object")
-    if field in record:  # a key that has dots itself comes first
+def _lookup(record: Any, field: str) -> Any:
+    value: Any = _require_object(record)
+    if field in record:  # a key that contains dots has precedence
         return record[field]
-    value: Any = record
     for part in field.split("."):
         if value is None:
             return None
         if not isinstance(value, dict) or part not in value:
-            keys = ", ".join(repr(key) for key in list(record)[:8]) + (", ..." if len(record) > 8 else "")
-            raise Unfit(f"no field {field!r}", f"it has {keys or 'none'}; --field or --template names another")
+            raise no_field(field, list(record))
         value = value[part]
     return value
+
+
+def no_field(field: str, names: list[str]) -> Unfit:
+    """Returns the Unfit for a record or table with the fields `names` that lacks `field`."""
+    shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    return Unfit(f"no field {field!r}", f"it has {shown or 'none'}; --field or --template names another")

@@ -1,4 +1,4 @@
-"""A copy of a tokenizer's folder."""
+"""Copies tokenizer folders."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from weft.headers import TOKENIZER_CONFIG_FILES, tokenizer_file
 
-TEMPLATES = "additional_chat_templates"  # NAME.jinja each, beside chat_template.jinja
+TEMPLATES = "additional_chat_templates"  # further templates, as NAME.jinja
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copy what makes a tokenizer's folder, and nothing else that lies there (a model's weights)."""
+    """Copies the tokenizer's files into a folder, and no other files of its folder (such as a model's weights)."""
     file = tokenizer_file(path)
     into.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, into / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""gigatoken, given what it may have: many texts in one call, and back as one array."""
+"""Encodes texts with gigatoken: many texts in one call, returned as one array."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.tokenizers.exactness import SEPARATOR, Doubts, Recipe, cut
+from weft.data.tokenizers.exactness import SEPARATOR, CharacterCheck, Recipe, split_document
 
-PARALLEL_BYTES = 4 << 20  # from here on gigatoken's threads are worth the 0.2 s that they cost at first
+PARALLEL_BYTES = 4 << 20  # per call, from which on gigatoken's threads are worth their start-up time of 0.2 s
 
 
 class FastEncoder:
-    """gigatoken with a recipe, and which texts it may have.
+    """gigatoken with the recipe of a tokenizer, and the checks of texts that it can encode.
 
     Attributes:
-        doubts: about the characters of texts.
+        characters: finds texts with doubtful characters.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        self.doubts = Doubts(recipe)
-        fenced = (*recipe.fenced, SEPARATOR)
-        every = (*recipe.first, *recipe.then, *fenced)
-        self._every, self._fenced = _either(every), _either(fenced)
-        self._splits = [_either(texts) for texts in (recipe.first, recipe.then) if texts]
-        # Finding a word is many times faster than a regex; of many (`<|reserved_17|>`) the way they begin will do.
-        self._hints = every if len(every) <= 4 else tuple({text[:2] for text in every})
+        self.characters = CharacterCheck(recipe)
+        reference_only = (*recipe.reference_only, SEPARATOR)
+        added = (*recipe.first, *recipe.then, *reference_only)
+        self._added, self._reference_only = _any_of(added), _any_of(reference_only)
+        self._splits = [_any_of(texts) for texts in (recipe.first, recipe.then) if texts]
+        # `str.find` is many times faster than a regex; for many tokens (`<|reserved_17|>`), it searches their prefixes.
+        self._prefixes = added if len(added) <= 4 else tuple({text[:2] for text in added})
 
     @functools.cached_property
     def _gigatoken(self) -> Any:
@@ -40,54 +40,56 @@ class FastEncoder:
         return gigatoken.Tokenizer.from_json(self.recipe.json)
 
     @functools.cached_property
-    def refusal(self) -> str | None:
-        """Why gigatoken does not take the recipe; None if it does."""
+    def load_error(self) -> str | None:
+        """Why gigatoken cannot load the recipe; None if it can."""
         try:
             _ = self._gigatoken
-        except RuntimeError as error:  # what it raises, with where in its source, for all that it cannot load
+        except (
+            RuntimeError
+        ) as error:  # raised for everything that it cannot load; further lines locate the error in its source
             return str(error).partition("\n")[0]
         return None
 
-    def special_in(self, text: str) -> bool:
-        """Whether the text of an added token is in a text."""
-        return any(hint in text for hint in self._hints) and self._every.search(text) is not None
+    def has_added_token(self, text: str) -> bool:
+        """Whether a text contains the text of an added token."""
+        return any(prefix in text for prefix in self._prefixes) and self._added.search(text) is not None
 
-    def fenced_in(self, text: str) -> bool:
-        """Whether the text of an added token is in it that only `tokenizers` handles."""
-        return self._fenced.search(text) is not None
+    def needs_reference(self, text: str) -> bool:
+        """Whether a text contains an added token that only `tokenizers` handles."""
+        return self._reference_only.search(text) is not None
 
-    def slices(self, text: str) -> list[str]:
-        """A text in pieces that may be encoded one by one, or the text alone."""
-        return cut(text) if self.recipe.by_words and not self.fenced_in(text) else [text]
+    def split_document(self, text: str) -> list[str]:
+        """Splits a text into pieces that can be encoded independently, if possible."""
+        return split_document(text) if self.recipe.by_words and not self.needs_reference(text) else [text]
 
-    def split(self, text: str) -> list[tuple[str, bool]]:
-        """A text's parts in order, and which are added tokens."""
-        parts = [(text, False)]
+    def split_added_tokens(self, text: str) -> list[tuple[str, bool]]:
+        """Splits a text into pieces; True marks those that are added tokens."""
+        pieces = [(text, False)]
         for pattern in self._splits:
             new: list[tuple[str, bool]] = []
-            for part, special in parts:
-                pieces = [part] if special else pattern.split(part)
-                new += [(piece, special or n % 2 == 1) for n, piece in enumerate(pieces) if piece]
-            parts = new
-        return parts
+            for piece, added in pieces:
+                split = [piece] if added else pattern.split(piece)
+                new += [(part, added or n % 2 == 1) for n, part in enumerate(split) if part]
+            pieces = new
+        return pieces
 
     def encode(self, texts: list[str], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Ids end to end and their numbers; `eod` closes each text, unless it is None.
+        """Returns the concatenated ids and the number of ids of each text. `eod`: appended to each text.
 
         Raises:
-            RuntimeError: gigatoken does not take the recipe; `refusal` says so before.
+            RuntimeError: gigatoken cannot load the recipe (see `load_error`).
         """
         if not self.recipe.by_words:
-            return joined([[self._gigatoken.encode(text)] for text in texts], eod)
-        # One call for all texts, whose ids come back as one array. As bytes: one wide character would make a joined
-        # str four times as large.
+            return concatenate_ids([[self._gigatoken.encode(text)] for text in texts], eod)
+        # One call for all texts. The texts are joined as bytes, because one wide character makes a str four times as
+        # large.
         data = SEPARATOR.encode().join([*map(str.encode, texts), b""])
         if len(data) < PARALLEL_BYTES or one_thread():
             ids = self._gigatoken.encode(data)
         else:
             import gigatoken
 
-            # Its other ways to give many ids back import awkward.
+            # Its other functions that return many ids import awkward.
             ids = self._gigatoken.encode_batch_padded(gigatoken.BytesSource(data), pad_id=0)[0][0]
         ends = np.flatnonzero(ids == self.recipe.separator)
         lengths = np.diff(ends, prepend=-1)
@@ -98,20 +100,22 @@ class FastEncoder:
 
 
 def one_thread() -> bool:
-    """Whether this process is to use one thread: one of several that share the work."""
+    """Whether this process should use one thread, because it is one of several workers."""
     return os.environ.get("RAYON_NUM_THREADS") == "1" or multiprocessing.parent_process() is not None
 
 
-def _either(texts: Sequence[str]) -> re.Pattern[str]:
-    """Finds the leftmost of some texts, and the longest of those that begin there, as `tokenizers` does."""
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Returns a pattern that matches the leftmost of `texts`, and the longest at one position, as `tokenizers` does."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 
 
-def joined(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of texts, each in parts, end to end, and how many are each text's; `eod` closes each, unless it is None."""
+def concatenate_ids(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenates the ids of texts, each given in pieces; also returns the number of ids of each text.
+
+    `eod`: appended to each text.
+    """
     if eod is not None:
         end = np.array([eod], np.uint32)
         rows = [[*row, end] for row in rows]
     lengths = np.array([sum(map(len, row)) for row in rows], np.int64)
-    parts = [part for row in rows for part in row]
-    return (np.concatenate(parts) if parts else np.zeros(0, np.uint32)), lengths
+    return np.concatenate([np.zeros(0, np.uint32), *(ids for row in rows for ids in row)]), lengths

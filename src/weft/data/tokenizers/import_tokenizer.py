@@ -1,4 +1,4 @@
-"""SentencePiece models and tiktoken ranks as tokenizer.json, compared with the library that each comes from."""
+"""Converts SentencePiece models and tiktoken rank files to tokenizer.json, and compares the ids of both libraries."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.data.tokenizers.exactness import PATTERNS, spelled
+from weft.data.tokenizers.exactness import PATTERNS, spell_bytes
 from weft.errors import UserError
 from weft.files import read_json
 from weft.headers import read_tokenizer_header
 
 EXTRA = "pip install 'weft-train[tokenizers]'"
-# What both libraries are compared on: blanks, line ends, digits, scripts, marks, emoji, control characters, runs.
-NASTY = [
+# For comparisons: blanks, line ends, digits, scripts, marks, emoji, control characters, runs.
+TEST_TEXTS = [
     "",
     " ",
     "   ",
@@ -43,9 +43,9 @@ NASTY = [
     "▁a ▁ ▁▁b",
     "\U0001d518\U0001d4eb\U00020000\U0010ffff",
 ]
-# Where ids may differ without the import being wrong: long runs, which a unigram model can cut in several equally good
-# ways, and characters in several code points, of which tokenizer.json's form of SentencePiece's normalizer misses some.
-ODD = [
+# Texts whose ids may differ though the import is correct: long runs, which a unigram model can split in several equally
+# probable ways, and characters of several code points, for which the converted normalizer is incomplete.
+EDGE_CASES = [
     "x" * 300,
     "e\u0301 a\u0323\u0301 o\u0338\u0301",
     "\u1100\u1161\u11a8 \uac00\u11a8",
@@ -55,68 +55,87 @@ ODD = [
 
 @dataclass(frozen=True)
 class Imported:
-    """A tokenizer.json's `content`, what it was made from (`kind`), the end-of-document token that the original states
-    (`eod`), and how the original `library` encodes (`own`)."""
+    """A converted tokenizer.
+
+    Attributes:
+        content: of tokenizer.json.
+        kind: what it was converted from, for messages.
+        eod: the end-of-document token of the original; None: it states none.
+        library: the name of the original library.
+        encode: encodes with the original library; None: there is nothing to compare with.
+    """
 
     content: dict[str, Any]
     kind: str
     eod: str | None
     library: str
-    own: Callable[[str], list[int]] | None
+    encode: Callable[[str], list[int]] | None
 
 
 def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
-    """A tokenizer.json with further special tokens.
+    """Adds special tokens to a tokenizer.json.
 
     Raises:
-        UserError: it is broken, or an id is taken or leaves a gap where there cannot be one.
+        UserError: it is broken, or an id is taken or leaves a gap where gaps are not possible.
     """
     header, content = read_tokenizer_header(file), read_json(file)
     vocabulary = content["model"]["vocab"]
-    there = vocabulary if isinstance(vocabulary, dict) else {piece: id for id, (piece, _) in enumerate(vocabulary)}
+    ids = vocabulary if isinstance(vocabulary, dict) else {piece: id for id, (piece, _) in enumerate(vocabulary)}
     added = content["added_tokens"] = list(content.get("added_tokens") or [])
-    new = {token: id for token, id in special.items() if token not in {known["content"] for known in added}}
-    free = number({token: id for token, id in new.items() if token not in there}, set(range(header.vocab_size)))
-    added += [_added(there.get(token, free.get(token)), token, special=True) for token in new]
+    new = {token: id for token, id in special.items() if token not in {entry["content"] for entry in added}}
+    free = assign_ids({token: id for token, id in new.items() if token not in ids}, set(range(header.vocab_size)))
+    added += [_added_token(ids.get(token, free.get(token)), token, special=True) for token in new]
     if isinstance(vocabulary, dict):
-        vocabulary |= free  # so that they keep their ids where others are left free
+        vocabulary |= free  # so that the tokens keep their ids even if these leave gaps
     elif free and sorted(free.values()) != list(range(header.vocab_size, header.vocab_size + len(free))):
-        raise UserError(f"--special: new ids must follow on, from {header.vocab_size}", file)
+        raise UserError(f"--special: new ids must be consecutive, from {header.vocab_size} on", file)
     return Imported(content, "a tokenizer.json", header.eod_token, "tokenizers", None)
 
 
 def from_sentencepiece(file: Path) -> Imported:
-    """A SentencePiece model (Kudo and Richardson, 2018; BPE or unigram).
+    """Converts a SentencePiece model (Kudo and Richardson, 2018; BPE or unigram).
 
     Raises:
-        UserError: sentencepiece or protobuf is missing; no such model; a kind that tokenizer.json has no words for.
+        UserError: sentencepiece or protobuf is missing; not a model; a model that tokenizer.json cannot express.
     """
     try:
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
         raise UserError(f"SentencePiece models need {error.name}: {EXTRA}", file) from None
-    protocol: Any = sentencepiece_model_pb2  # its classes are made when it is imported
+    protocol: Any = sentencepiece_model_pb2  # its classes are created on import
     model = protocol.ModelProto()
     try:
         model.ParseFromString(file.read_bytes())
-        own = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
-    except Exception as error:  # protobuf's DecodeError and sentencepiece's RuntimeError, by whichever is installed
+        processor = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
+    except Exception as error:  # DecodeError of either protobuf implementation, RuntimeError of sentencepiece
         raise UserError(f"not a SentencePiece model ({type(error).__name__})", file) from None
     spec, rules = model.trainer_spec, model.normalizer_spec
     if spec.model_type not in (spec.UNIGRAM, spec.BPE):
         raise UserError("a word or character model; only BPE and unigram models can be imported", file)
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
-        raise UserError("it keeps blanks behind words or as they are, for which tokenizer.json has no words", file)
+        raise UserError("keeps blanks after words or unescaped, which tokenizer.json cannot express", file)
     unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
-    if unknown is None:  # an empty file is a model without pieces
-        raise UserError("not a SentencePiece model (it has no piece for what is unknown)", file)
-    inner = _pieces(model, unknown)
+    if unknown is None:  # an empty file parses as a model without pieces
+        raise UserError("not a SentencePiece model (it has no unknown piece)", file)
     added = [
-        _added(id, piece.piece, special=piece.type != piece.USER_DEFINED)
+        _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
         for id, piece in enumerate(model.pieces)
         if piece.type in (piece.CONTROL, piece.USER_DEFINED, piece.UNKNOWN)
     ]
+    decoders: list[dict[str, Any]] = [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if rules.add_dummy_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer = {"type": "Sequence", "normalizers": _normalizers(rules)}
+    decoder = {"type": "Sequence", "decoders": decoders}
+    content = _content(_sentencepiece_model(model, unknown), added, normalizer, None, decoder)
+    kind = f"a SentencePiece {'BPE' if spec.model_type == spec.BPE else 'unigram'} model"
+    eod = processor.id_to_piece(processor.eos_id()) if processor.eos_id() >= 0 else None
+    return Imported(content, kind, eod, "sentencepiece", lambda text: processor.encode(text))
+
+
+def _normalizers(rules: Any) -> list[dict[str, Any]]:
+    """Returns the normalizers of a tokenizer.json for a SentencePiece NormalizerSpec."""
     steps: list[dict[str, Any]] = []
     if rules.precompiled_charsmap:
         charsmap = base64.b64encode(rules.precompiled_charsmap).decode()
@@ -128,19 +147,11 @@ def from_sentencepiece(file: Path) -> Imported:
     steps.append(_replace({"String": " "}, "▁"))
     if rules.remove_extra_whitespaces:
         steps.append(_replace({"Regex": r"▁+\z"}, ""))
-    decoders: list[dict[str, Any]] = [_replace({"String": "▁"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
-    if rules.add_dummy_prefix:
-        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    content = _content(
-        inner, added, {"type": "Sequence", "normalizers": steps}, None, {"type": "Sequence", "decoders": decoders}
-    )
-    kind = f"a SentencePiece {'BPE' if spec.model_type == spec.BPE else 'unigram'} model"
-    eod = own.id_to_piece(own.eos_id()) if own.eos_id() >= 0 else None
-    return Imported(content, kind, eod, "sentencepiece", lambda text: own.encode(text))
+    return steps
 
 
-def _pieces(model: Any, unknown: int) -> dict[str, Any]:
-    """The `model` of a tokenizer.json, of a SentencePiece ModelProto."""
+def _sentencepiece_model(model: Any, unknown: int) -> dict[str, Any]:
+    """Returns the `model` of a tokenizer.json for a SentencePiece ModelProto."""
     spec = model.trainer_spec
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     if spec.model_type != spec.BPE:
@@ -150,29 +161,19 @@ def _pieces(model: Any, unknown: int) -> dict[str, Any]:
         for id, piece in enumerate(model.pieces)
         if piece.type in (piece.NORMAL, piece.USER_DEFINED)
     }
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": pieces[unknown][0],
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": spec.byte_fallback,
-        "ignore_merges": False,
-        "vocab": {piece: id for id, (piece, _) in enumerate(pieces)},
-        "merges": _merges(ranks),
-    }
+    vocabulary = {piece: id for id, (piece, _) in enumerate(pieces)}
+    return _bpe(vocabulary, ranks, unk_token=pieces[unknown][0], fuse_unk=True, byte_fallback=spec.byte_fallback)
 
 
 def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> Imported:
-    """A tiktoken rank file.
+    """Converts a tiktoken rank file.
 
     Args:
-        pattern: how text is cut into words: a name of PATTERNS, or a regex.
-        special: special tokens and their ids; None: the next that is free.
+        pattern: the regex that splits text into words, or its name in PATTERNS.
+        special: special tokens and their ids; None: the next free id.
 
     Raises:
-        UserError: tiktoken is missing; no rank file; a broken regex; an id that is taken.
+        UserError: tiktoken is missing; not a rank file; a broken regex; an id that is taken.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -185,18 +186,82 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise UserError(f"lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}; not a rank file", file)
-    specials = number(special, set(ranks.values()))
+    specials = assign_ids(special, set(ranks.values()))
     regex = PATTERNS.get(pattern, pattern)
     try:
         import tiktoken
 
-        own = tiktoken.Encoding("imported", pat_str=regex, mergeable_ranks=ranks, special_tokens=specials)
+        encoding = tiktoken.Encoding("imported", pat_str=regex, mergeable_ranks=ranks, special_tokens=specials)
     except ImportError as error:
         raise UserError(f"tiktoken ranks need {error.name}: {EXTRA}", file) from None
     except ValueError as error:
-        raise UserError(f"--pattern: {error}; {', '.join(PATTERNS)} are known by name") from None
-    vocabulary = {spelled(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
-    inner = {
+        raise UserError(f"--pattern: {error}; give a regex, or one of {', '.join(PATTERNS)}") from None
+    words = {spell_bytes(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
+    model = _bpe(
+        words | specials,  # so that special tokens keep their ids even if these leave gaps
+        {token: (rank, 0) for token, rank in words.items()},
+        ignore_merges=True,  # tiktoken first looks up the complete word
+    )
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = [_added_token(id, token, special=True) for token, id in specials.items()]
+    content = _content(model, added, None, {"type": "Sequence", "pretokenizers": [split, level]}, level)
+    return Imported(
+        content, "tiktoken ranks", None, "tiktoken", lambda text: encoding.encode(text, allowed_special="all")
+    )
+
+
+def assign_ids(special: dict[str, int | None], taken: set[int]) -> dict[str, int]:
+    """Returns the ids of special tokens; the next free id for None.
+
+    Raises:
+        UserError: an id is taken.
+    """
+    assigned: dict[str, int] = {}
+    for token, id in special.items():
+        if id is None:
+            id = max([*taken, *assigned.values()], default=-1) + 1
+        elif id in taken or id in assigned.values():
+            raise UserError(f"--special {token}={id}: this id is taken; give a free id, or none")
+        assigned[token] = id
+    return assigned
+
+
+def compare_ids(imported: Imported, texts: Iterable[str]) -> tuple[list[str], int]:
+    """Compares the ids with those of the original library.
+
+    Texts that contain a special token are left out: `tokenizers` encodes that token, SentencePiece never does. Other
+    added tokens are tested in additional texts.
+
+    Returns:
+        The texts whose ids differ, and the number of texts that were compared.
+    """
+    import tokenizers
+
+    if imported.encode is None:
+        return [], 0
+    converted = tokenizers.Tokenizer.from_str(json.dumps(imported.content))
+    added = imported.content["added_tokens"]
+    special = [token["content"] for token in added if token["special"]]
+    symbols = [token["content"] for token in added if not token["special"]][:20]
+    texts = [*texts, *(f"{symbol} a" for symbol in symbols), *(f"a {symbol}b c{symbol}" for symbol in symbols)]
+    compared = [text for text in texts if not any(token in text for token in special)]
+    differing = [
+        text for text in compared if converted.encode(text, add_special_tokens=False).ids != imported.encode(text)
+    ]
+    return differing, len(compared)
+
+
+def _bpe(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **options: Any) -> dict[str, Any]:
+    """Returns the BPE `model` of a tokenizer.json.
+
+    The merges are all pairs of tokens that form a token, by its rank; for one token, the longest left token first.
+    """
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((token[:i], token[i:]) for i in range(len(token) - 1, 0, -1))
+        merges += [(left, right) for left, right in pairs if left in ranks and right in ranks]
+    return {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -204,72 +269,18 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": True,  # tiktoken looks a whole word up first
-        "vocab": vocabulary | specials,  # so that they keep their ids where others are left free
-        "merges": _merges({token: (rank, 0) for token, rank in vocabulary.items()}),
+        "ignore_merges": False,
+        **options,
+        "vocab": vocabulary,
+        "merges": merges,
     }
-    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    added = [_added(id, token, special=True) for token, id in specials.items()]
-    content = _content(inner, added, None, {"type": "Sequence", "pretokenizers": [split, level]}, level)
-    return Imported(content, "tiktoken ranks", None, "tiktoken", lambda text: own.encode(text, allowed_special="all"))
-
-
-def number(special: dict[str, int | None], taken: set[int]) -> dict[str, int]:
-    """Ids for special tokens, the next free ones where none is given.
-
-    Raises:
-        UserError: an id that is taken.
-    """
-    numbered: dict[str, int] = {}
-    for token, id in special.items():
-        if id is None:
-            id = max([*taken, *numbered.values()], default=-1) + 1
-        elif id in taken or id in numbered.values():
-            raise UserError(f"--special {token}={id}: this id is taken; name a free one, or none")
-        numbered[token] = id
-    return numbered
-
-
-def differences(imported: Imported, texts: Iterable[str]) -> tuple[list[str], int]:
-    """The texts whose ids are not those of the original library, and how many texts were compared.
-
-    Texts that spell a special token are left out: `tokenizers` makes that token of them, SentencePiece never. Other
-    added tokens are tried in some texts of their own.
-    """
-    import tokenizers
-
-    if imported.own is None:
-        return [], 0
-    converted = tokenizers.Tokenizer.from_str(json.dumps(imported.content))
-    added = imported.content["added_tokens"]
-    special = [token["content"] for token in added if token["special"]]
-    symbols = [token["content"] for token in added if not token["special"]][:20]
-    texts = [*texts, *(f"{symbol} a" for symbol in symbols), *(f"a {symbol}b c{symbol}" for symbol in symbols)]
-    found, compared = [], 0
-    for text in texts:
-        if any(token in text for token in special):
-            continue
-        compared += 1
-        if converted.encode(text, add_special_tokens=False).ids != imported.own(text):
-            found.append(text)
-    return found, compared
-
-
-def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, by that token's rank; of those the longest left part first."""
-    merges = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        pairs = ((token[:i], token[i:]) for i in range(len(token) - 1, 0, -1))
-        merges += [(left, right) for left, right in pairs if left in ranks and right in ranks]
-    return merges
 
 
 def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
-def _added(id: int | None, content: str, *, special: bool) -> dict[str, Any]:
+def _added_token(id: int | None, content: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": id, "content": content, **flags, "special": special}
 
@@ -277,7 +288,7 @@ def _added(id: int | None, content: str, *, special: bool) -> dict[str, Any]:
 def _content(
     model: dict[str, Any], added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
 ) -> dict[str, Any]:
-    """A tokenizer.json."""
+    """Returns a tokenizer.json."""
     return {
         "version": "1.0",
         "truncation": None,

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE on text."""
+"""Trains a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from weft.data.output_folder import publish
+from weft.data.sources.values import utf8_size
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.errors import UserError
 from weft.files import hidden_folder, unwritable
 
 THREAD = "weft-train-tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"
-LARGEST = 10_000_000  # entries: the trainer takes memory for all of them before it begins
-# Characters. A word of more than twice that many is cut: merging within a word takes time with its length's square.
+LARGEST = 10_000_000  # tokens: the trainer allocates memory for all of them at its start
+# Characters. A word of more than twice this length is split: the time of merging is quadratic in the word length.
 LONG = 1000
-# Words are at most two characters, and a line end or two, beside letters, or blanks, or signs.
+# Apart from a few characters, each word consists of letters, of white space or of signs.
 SIGNS = re.compile(r"(?:[^\w\s]|_)+")
 
 
@@ -33,22 +34,21 @@ def train(
     *,
     special: Sequence[str] = (),
 ) -> int:
-    """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its folder, whole or not at all,
-    in place of a tokenizer that is there.
+    """Trains a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and writes its folder atomically.
 
-    Words of thousands of characters (base64, a line of dashes) are learned from in pieces of about a thousand; words of
-    up to 1,000 characters are never cut.
+    An existing tokenizer at `out` is replaced. The result is deterministic. Words of thousands of characters (base64, a
+    line of dashes) are split into pieces of about 1,000; words of up to 1,000 characters are never split.
 
     Args:
-        texts: the documents; the same texts give the same bytes.
-        vocab_size: counts the 256 bytes and the special tokens.
-        special: further special tokens, such as those that mark the turns of a chat. `<|endoftext|>` is the first.
+        texts: the documents.
+        vocab_size: number of tokens, including the 256 bytes and the special tokens.
+        special: special tokens after `<|endoftext|>`, such as those that delimit chat messages.
 
     Returns:
-        The size reached: less than asked if the texts run out of pairs to merge.
+        The resulting vocabulary size: less than `vocab_size` if the texts run out of pairs to merge.
 
     Raises:
-        UserError: a size that has no room for bytes and special tokens, or a special token twice; no text at all.
+        UserError: a size too small for the bytes and special tokens, a repeated special token, or no text.
     """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -68,43 +68,37 @@ def train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    some = False
+    any_text = False
 
     def pieces() -> Iterator[str]:
-        nonlocal some
+        nonlocal any_text
         for text in texts:
-            some = some or bool(text)
-            yield from cut(text)
+            any_text = any_text or bool(text)
+            yield from split_long_words(text)
 
-    _in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), pieces())
-    if not some:
+    _run_in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), pieces())
+    if not any_text:
         raise UserError("no text to learn from: all documents are empty; name others")
     write_folder(tokenizer.to_str(pretty=True), END_OF_DOCUMENT, out, special=special)
     return tokenizer.get_vocab_size()
 
 
 def check_size(vocab_size: int, special: Sequence[str]) -> None:
-    """See that a vocabulary of this size can be trained.
-
-    Raises:
-        UserError: as `train`.
-    """
+    """Raises UserError if the vocabulary size or the special tokens are invalid."""
     specials = [END_OF_DOCUMENT, *special]
     if len(set(specials)) < len(specials) or "" in specials:
-        raise UserError(f"--special: a token is empty or named twice ({END_OF_DOCUMENT} is always there)")
+        raise UserError(f"--special: a token is empty or repeated ({END_OF_DOCUMENT} is always included)")
     least = 256 + len(specials)
     if vocab_size < least:
-        raise UserError(
-            f"--vocab-size {vocab_size}: at least {least} are needed, for 256 bytes and {', '.join(specials)}"
-        )
+        raise UserError(f"--vocab-size {vocab_size}: give at least {least}, for 256 bytes and {', '.join(specials)}")
     if vocab_size > LARGEST:
-        raise UserError(f"--vocab-size {vocab_size}: {LARGEST:,} are the most; vocabularies have 32,000 to 300,000")
+        raise UserError(f"--vocab-size {vocab_size}: give at most {LARGEST:,}; 32,000 to 300,000 are usual")
 
 
-def cut(text: str) -> Iterator[str]:
-    """A text in pieces, so that no word is longer than about 2 * LONG characters; nearly always it is the text itself.
+def split_long_words(text: str) -> Iterator[str]:
+    """Splits a text into pieces in which no word is longer than about 2 * LONG characters; most texts are not split.
 
-    A word that long covers a stretch of LONG characters between two multiples of LONG: it is cut at both of its ends.
+    A longer word covers all characters between two consecutive multiples of LONG. The text is split at both.
     """
     begin = 0
     for start in range(0, len(text) - LONG + 1, LONG):
@@ -125,19 +119,19 @@ def write_folder(
     *,
     special: Sequence[str] = (),
     settings: dict | None = None,
-    beside: Sequence[Path] = (),
+    extra_files: Sequence[Path] = (),
 ) -> None:
-    """Write a tokenizer's folder, whole or not at all, in place of a tokenizer that is there.
+    """Writes a tokenizer's folder atomically; replaces an existing tokenizer.
 
     Args:
         content: of tokenizer.json.
         eod: the end-of-document token.
         special: further special tokens.
-        settings: of a tokenizer_config.json to go by; `eos_token` is set to `eod`.
-        beside: files to copy into the folder.
+        settings: of tokenizer_config.json; `eos_token` is set to `eod`.
+        extra_files: files to copy into the folder.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder cannot be written.
     """
     config = settings or {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config = {**config, "eos_token": eod}
@@ -145,22 +139,22 @@ def write_folder(
         config["additional_special_tokens"] = list(special)
     with unwritable(out), hidden_folder(out) as partial:
         (partial / "tokenizer.json").write_text(content, encoding="utf-8")
-        stated = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (partial / "tokenizer_config.json").write_text(stated, encoding="utf-8")
-        for file in beside:
+        config_text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (partial / "tokenizer_config.json").write_text(config_text, encoding="utf-8")
+        for file in extra_files:
             shutil.copy(file, partial / file.name)
         publish(partial, out)
 
 
-def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
-    """Read texts here and use them in a thread: Ctrl-C need not wait until the library is back from its counting."""
-    failed: list[BaseException] = []
-    waiting: queue.Queue[str | None] = queue.Queue(256)
-    given_up = threading.Event()
+def _run_in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
+    """Reads texts in this thread and runs `work` on them in another, so that Ctrl-C does not wait for the library."""
+    errors: list[BaseException] = []
+    texts_queue: queue.Queue[str | None] = queue.Queue(256)
+    canceled = threading.Event()
 
     def stream() -> Iterator[str]:
-        while (text := waiting.get()) is not None:
-            if given_up.is_set():
+        while (text := texts_queue.get()) is not None:
+            if canceled.is_set():
                 raise InterruptedError
             yield text
 
@@ -168,7 +162,7 @@ def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> N
         try:
             work(stream())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run, name=THREAD, daemon=True)
     thread.start()
@@ -176,39 +170,39 @@ def _in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> N
         for text in itertools.chain(texts, [None]):
             while thread.is_alive():
                 try:
-                    waiting.put(text, timeout=1)
+                    texts_queue.put(text, timeout=1)
                     break
                 except queue.Full:
                     continue
         while thread.is_alive():
             thread.join(0.2)
     except BaseException as error:
-        given_up.set()
+        canceled.set()
         with contextlib.suppress(queue.Full):
-            waiting.put_nowait("")  # if it waits for a text
-        # While it counts pairs it does not listen; nobody who presses Ctrl-C waits for that.
+            texts_queue.put_nowait("")  # wakes the thread if it waits for a text
+        # While the library counts pairs, it cannot be interrupted: Ctrl-C does not wait for it.
         thread.join(0.5 if isinstance(error, KeyboardInterrupt) else None)
         raise
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-def at_work() -> bool:
-    """Whether a library is still at work for a training that was given up."""
+def is_running() -> bool:
+    """Whether the thread of an interrupted training is still running."""
     return any(thread.name == THREAD for thread in threading.enumerate())
 
 
-def thin_out(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
-    """Evenly spaced texts of a stream, together at most some `most` bytes of UTF-8; without `total` the first ones.
+def subsample(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
+    """Yields evenly spaced texts of a stream, with about `most` bytes of UTF-8 in total.
 
     Args:
-        total: bytes of the files that are read.
-        progress: how much of them has been read, from 0 to 1.
+        total: bytes of the files that are read; None: not known, so the first texts are taken.
+        progress: returns the fraction of the files that has been read.
     """
     seen = taken = 0
     for text in texts:
-        size = len(text) if text.isascii() else len(text.encode())
-        # The second bound counts where the files are compressed, and their texts more than `total`.
+        size = utf8_size(text)
+        # The second condition applies to compressed files, whose texts are larger than `total`.
         if taken <= most * (seen / total if total else 1) and taken < most * progress():
             taken += size
             yield text

@@ -1,4 +1,4 @@
-"""Arrow files and streams, also Feather's."""
+"""Arrow files and streams, and Feather files."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from weft.data.documents import Document, Reject
 from weft.data.sources.read_options import Reading
 from weft.data.sources.source_format import SourceFormat, Tally
-from weft.data.sources.streams import Raw
+from weft.data.sources.streams import UnitReader
 
 
 class Format(SourceFormat):
     suffixes = (".arrow", ".feather", ".ipc")
     holds = "rows"
-    counted = "row"
+    item = "row"
 
-    def read(self, file: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """The documents of the rows; `line` is the row."""
+    def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+        """Yields the documents of the rows; `line` is the row."""
         from weft.data.sources import tables  # imports pyarrow
 
-        return tables.read(tables.arrow, file, reading, tally)
+        return tables.read(tables.arrow_rows, file, reading, tally)

@@ -1,4 +1,4 @@
-"""CSV with a header. Python's own parser: it takes a cell of any length, and says where a row is broken."""
+"""CSV files with a header, read by Python's parser: it takes cells of any length and locates broken rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.read_options import Reading
 from weft.data.sources.source_format import SourceFormat, Tally
-from weft.data.sources.streams import Broken, Raw, no_text, pieces, too_long
-from weft.data.sources.values import checking
+from weft.data.sources.streams import Broken, UnitReader, skip_reason, split_by, too_long
+from weft.data.sources.values import make_checked_extractor
 
 
 class Format(SourceFormat):
@@ -18,16 +18,16 @@ class Format(SourceFormat):
     holds = "rows"
     delimiter = ","
 
-    def read(self, file: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """The documents of the rows; `line` is where in the file a row begins. Every cell is text, an empty one too."""
+    def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+        """Yields the documents of the rows; `line` is the line on which a row begins. Each cell is text."""
         first, blocks = file.content()
-        if reason := no_text(first):
+        if reason := skip_reason(first):
             tally.skip_file(reason)
             return
         csv.field_size_limit(streams.LONGEST)
-        # strict: a quote that is never closed is an error, and not a cell that holds the rest of the file.
+        # strict: an unclosed quote is an error instead of a cell with the rest of the file.
         rows = csv.reader(_lines(blocks), delimiter=self.delimiter, strict=True)
-        take, header = checking(reading, escaped=True), None
+        extract, header = make_checked_extractor(reading, escaped=True), None
         while True:
             line = rows.line_num + 1
             try:
@@ -47,15 +47,14 @@ class Format(SourceFormat):
                 hint = f"{len(row)}, not {len(header)}"
                 yield tally.reject(line, "not as many cells as the header", hint)
             else:
-                record = dict(zip(header, row, strict=True))
-                yield tally.take(take, record, line)
+                yield tally.extract(extract, dict(zip(header, row, strict=True)), line)
         tally.counts.lines = rows.line_num
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[str]:
-    for lines in pieces(blocks, b"\n"):
+    for lines in split_by(blocks, b"\n"):
         for line in lines:
             if line is None:
                 raise Broken(too_long().reason)
-            # Bytes that are no UTF-8 come out as lone surrogates, and `checked` finds them in their row.
+            # Invalid UTF-8 becomes lone surrogates, which `check_unicode` rejects with their row.
             yield (line + b"\n").decode("utf-8", "surrogateescape")

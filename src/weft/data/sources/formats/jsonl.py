@@ -1,4 +1,4 @@
-"""JSON lines: one object a line."""
+"""JSON-lines files: one object a line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import orjson
 
 from weft.data.documents import Document, Reject
 from weft.data.sources.read_options import Reading, Unit
-from weft.data.sources.source_format import SourceFormat, Tally, cut_lines
-from weft.data.sources.streams import BOM, Raw, ahead, too_long, whole_lines, wide
-from weft.data.sources.values import Unfit, checked, taker
+from weft.data.sources.source_format import SourceFormat, Tally, split_bytes
+from weft.data.sources.streams import BOM, UnitReader, is_utf16, peek_blocks, split_lines, too_long
+from weft.data.sources.values import Unfit, check_unicode, make_extractor
 
 BROKEN, NO_UTF8, TOO_DEEP = "broken JSON", "invalid UTF-8", "nested too deeply"
 
@@ -21,80 +21,82 @@ BROKEN, NO_UTF8, TOO_DEEP = "broken JSON", "invalid UTF-8", "nested too deeply"
 class Format(SourceFormat):
     suffixes = (".jsonl", ".ndjson", ".jl")
 
-    def cut(self, whole: Unit, range_bytes: int) -> list[Unit]:
-        """Ranges of bytes."""
-        return cut_lines(whole, range_bytes)
+    def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
+        """Splits a file into byte ranges."""
+        return split_bytes(unit, range_bytes)
 
-    def read(self, file: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """The documents of a range of lines, or of a whole file."""
-        if (lines := lines_of(file, tally)) is not None:
+    def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+        """Yields the documents of a file or a range of lines."""
+        if (lines := open_lines(file, tally)) is not None:
             yield from read_lines(lines, reading, tally)
 
 
-class Lines:
-    """Lines in pieces, with a way back to any line of the last piece.
+class LineReader:
+    """Lines in pieces of several lines, which can be pushed back.
 
     Attributes:
-        alone: up to this line of the unit, each is a value or none, and no part of one.
+        single_until: the last line of the unit up to which no value spans several lines.
     """
 
     def __init__(self, blocks: Iterator[bytes]):
-        self.alone = 0
-        self._pieces = whole_lines(blocks)
-        self._back: list[tuple[bytes | None, int]] = []
+        self.single_until = 0
+        self._pieces = split_lines(blocks)
+        self._pushed: list[tuple[bytes | None, int]] = []
 
-    def take(self) -> tuple[bytes | None, int] | None:
-        """Whole lines, and the place in them where the next one begins; nothing at the end. None in the lines' place
-        stands for a line that is too long."""
-        if self._back:
-            return self._back.pop()
+    def next_piece(self) -> tuple[bytes | None, int] | None:
+        """Returns complete lines and the offset of the next line in them; None at the end.
+
+        (None, 0) stands for a line that is too long.
+        """
+        if self._pushed:
+            return self._pushed.pop()
         return next(((piece, 0) for piece in self._pieces), None)
 
-    def back(self, piece: bytes | None, at: int = 0) -> None:
-        """Give lines back, from the place `at` on."""
+    def push_back(self, piece: bytes | None, at: int = 0) -> None:
+        """Returns the lines from offset `at` on to the reader."""
         if piece is None or at < len(piece):
-            self._back.append((piece, at))
+            self._pushed.append((piece, at))
 
     def __iter__(self) -> Iterator[bytes]:
-        """One line after the other, up to the end or one that is too long."""
-        while (taken := self.take()) is not None:
+        """Yields single lines, up to the end or to a line that is too long."""
+        while (taken := self.next_piece()) is not None:
             piece, at = taken
             if piece is None:
-                return self.back(None)
+                return self.push_back(None)
             end = piece.find(b"\n", at) + 1 or len(piece)
-            self.back(piece, end)
+            self.push_back(piece, end)
             yield piece[at:end]
 
 
-def lines_of(file: Raw, tally: Tally) -> Lines | None:
-    """The lines of a unit; None of a file in UTF-16, which the unit in which the file begins counts."""
+def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
+    """Returns the lines of a unit; None for a UTF-16 file, which only the file's first unit counts as skipped."""
     if file.unit.start:
-        return None if wide(file.begins(2)) else Lines(file.whole_lines())
-    first, blocks = file.content(2) if file.unit.stop is None else ahead(file.whole_lines(), len(BOM))
-    if wide(first):
+        return None if is_utf16(file.head(2)) else LineReader(file.line_blocks())
+    first, blocks = file.content(2) if file.unit.stop is None else peek_blocks(file.line_blocks(), len(BOM))
+    if is_utf16(first):
         tally.skip_file("UTF-16")
         return None
-    if first.startswith(BOM):  # of a range: `content` leaves it out
+    if first.startswith(BOM):  # a byte range: `content` removes the BOM itself
         blocks = chain([next(blocks).removeprefix(BOM)], blocks)
-    return Lines(blocks)
+    return LineReader(blocks)
 
 
 def read_lines(
-    lines: Lines, reading: Reading, tally: Tally, *, stop: bool = False
+    lines: LineReader, reading: Reading, tally: Tally, *, stop: bool = False
 ) -> Generator[Document | Reject, None, bool]:
-    """The documents of lines, counted on from `tally.counts.lines`.
+    """Yields the documents of lines; line numbers continue from `tally.counts.lines`.
 
     Args:
-        stop: stop before a line that is broken JSON; else such lines are rejects.
+        stop: stop before a line that is broken JSON, instead of yielding a reject.
 
     Returns:
-        Whether it stopped before such a line, which is the next one of `lines`.
+        Whether it stopped before such a line, which remains the next one of `lines`.
     """
-    counts, take, loads, new = tally.counts, taker(reading), orjson.loads, tuple.__new__
-    # Of a plain field; what else there is takes the careful way.
+    counts, extract, loads, new = tally.counts, make_extractor(reading), orjson.loads, tuple.__new__
+    # The fast path is for a plain field; all else takes the slow path.
     key = None if reading.records or reading.template is not None or "." in reading.field else reading.field
     number = counts.lines
-    while (taken := lines.take()) is not None:
+    while (taken := lines.next_piece()) is not None:
         piece, at = taken
         if piece is None:
             number += 1
@@ -109,7 +111,7 @@ def read_lines(
             line = view[at : end if end >= 0 else end_of_piece]  # no copy
             at = end + 1 if end >= 0 else end_of_piece
             number += 1
-            # The way of nearly every line: nothing is done here but parse, look up, count.
+            # The fast path of nearly every line: parse, look up, count.
             try:
                 text = loads(line)[key] if key is not None else None  # type: ignore[arg-type]
             except (ValueError, LookupError, TypeError):
@@ -124,12 +126,12 @@ def read_lines(
             elif not (raw := bytes(line)) or raw.isspace():
                 counts.blank_lines += 1
             else:
-                record = parsed(raw)
+                record = parse_line(raw)
                 if stop and isinstance(record, Unfit) and record.reason in (BROKEN, NO_UTF8):
-                    lines.back(piece, begin)
+                    lines.push_back(piece, begin)
                     stopped, number = True, number - 1
                     break
-                yield tally.take(take, record, number, len(raw.strip()))
+                yield tally.extract(extract, record, number, len(raw.strip()))
         counts.documents += documents
         counts.empty += empty
         counts.bytes += size
@@ -139,17 +141,17 @@ def read_lines(
     return False
 
 
-def parsed(line: bytes) -> Any:
-    """The value of a line of JSON; an Unfit if it is broken, or holds what UTF-8 cannot."""
+def parse_line(line: bytes) -> Any:
+    """Returns the value of a line of JSON; an Unfit if it is broken or has lone surrogates."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
         pass
-    # Python's own parser takes what orjson does not, such as NaN beside the text, and tells bad UTF-8 apart.
+    # Python's parser accepts what orjson does not, such as NaN, and distinguishes invalid UTF-8.
     try:
-        return checked(json.loads(line.decode("utf-8"), parse_int=integer))
-    except Unfit as why:
-        return why
+        return check_unicode(json.loads(line.decode("utf-8"), parse_int=integer))
+    except Unfit as error:
+        return error
     except UnicodeDecodeError:
         return Unfit(NO_UTF8)
     except ValueError as error:
@@ -159,7 +161,7 @@ def parsed(line: bytes) -> Any:
 
 
 def integer(digits: str) -> int | float:
-    """A JSON integer; as a float (perhaps infinite) where Python refuses to read so many digits."""
+    """Parses a JSON integer; returns a float (maybe infinite) for more digits than Python's limit for `int`."""
     try:
         return int(digits)
     except ValueError:

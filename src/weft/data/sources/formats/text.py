@@ -1,4 +1,4 @@
-"""Plain text: a file is one document, or many between separators."""
+"""Plain text files: a file is one document, or several between separators."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from weft.data.documents import Document, Reject
 from weft.data.sources import streams
 from weft.data.sources.read_options import Reading
 from weft.data.sources.source_format import SourceFormat, Tally
-from weft.data.sources.streams import HEAD, Raw, ahead, no_text, pieces, too_long
+from weft.data.sources.streams import HEAD, UnitReader, peek_blocks, skip_reason, split_by, too_long
 from weft.data.sources.values import Unfit
 
 
 class Format(SourceFormat):
     holds = "text"
 
-    def read(self, file: Raw, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """The documents of a file; none of a binary one, or where records are asked for: such files are counted."""
+    def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
+        """Yields the documents of a file. Skips binary files, and all files with `Reading.records`."""
         first, blocks = file.content()
-        if reason := "text" if reading.records else no_text(first):
+        if reason := "text" if reading.records else skip_reason(first):
             tally.skip_file(reason)
         else:
-            yield from _between(blocks, reading.separator, tally) if reading.separator else _one(blocks, tally)
+            yield from _split(blocks, reading.separator, tally) if reading.separator else _one(blocks, tally)
 
 
 def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
-    whole, size = [], 0
+    found, size = [], 0
     for block in blocks:
-        whole.append(block)
+        found.append(block)
         size += len(block)
         if size > streams.LONGEST:
             yield tally.reject(None, too_long().reason, "--separator splits a text file into documents")
             return
     try:
-        yield tally.document(b"".join(whole).decode("utf-8"), None)
+        yield tally.document(b"".join(found).decode("utf-8"), None)
     except UnicodeDecodeError:
         yield tally.reject(None, "invalid UTF-8")
 
 
-def _between(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[Document | Reject]:
-    first, blocks = ahead(blocks, HEAD)
+def _split(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[Document | Reject]:
+    first, blocks = peek_blocks(blocks, HEAD)
     end = first.find(b"\n", 0, HEAD)
-    if end > 0 and "\r" not in separator and first[end - 1 : end] == b"\r":  # lines end as Windows' do
+    if end > 0 and "\r" not in separator and first[end - 1 : end] == b"\r":  # Windows line ends
         separator = separator.replace("\n", "\r\n")
-    mark = separator.encode("utf-8")
-    newlines, line = mark.count(b"\n"), 1
-    for found in pieces(blocks, mark):
+    encoded = separator.encode("utf-8")
+    newlines, line = encoded.count(b"\n"), 1
+    for found in split_by(blocks, encoded):
         for piece in found:
             try:
                 if piece is None:
@@ -54,7 +54,7 @@ def _between(blocks: Iterator[bytes], separator: str, tally: Tally) -> Iterator[
                     tally.counts.blank_lines += 1
                 else:
                     yield tally.document(piece.decode("utf-8"), line)
-            except (Unfit, UnicodeDecodeError) as why:
-                yield tally.reject(line, why if isinstance(why, Unfit) else "invalid UTF-8")
+            except (Unfit, UnicodeDecodeError) as error:
+                yield tally.reject(line, error if isinstance(error, Unfit) else "invalid UTF-8")
             line += (piece or b"").count(b"\n") + newlines
         tally.counts.lines += len(found)

@@ -1,4 +1,4 @@
-"""TSV: CSV with tabs."""
+"""TSV files: CSV with tabs."""
 
 from weft.data.sources.formats import csv
 
