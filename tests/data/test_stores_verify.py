@@ -215,5 +215,7 @@ def test_a_store_that_says_what_is_not_so_is_refused_everywhere(tmp_path, monkey
 def test_a_negative_number_of_samples_is_refused(tmp_path, capsys):
     make_store(tmp_path / "s", [3, 4])
     assert main(["data", "inspect", str(tmp_path / "s"), "--samples", "-1"]) == 2
-    assert capsys.readouterr().err == "--samples -1: 0 or more\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--samples -1" in line
+    assert "0 or more" in line
     assert main(["data", "inspect", str(tmp_path / "s"), "--samples", "0"]) == 0
