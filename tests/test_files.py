@@ -10,7 +10,7 @@ import time
 import pytest
 
 from weft.errors import UserError
-from weft.files import hidden_folder, new_file, publish, remove, replace_file, sync_tree, unwritable
+from weft.files import hidden_folder, new_file, publish, remove, replace_file, report_write_errors, sync_tree
 
 
 def names(folder):
@@ -55,11 +55,15 @@ def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError) as caught, unwritable(path, "make room"):
+    with pytest.raises(UserError) as caught, report_write_errors(path, "make room"):
         replace_file(path, "new")
     assert str(caught.value) == f"{path}: cannot be written: No space left on device; make room"
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="on device; nothing was made"), unwritable(out), hidden_folder(out) as made:
+    with (
+        pytest.raises(UserError, match="on device; nothing was written"),
+        report_write_errors(out),
+        hidden_folder(out) as made,
+    ):
         fill(made, "new")
     assert (path.read_text(), names(tmp_path)) == ("old", ["a"])
 
@@ -103,7 +107,7 @@ def test_one_process_makes_a_folder_and_a_killed_one_is_in_nobody_s_way(tmp_path
     child = subprocess.Popen([sys.executable, "-c", script, str(out)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "begun\n"
-        with pytest.raises(UserError, match="another process is making it now"), hidden_folder(out):
+        with pytest.raises(UserError, match="out: another process is writing it"), hidden_folder(out):
             pass
         assert names(tmp_path / ".out.partial") == ["half"]
     finally:

@@ -115,8 +115,8 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
     """A Hugging Face folder of random numbers: a tensor at a time, so that any size fits into memory."""
     import torch
 
-    from weft.checkpoint.huggingface.folder import groups
-    from weft.checkpoint.tensor_file import Entry, cut, write_safetensors
+    from weft.checkpoint.huggingface.folder import names_in_files
+    from weft.checkpoint.tensor_file import Entry, split_by_size, write_safetensors
     from weft.config.model import ModelSection
     from weft.families.config_json import CONFIG, INDEX
     from weft.models.decoder import Decoder
@@ -133,14 +133,14 @@ def make(section: dict, folder: Path, shard_bytes: int) -> dict:
         return numbers.repeat(-(-size // len(numbers)))[:size].reshape(shape)
 
     entries = []
-    for theirs, parts in groups(checked).items():
+    for theirs, parts in names_in_files(checked).items():
         transform = parts[0][1]
         one = transform is not None and transform.expert is not None
         empty = [torch.empty(ours[name].shape[one:], device="meta") for name, _ in parts]
         shape = tuple(invert(transform, empty).shape)
         entries.append(Entry(theirs, torch.bfloat16, shape, lambda shape=shape: drawn(shape)))
     folder.mkdir(parents=True)
-    shards, weight_map = cut(entries, shard_bytes), {}
+    shards, weight_map = split_by_size(entries, shard_bytes), {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_safetensors(folder / name, shard, {"format": "pt"})

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all: written under a hidden name beside, then renamed into place.
+"""Atomic files and folders: each is written under a hidden name in the same folder, then renamed into place.
 
-A reader, and a crash at any moment, finds the old content or the new. What a killed process leaves is hidden, and the
-next writer of the same name replaces it, or deletes it (`replace_file`, an hour later).
+A reader, or a crash at any moment, finds the old content or the new. A killed process leaves only hidden files. The
+next writer of the same name replaces them; `replace_file` deletes them after an hour.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from typing import Any, BinaryIO
 
 from weft.errors import UserError
 
-ABANDONED = 3600.0  # seconds without a write, after which a file's writer is dead: it may be on another machine
+ABANDONED = 3600.0  # seconds without a write before a partial file counts as abandoned; its writer may be remote
 
 
 def partial_path(path: Path, mark: str | int = "") -> Path:
-    """The hidden name under which `path` is written. `mark` tells writers apart that must not share one."""
+    """The hidden name under which `path` is written. Concurrent writers of one path need different marks."""
     return path.with_name(f".{path.name}.{mark}.partial" if mark else f".{path.name}.partial")
 
 
 @contextmanager
-def unwritable(path: Path, then: str = "nothing was made") -> Iterator[None]:
-    """Make an OSError of the block (a full disk, no permission) a UserError about `path`; `then`: what follows."""
+def report_write_errors(path: Path, consequence: str = "nothing was written") -> Iterator[None]:
+    """Turns an OSError of the block (disk full, permission denied) into a UserError about `path`."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror or error}; {then}", path) from error
+        raise UserError(f"cannot be written: {error.strerror or error}; {consequence}", path) from error
 
 
-def refuse_taken(out: Path, instead: str = "name another folder") -> None:
-    """Raise UserError if something is there already: anything but an empty folder."""
+def refuse_existing(out: Path, remedy: str = "name another folder") -> None:
+    """Raises UserError if `out` exists, unless it is an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"exists already; {instead}, or move it away", out)
+        raise UserError(f"exists already; {remedy}, or move it away", out)
 
 
 @contextmanager
 def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file to write that takes the name `path` when the block ends well, and is deleted otherwise.
+    """Opens a file for writing. It is renamed to `path` if the block succeeds and deleted otherwise.
 
     Args:
-        durable: whether the file is on the disk, and not only in the system's memory, when the block has ended.
+        durable: fsync the file and its folder before returning.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = partial_path(path, mark)
     try:
@@ -69,43 +69,38 @@ def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Itera
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Give a file new content in one step, whoever else does the same. Raises OSError."""
+    """Replaces a file's content atomically; concurrent calls are safe. Raises OSError."""
     with new_file(path, os.getpid(), durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-    _sweep(path)
-
-
-def _sweep(path: Path) -> None:
-    """Delete what killed writers of a file have left under the names of their processes."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.\d+\.partial")
-    with suppress(OSError):  # another sweeps too
-        for left in os.scandir(path.parent):
-            if name.fullmatch(left.name) and time.time() - left.stat().st_mtime > ABANDONED:
-                os.unlink(left)
+    abandoned = re.compile(rf"\.{re.escape(path.name)}\.\d+\.partial")
+    with suppress(OSError):  # another process may be deleting them too
+        for entry in os.scandir(path.parent):
+            if abandoned.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > ABANDONED:
+                os.unlink(entry)
 
 
 @contextmanager
 def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
-    """An empty hidden folder beside `out`, to be published as it; what is left of it after the block is deleted.
+    """Makes an empty hidden folder next to `out`, to be renamed by `publish`. Deletes it afterwards if it remains.
 
     Raises:
-        UserError: another process makes `out` now.
-        OSError: it cannot be made.
+        UserError: another process is writing `out`.
+        OSError: the folder cannot be made.
     """
     partial = partial_path(out, mark)
-    lock = _claim(partial, out)
+    lock = _lock_folder(partial, out)
     try:
-        for left in partial.iterdir():  # by a process that was killed
+        for left in partial.iterdir():  # by a killed process
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
     finally:
-        if _is_open_at(lock, partial):  # not renamed; nor another process's by now
+        if _is_open_at(lock, partial):  # not renamed, and not another process's by now
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
-def _claim(partial: Path, out: Path) -> int:
-    """Make the hidden folder, or take what is there, and lock it for as long as the returned descriptor is open."""
+def _lock_folder(partial: Path, out: Path) -> int:
+    """Makes the hidden folder if needed and locks it. Returns the descriptor that holds the lock while open."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         try:
@@ -116,12 +111,12 @@ def _claim(partial: Path, out: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UserError("another process is making it now; wait for that, or name another folder", out) from None
+            raise UserError("another process is writing it; wait for that, or name another folder", out) from None
         except OSError:
-            pass  # a network's disk without locks
+            pass  # a network file system without locks
         if _is_open_at(lock, partial):
             return lock
-        os.close(lock)  # of one that its owner renamed or deleted meanwhile
+        os.close(lock)  # its owner renamed or deleted the folder meanwhile
 
 
 def _is_open_at(handle: int, path: Path) -> bool:
@@ -130,28 +125,29 @@ def _is_open_at(handle: int, path: Path) -> bool:
     return False
 
 
-def publish(made: Path, out: Path, *, replace: bool = False) -> None:
-    """Give a folder whose files are on the disk its name, in one rename; afterwards the name is on the disk as well.
+def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
+    """Renames a folder whose files are synced to `out`, and syncs the new name.
 
     Args:
-        replace: exchange it for what is there, which is then deleted. Without it, only an empty folder may be there.
+        replace: exchange the folder with an existing `out`, then delete the old one. Otherwise `out` may only be an
+            empty folder.
 
     Raises:
-        OSError: it cannot be renamed.
+        OSError: the folder cannot be renamed.
     """
-    sync(made)
+    sync(folder)
     if replace and os.path.lexists(out):
-        _exchange(made, out)
+        _exchange(folder, out)
         sync(out.absolute().parent)
-        remove(made)
+        remove(folder)
     else:
-        os.rename(made, out)
+        os.rename(folder, out)
         sync(out.absolute().parent)
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two names. At once where the system can (Linux); else with an instant without `other`."""
-    import ctypes  # takes 10 ms, and is seldom needed
+    """Swaps two names. The swap is atomic on Linux; elsewhere `other` is missing for an instant."""
+    import ctypes  # takes 10 ms to import and is seldom needed
 
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, exchange = -100, 2
@@ -165,10 +161,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder: it is hidden first, so that half of it is never taken for a whole one.
-
-    A file that cannot be deleted is a warning; what is left is hidden.
-    """
+    """Deletes a folder. It is hidden first, so that a visible folder is never incomplete. Warns if deletion fails."""
     if not os.path.lexists(path):
         return
     try:
@@ -183,7 +176,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or the names in a folder, to the disk: they outlive a power cut. Raises OSError."""
+    """Fsyncs a file, or the names in a folder. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -192,13 +185,13 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All files below a folder, and their names, to the disk. Raises OSError."""
+    """Fsyncs a folder and everything in it. Raises OSError."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value; a UserError says where it is broken."""
+    """Returns the value of a JSON file. Raises UserError if the file is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -209,5 +202,5 @@ def read_json(path: Path) -> Any:
         raise UserError(f"broken JSON: {error.msg}; the file is damaged, make it again", path, error.lineno) from None
     except UnicodeDecodeError:
         raise UserError("not UTF-8; the file is damaged, make it again", path) from None
-    except (RecursionError, ValueError):  # a number of thousands of digits, for one
+    except (RecursionError, ValueError):  # such as a number of thousands of digits
         raise UserError("nested too deep, or a number too long; the file is damaged, make it again", path) from None

@@ -262,7 +262,7 @@ def disk_full(folder: Path, rank: int, mesh) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # files over 100 bytes: OSError EFBIG
     text = refused(rank, lambda: write(run, model, optimizer, step=2))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "File too large; the last whole checkpoint is step-00000001" in text, text
+    assert "File too large; the last complete checkpoint is step-00000001" in text, text
     assert "start again" in text, text
     assert "\n" not in text, text
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]

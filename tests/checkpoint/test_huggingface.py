@@ -21,7 +21,7 @@ from transformers import (
 
 import weft
 from weft.checkpoint.huggingface.folder import open_folder
-from weft.checkpoint.huggingface.slices import Source, read_part
+from weft.checkpoint.huggingface.slices import Source, read_slice
 from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.models.huggingface_weights import Transform
@@ -275,7 +275,7 @@ def test_any_rectangle_is_read_as_from_the_whole(tmp_path, transform, stored):
         for length in range(ours.shape[0] - start + 1):
             begin, size = (start, *[1] * (ours.dim() - 1)), (length, *[n - 1 for n in ours.shape[1:]])
             index = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
-            assert torch.equal(read_part(tmp_path / "model.safetensors", source, begin, size), ours[index])
+            assert torch.equal(read_slice(tmp_path / "model.safetensors", source, begin, size), ours[index])
 
 
 def test_older_names_masks_and_a_saved_tied_head(tmp_path):

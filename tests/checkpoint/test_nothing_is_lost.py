@@ -86,7 +86,7 @@ def test_damage_is_found_and_the_previous_whole_checkpoint_named(run, damage):
                 look(path)
             text = str(caught.value)
             assert expected in text
-            assert f"the previous whole checkpoint is {run}/checkpoints/step-00000001;" in text
+            assert f"previous complete checkpoint is {run}/checkpoints/step-00000001;" in text
             assert "\n" not in text
     shutil.rmtree(newest)
     shutil.rmtree(checkpoints(run)[-1])
@@ -95,7 +95,7 @@ def test_damage_is_found_and_the_previous_whole_checkpoint_named(run, damage):
 
 def test_the_only_checkpoint_damaged(tmp_path):
     flip(tensors_of(write(tmp_path, built(1), None)), -1)
-    with pytest.raises(UserError, match="there is no older whole checkpoint"):
+    with pytest.raises(UserError, match=r"no older complete checkpoint.*--fresh"):
         resolve(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_a_list_of_files_that_points_elsewhere_is_refused(run):
     ("make", "expected"),
     [
         (lambda p: None, "there is no such run or checkpoint"),
-        (lambda p: p.write_text("x"), "a file is no run"),
+        (lambda p: p.write_text("x"), "a file is not a run"),
         (lambda p: p.mkdir(), "neither a run directory"),
         (lambda p: (p / "checkpoints").mkdir(parents=True), "no checkpoint yet"),
         (lambda p: (p / "checkpoints" / ".step-00000004.partial").mkdir(parents=True), "no checkpoint yet"),
@@ -130,7 +130,7 @@ def test_paths_that_are_no_run(tmp_path, make, expected):
 def test_a_half_written_checkpoint_is_refused_by_name(run):
     half = run / "checkpoints" / ".step-00000009.partial"
     shutil.copytree(checkpoints(run)[-1], half)
-    with pytest.raises(UserError, match="never finished"):
+    with pytest.raises(UserError, match=f"give the run directory {run}"):
         resolve(half)
     assert resolve(run).name == "step-00000003"
 
@@ -361,9 +361,7 @@ def test_a_file_that_may_not_grow(run):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        refused(
-            run, "File too large; the last whole checkpoint is step-00000003; mend that and start again: it goes on"
-        )
+        refused(run, "File too large; the last complete checkpoint is step-00000003; fix that and start again")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     write(run, built(1), None, step=4)
@@ -382,13 +380,13 @@ def test_a_full_disk(tmp_path, monkeypatch, looks_empty):
         for step in (1, 2):
             write(disk, built(1), None, step=step)
         (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 8192))
-        monkeypatch.setattr("weft.checkpoint.storage.cut", lambda entries, limit: [entries])
+        monkeypatch.setattr("weft.checkpoint.storage.split_by_size", lambda entries, limit: [entries])
         large = built(1, width=200)
         if looks_empty:
             monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 0, 2**50))
         with pytest.raises(UserError, match="No space left on device") as caught:
             write(disk, large, None, step=3)
-        assert "the last whole checkpoint is step-00000002; free space and start again: it goes on" in str(caught.value)
+        assert "last complete checkpoint is step-00000002; free space and start again" in str(caught.value)
         assert ("bytes needed" in str(caught.value)) == (not looks_empty)
         assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == names(disk)
         for checkpoint in checkpoints(disk):
@@ -413,13 +411,13 @@ def test_storage_that_fails_late(run, monkeypatch, step):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, fail)
-        refused(run, "Input/output error; the last whole checkpoint is step-00000003")
+        refused(run, "Input/output error; the last complete checkpoint is step-00000003")
     assert calls
 
 
 def test_the_first_checkpoint_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
-    with pytest.raises(UserError, match="there is no whole checkpoint yet; free space and start again: it begins anew"):
+    with pytest.raises(UserError, match="no complete checkpoint yet; free space and start again"):
         write(tmp_path, built(1), None)
 
 

@@ -115,7 +115,7 @@ def test_fewer_rows_and_the_same(tmp_path, tiny_tokenizer, capsys):
     before = weft.load_model(source).state_dict()
     assert weft_command("resize", source, tmp_path / "out", "--vocab-size", 500) == 2
     said = capsys.readouterr().err
-    assert "the model has 512 rows, and 500 would leave out the last 12; --shrink does that" in said
+    assert "the model has 512 rows, and 500 would drop the last 12; give --shrink" in said
     assert said.count("\n") == 1
     assert weft_command("resize", source, tmp_path / "less", "--vocab-size", 500, "--shrink") == 0
     assert weft_command("resize", source, tmp_path / "same", "--vocab-size", 512) == 0
@@ -128,7 +128,7 @@ def test_fewer_rows_and_the_same(tmp_path, tiny_tokenizer, capsys):
         shutil.copy(file, source)
     capsys.readouterr()
     assert weft_command("resize", source, tmp_path / "out", "--vocab-size", 500, "--shrink") == 2
-    assert "the tokenizer has 512 tokens and 500 rows were asked for" in capsys.readouterr().err
+    assert "the tokenizer has 512 tokens, more than the 500 rows" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -149,7 +149,7 @@ def test_a_file_of_many_experts_is_not_opened_for_each(tmp_path, monkeypatch, he
         return safe_open(*args, **kwargs)
 
     monkeypatch.setattr("weft.checkpoint.huggingface.pickled.safe_open", counted)
-    monkeypatch.setattr("weft.checkpoint.huggingface.slices._HELD", held)
+    monkeypatch.setattr("weft.checkpoint.huggingface.slices._CACHE_BYTES", held)
     assert weft_command("import", path, tmp_path / "out") == 0
     assert most / 2 < len(opens) < most
     tokens = torch.arange(20)[None]

@@ -8,7 +8,7 @@ from matrix import Case
 from running import QUIET, assert_same_weights, losses, train
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.checkpoint.tensors import blank_state
+from weft.checkpoint.tensors import empty_state
 from weft.optim.adamw import AdamW
 from weft.optim.muon import Muon
 from weft.parallel.memory.offload import keep_state_on_host
@@ -110,7 +110,7 @@ def test_state_is_on_the_device_in_pieces_and_only_in_an_update(monkeypatch, opt
         group, targets = made.param_groups[0], {}
         for name, where in (("x", host), ("step", device)):  # a checkpoint is loaded to where it will be
             kind = "parameter" if name == "x" else "scalar"
-            assert blank_state({"tensor": kind}, name, parameters[0], group, index, targets).device == where
+            assert empty_state({"tensor": kind}, name, parameters[0], group, index, targets).device == where
 
 
 @pytest.mark.gpu

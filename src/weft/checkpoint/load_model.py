@@ -1,4 +1,4 @@
-"""`weft.load_model`: a trained model out of a run directory or a checkpoint."""
+"""`weft.load_model`: loads a trained model from a run directory or a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,30 +6,26 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
-from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.huggingface.folder import open_folder, section_of
-from weft.checkpoint.load import load, read_json, resolve
-from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
-from weft.config.model import CustomModelSection, ModelSection
+from weft.checkpoint.load import architecture, load, resolve
+from weft.checkpoint.tensors import model_tensors
+from weft.checkpoint.weights import open_weights
+from weft.config.model import CustomModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
-from weft.families.config_json import is_huggingface
 from weft.models.huggingface_weights import saved_dtype
 
-# Which checkpoint a loaded model is of: its tokenizer is found by that.
-_LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()  # to find a loaded model's tokenizer
 
 
 def checkpoint_of(model: nn.Module) -> Path | None:
-    """What `load_model` made a model of; None for any other model."""
+    """Returns the checkpoint that `load_model` loaded the model from; None for any other model."""
     return _LOADED.get(model)
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of a run's newest checkpoint, or of one checkpoint, ready to be used.
+    """Loads the model of a run's newest checkpoint, or of one checkpoint.
 
     >>> model = weft.load_model("runs/run", dtype=torch.bfloat16)
     >>> model(torch.tensor([[5, 6, 7]])).shape
@@ -37,14 +33,14 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
     Args:
         path: a run directory, a checkpoint, or a Hugging Face folder.
-        device: where to put it.
-        dtype: of its floating-point parameters and buffers; default: as they were saved.
+        device: the device of the model.
+        dtype: of floating-point parameters and buffers. Default: as saved.
 
     Returns:
-        A module in evaluation mode, from token ids [batch, seq] to logits [batch, seq, vocab].
+        A module in eval mode, from token ids [batch, seq] to logits [batch, seq, vocab].
 
     Raises:
-        UserError: no checkpoint there, or a damaged one; `dtype` is no dtype of torch.
+        UserError: there is no checkpoint, it is damaged, or `dtype` is not a torch.dtype.
     """
     from weft.models.build import build_model
 
@@ -53,16 +49,16 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
     checkpoint = resolve(path)
     section = architecture(checkpoint)
-    saved = _dtypes(checkpoint)
+    saved = {name: tensor.dtype for name, tensor in open_weights(checkpoint, huggingface=False).tensors.items()}
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 
         model = build_model(section)
-        _cast(model, saved, dtype, rest=False)
+        _cast(model, saved, dtype, unsaved=False)
         materialize(model, device)
         model.set_compute_dtype(next(model.parameters()).dtype)
     elif isinstance(section, CustomModelSection):
-        # The user's class may compute values while it is built: it is built where there are any.
+        # A custom class may compute values in its constructor, so it is built on the device.
         with torch.device(device):
             model = build_model(section)
         model.to(device)
@@ -72,10 +68,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
         with torch.device("meta"):
             model = build_model(section)
-        _cast(model, saved, dtype)  # before there is memory: a large model in float32 takes twice as much as it needs
+        _cast(model, saved, dtype)  # before memory is allocated: float32 may need twice as much
         tied = [names for _, names in model_tensors(model).values()]
         model.to_empty(device=device)
-        for first, *others in tied:  # `to_empty` makes two of a tied weight
+        for first, *others in tied:  # `to_empty` splits a tied weight in two
             for name in others:
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
@@ -85,40 +81,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     return model.eval()
 
 
-def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | None, *, rest: bool = True) -> None:
-    """Give a model's tensors the dtypes that they are to have; with `rest` also those that no checkpoint holds."""
+def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | None, *, unsaved: bool = True) -> None:
+    """Casts a model's tensors to `dtype` or their saved dtypes; with `unsaved` also those that no checkpoint holds."""
     floating = {kind for kind in saved.values() if kind.is_floating_point}
-    if (dtype is not None or len(floating) == 1) and rest:
+    if (dtype is not None or len(floating) == 1) and unsaved:
         model.to(dtype or floating.pop())
     for name, (tensor, _) in model_tensors(model).items():
         tensor.data = tensor.data.to(saved_dtype(name, dtype, saved.get(name, tensor.dtype)))
-
-
-def _dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
-    """What each of the model's tensors was saved as."""
-    if is_huggingface(checkpoint):
-        folder = open_folder(checkpoint)
-        return {name: folder.dtype(name) for name in folder.sources}
-    return {
-        name.removeprefix(MODEL_PREFIX): getattr(torch, entry["dtype"])
-        for name, entry in read_json(checkpoint, files.INDEX)["tensors"].items()
-        if name.startswith(MODEL_PREFIX)
-    }
-
-
-def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
-    """The model section that a checkpoint was trained with. Raises UserError if it is not one."""
-    if is_huggingface(checkpoint):
-        return section_of(checkpoint)
-    content = read_json(checkpoint, files.MODEL)
-    try:
-        # `from` has done its work: the weights are here.
-        content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
-        kind = CustomModelSection if ":" in content.get("type", "") else ModelSection
-        kind = TransformersModelSection if content.get("type") == "hf" else kind
-        return kind.model_validate(content)
-    except (ValidationError, AttributeError, TypeError) as error:
-        lines = str(error).splitlines()
-        raise UserError(
-            f"no model section of this version of Weft ({' '.join(lines[1:3]) or error})", checkpoint / files.MODEL
-        ) from error

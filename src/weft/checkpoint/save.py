@@ -1,4 +1,4 @@
-"""Save a training run's state: never a half checkpoint taken for a whole one."""
+"""Saving a training run's state: an incomplete checkpoint never has a checkpoint's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.storage import SafetensorsWriter
-from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, whole_values
+from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, reduce_partial
 from weft.errors import UserError
 from weft.files import partial_path, publish, remove
 from weft.observe.status import LONG, doing
@@ -35,26 +35,22 @@ def save(
     keep: files.Keep,
     others: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write `<run>/checkpoints/step-%08d` and delete the older ones that are not to be kept. Every rank calls it.
+    """Writes `<run>/checkpoints/step-%08d` and deletes older checkpoints beyond `keep`. Every rank must call it.
 
-    All ranks write under another name; when every file is on the disk, with its size and SHA-256 in `checksums.json`,
-    one rename makes it a checkpoint, and only then an older one goes for it; what was there beyond `keep.last` goes
-    before. A checkpoint of this step that is already there is exchanged for the new one.
+    All ranks write under a hidden name. When every file is on the disk, with its size and SHA-256 in `checksums.json`,
+    one rename makes the checkpoint visible. Checkpoints beyond `keep.last` are deleted before the save, and the oldest
+    kept one only after it. An existing checkpoint of this step is exchanged for the new one.
 
     Args:
         step: optimizer steps done.
-        optimizer: its state is saved by parameter, tensors and numbers in any nesting. Its groups' values (lr, betas)
-            are not: the run's configuration sets them.
-        state: what the loop goes on from; JSON values, the same on all ranks (rank 0's are written).
+        optimizer: its state per parameter is saved: tensors and numbers in any nesting. The values of its groups (lr,
+            betas) are not saved, because the run's configuration sets them.
+        state: JSON values from which the loop resumes; rank 0's are written.
         architecture: the resolved model section, for `load_model`.
-        keep: which checkpoints stay.
-        others: more tensors, by names of their own, of which ranks may have different ones.
-
-    Returns:
-        The checkpoint.
+        others: more tensors by unique names. Ranks may have different ones.
 
     Raises:
-        UserError: on all ranks, if any could not write (a full disk); the older checkpoints are as they were.
+        UserError: on all ranks, if any rank could not write (disk full). Older checkpoints are unchanged.
     """
     folder = Path(run_directory) / files.FOLDER
     target = folder / files.checkpoint_name(step)
@@ -73,13 +69,15 @@ def save(
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=not ranks.distributed(),
             )
-        state = {**state, "step": step}
-        documents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: state}
+        contents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: {**state, "step": step}}
         doing(task, "save", LONG)
-        ranks.on_first(lambda: _finish(partial, target, documents, writer.digests))
-    except (Exception, CheckpointException) as error:  # DCP's is no Exception; all ranks come here together
+        ranks.on_first(lambda: _finish(partial, target, contents, writer.digests))
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # the latter is no Exception; all ranks get here
         ranks.on_first(lambda: remove(partial))
-        raise _explained(error, target) from error
+        raise _explain(error, target) from error
     doing(task, "save", LONG)
     ranks.on_first(lambda: files.prune(folder, keep, target))
     return target
@@ -87,7 +85,7 @@ def save(
 
 def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files.sweep(folder)
+    files.remove_leftovers(folder)
     files.prune(folder, keep)  # `keep.last` may have been lowered because the disk is full
     partial.mkdir()
 
@@ -95,7 +93,7 @@ def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
-    """All tensors to save by name, other names of tied weights -> the name they are saved under, and the optimizer."""
+    """Returns tensors by name, other names of tied weights -> saved name, and the description of the optimizer."""
 
     def local() -> tuple:
         tensors, aliases = {}, {}
@@ -110,46 +108,43 @@ def _collect(
     collected: list = []
     ranks.everywhere(lambda: collected.append(local()))
     tensors, aliases, description = collected[0]
-    # Ranks of a pipeline hold different parameters; the files describe them all.
+    # Pipeline ranks hold different parameters; the files describe all of them.
     for other_aliases, other in ranks.gather_different([aliases, description]):
         aliases = {**other_aliases, **aliases}
         if description is not None and other is not None:
             description = {**description, "state": {**other["state"], **description["state"]}}
-    return {name: whole_values(tensor) for name, tensor in tensors.items()}, aliases, description
+    return {name: reduce_partial(tensor) for name, tensor in tensors.items()}, aliases, description
 
 
-def _finish(partial: Path, target: Path, documents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
-    """Rank 0: the last files, a look at all of them, and the rename."""
-    digests = dict(digests)
-    for name, content in documents.items():
-        digests[name] = files.write_json(partial / name, content)
-    files.write_checksums(partial, digests)
+def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
+    """Rank 0 writes the JSON files, checks the sizes of all files and renames the checkpoint."""
+    written = {name: files.write_json(partial / name, content) for name, content in contents.items()}
+    files.write_checksums(partial, digests | written)
     if (damage := files.find_damage(partial, contents=False)) is not None:
         raise OSError(
             errno.EIO,
-            f"{damage.file.name}: {damage.what} (as rank 0 sees it; the run directory must lie on storage that all "
-            "machines share)",
+            f"{damage.file.name}: {damage.what} (on rank 0; the run directory must be on storage that all hosts share)",
         )
     publish(partial, target, replace=True)
 
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Without PyTorch's warning that one process without a process group is meant to be one process."""
+    """Suppresses DCP's warning that it assumes a single process when there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """The failing rank's own exception inside DCP's: an OSError before all others."""
+    """Returns the failing rank's exception from a CheckpointException, preferring an OSError."""
     if not isinstance(error, CheckpointException):
         return error
     failures = [failure for _, (failure, _) in sorted(error.failures.items())]
     return next((failure for failure in failures if isinstance(failure, OSError)), failures[0])
 
 
-def _explained(error: BaseException, target: Path) -> BaseException:
+def _explain(error: BaseException, target: Path) -> BaseException:
     failure = first_failure(error)
     if isinstance(failure, UserError):
         failure.quiet = ranks.rank() != 0
@@ -157,13 +152,11 @@ def _explained(error: BaseException, target: Path) -> BaseException:
         return failure
 
     def text() -> str:
-        why = failure.strerror or str(failure)
-        full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free space" if full else "mend that"
-        last = files.last_whole(target.parent, contents=False)
-        if last is None:
-            return f"{why}; there is no whole checkpoint yet; {remedy} and start again: it begins anew"
-        return f"{why}; the last whole checkpoint is {last.name}; {remedy} and start again: it goes on from there"
+        remedy = "free space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "fix that"
+        last = files.last_complete(target.parent, contents=False)
+        state = f"the last complete checkpoint is {last.name}" if last else "there is no complete checkpoint yet"
+        outcome = "it resumes from there" if last else "it begins at step 0"
+        return f"{failure.strerror or failure}; {state}; {remedy} and start again: {outcome}"
 
     explained = UserError(ranks.on_first(text), target)
     explained.quiet = ranks.rank() != 0

@@ -1,9 +1,9 @@
-"""Where torch.distributed.checkpoint (DCP) puts its tensors: safetensors files and one JSON index, no pickle anywhere.
+"""The storage of torch.distributed.checkpoint (DCP): safetensors files and one JSON index, without pickle.
 
-DCP plans who writes what and reshards on loading; only the files are ours. Its own `hf_storage` reads every rank's
-headers on every rank, guesses the tensors' shapes from them and makes each file in memory first; here an index is
-written, and the bytes are hashed on their way to the disk. The files keep `hf_storage`'s names and headers, so
-PyTorch's own `HuggingFaceStorageReader` reads them as well.
+DCP plans which rank writes what and reshards on loading; this module defines only the files. DCP's own `hf_storage`
+reads every rank's headers on every rank, infers tensor shapes from them and builds each file in memory. Here an index
+is written, and the bytes are hashed while they are written. The files keep the names and headers of `hf_storage`, so
+PyTorch's `HuggingFaceStorageReader` reads them too.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from weft.checkpoint.checkpoint_files import INDEX, Digest, threads, write_json
-from weft.checkpoint.tensor_file import Entry, cut, dtype_name, write_safetensors
+from weft.checkpoint.tensor_file import Entry, dtype_name, split_by_size, write_safetensors
 from weft.observe.status import LONG, doing
 
-# Several files a rank, so that several threads write and hash them.
-FILE_BYTES = 256 * 2**20
+FILE_BYTES = 256 * 2**20  # several files per rank, so that several threads write and hash them
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor, or a rectangular part of one, in a file."""
+class Chunk:
+    """A tensor, or a rectangular slice of one, in a file."""
 
     tensor: str
     file: str
@@ -59,43 +58,48 @@ class Piece:
     shape: tuple[int, ...]
 
 
-def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], None]) -> tuple[Digest, list[Piece]]:
-    """Write a checkpoint's file of tensors, with the header of DCP's own `hf_storage`."""
-    pieces = [Piece(e.name, path.name, e.offsets or (0,) * len(e.shape), e.shape) for e in entries]
-    offsets = {piece.tensor: {"saved_offsets": piece.offsets} for piece in pieces}
+def shard_names(rank: int, count: int) -> list[str]:
+    """Returns the names of the files of tensors that a rank writes."""
+    return [f"shard-{rank + 1:05d}-model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+
+
+def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], None]) -> tuple[Digest, list[Chunk]]:
+    """Writes one file of a checkpoint's tensors, with the header of DCP's `hf_storage`."""
+    chunks = [Chunk(e.name, path.name, e.offsets or (0,) * len(e.shape), e.shape) for e in entries]
+    offsets = {chunk.tensor: {"saved_offsets": chunk.offsets} for chunk in chunks}
     header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    return write_safetensors(path, entries, header, on_bytes), pieces
+    return write_safetensors(path, entries, header, on_bytes), chunks
 
 
-def index_of(
-    pieces: Sequence[Piece], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], tied: Mapping[str, str]
+def build_index(
+    chunks: Sequence[Chunk], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], tied: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What index.json says: where each tensor's pieces are.
+    """Returns the content of index.json: the chunks of each tensor.
 
     Args:
-        tensors: name -> dtype and whole shape.
+        tensors: name -> dtype and full shape.
         tied: other names of tied weights -> the name that the tensor is saved under.
     """
-    files = {name: number for number, name in enumerate(dict.fromkeys(piece.file for piece in pieces))}
+    files = {name: number for number, name in enumerate(dict.fromkeys(chunk.file for chunk in chunks))}
     found: dict[str, list] = {name: [] for name in tensors}
-    for piece in pieces:
-        found[piece.tensor].append([files[piece.file], list(piece.offsets), list(piece.shape)])
+    for chunk in chunks:
+        found[chunk.tensor].append([files[chunk.file], list(chunk.offsets), list(chunk.shape)])
     entries = {
-        name: {"dtype": dtype_name(dtype), "shape": list(shape), "pieces": sorted(found[name], key=lambda p: p[1])}
+        name: {"dtype": dtype_name(dtype), "shape": list(shape), "pieces": sorted(found[name], key=lambda c: c[1])}
         for name, (dtype, shape) in sorted(tensors.items())
     }
     return {"format": "weft checkpoint", "version": 1, "files": list(files), "tied": dict(tied), "tensors": entries}
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's tensors into a directory that exists, and on rank 0 the index.
+    """Writes each rank's tensors into an existing directory, and on rank 0 the index.
 
     Args:
-        tied: other names of a model's tied weights -> the name that the tensor is saved under.
-        task: what the rank reports to its launcher as bytes are written.
+        tied: other names of tied weights -> the name that the tensor is saved under.
+        task: the activity that a rank reports to its launcher while it writes.
 
     Attributes:
-        digests: on rank 0, after the save, every written file's name -> digest.
+        digests: on rank 0, after the save: name -> digest of every written file.
     """
 
     def __init__(self, directory: Path, tied: dict[str, str], task: str):
@@ -116,7 +120,7 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Numbers the ranks. Raises OSError when the disk has no room for it all: better now than half written."""
+        """Numbers the ranks. Raises OSError, before anything is written, if the disk has too little space."""
         needed = sum(_size(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.directory).free
         if free < needed:
@@ -125,39 +129,35 @@ class SafetensorsWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = {(item.index.fqn, tuple(_data(item).chunk.offsets)): item for item in plan.items if _size(item)}
-        groups = cut([_entry(item, planner) for item in items.values()], FILE_BYTES)
-        names = [
-            f"shard-{plan.storage_data + 1:05d}-model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-            for number in range(len(groups))
-        ]
+        groups = split_by_size([_entry(item, planner) for item in items.values()], FILE_BYTES)
 
         def write(name: str, entries: list[Entry]) -> list[WriteResult]:
-            digest, pieces = write_shard(self.directory / name, entries, lambda count: doing(self.task, "save", LONG))
-            found = [(items[piece.tensor, piece.offsets], piece) for piece in pieces]
-            return [WriteResult(item.index, _size(item), (digest, piece)) for item, piece in found]
+            digest, chunks = write_shard(self.directory / name, entries, lambda count: doing(self.task, "save", LONG))
+            found = [(items[chunk.tensor, chunk.offsets], chunk) for chunk in chunks]
+            return [WriteResult(item.index, _size(item), (digest, chunk)) for item, chunk in found]
 
         with ThreadPoolExecutor(threads()) as pool:
-            written = pool.map(write, names, groups)
+            written = pool.map(write, shard_names(plan.storage_data, len(groups)), groups)
             results = [result for file in written for result in file]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0: write the index of all tensors and their pieces."""
+        """Rank 0 writes the index of all tensors and their chunks."""
         written = [result.storage_data for rank in results for result in rank]
-        self.digests = {piece.file: digest for digest, piece in written}
+        self.digests = {chunk.file: digest for digest, chunk in written}
         tensors = {
             name: (entry.properties.dtype, entry.size)
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        content = index_of([piece for _, piece in written], tensors, self.tied)
+        content = build_index([chunk for _, chunk in written], tensors, self.tied)
         self.digests[INDEX] = write_json(self.directory / INDEX, content)
 
 
 def _data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # nothing else is saved by DCP
+    assert item.tensor_data is not None  # only tensors are saved by DCP
     return item.tensor_data
 
 
@@ -172,7 +172,7 @@ def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
 
 
 def _size(item: WriteItem) -> int:
-    """Bytes of a planned piece (`item.tensor_storage_size()` is the whole tensor's)."""
+    """Bytes of a planned chunk (`item.tensor_storage_size()` is that of the full tensor)."""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
@@ -227,7 +227,7 @@ class SafetensorsReader(StorageReader):
                         ends = zip(item.storage_offsets, item.lengths, strict=True)
                         tensor = file.get_slice(key)[tuple(slice(start, start + length) for start, length in ends)]
                     else:
-                        tensor = file.get_tensor(key)  # of no dimension: there is nothing to slice
+                        tensor = file.get_tensor(key)  # a tensor without dimensions cannot be sliced
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(tensor)
                     planner.commit_tensor(item, target)

@@ -1,4 +1,4 @@
-"""One safetensors file, written tensor by tensor and hashed on its way to the disk: it is never in memory whole."""
+"""Writes a safetensors file tensor by tensor, hashing while writing; it is never fully in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -40,7 +39,7 @@ DTYPES = {
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, as a file holds them."""
+    """Returns the bytes of a CPU tensor as a file holds them."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -50,11 +49,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: what the header says of it, and how to get it when its turn has come.
+    """A tensor to be written: its header, and a function that reads it.
 
     Attributes:
-        read: gives it whole, or in consecutive pieces, of which one is in memory at a time.
-        offsets: of a part of a tensor: where in that it begins; None for a whole one.
+        read: returns the full tensor, or yields consecutive blocks of it, one in memory at a time.
+        offsets: where a slice begins in its tensor; None for a full tensor.
     """
 
     name: str
@@ -69,9 +68,8 @@ class Entry:
 
 
 def main_dtype(entries: Sequence[Entry]) -> str:
-    """The name of the dtype that most tensors have."""
-    kinds = Counter(dtype_name(entry.dtype) for entry in entries)
-    return max(kinds, key=lambda kind: kinds[kind])
+    """Returns the name of the most frequent dtype."""
+    return Counter(dtype_name(entry.dtype) for entry in entries).most_common(1)[0][0]
 
 
 def write_safetensors(
@@ -80,14 +78,14 @@ def write_safetensors(
     metadata: Mapping[str, str],
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Digest:
-    """Write and fsync a safetensors file.
+    """Writes and fsyncs a safetensors file.
 
     Args:
-        entries: their names differ.
+        entries: with unique names.
         metadata: strings for the header.
-        on_bytes: is told how many bytes of tensors were written since it was last called.
+        on_bytes: called with the number of tensor bytes written since the last call.
     """
-    # The widest first: then every tensor starts at a multiple of its element size.
+    # The widest dtypes first, so that every tensor is aligned to its element size.
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -111,12 +109,12 @@ def write_safetensors(
         write(text)
         for entry in entries:
             found, before = entry.read(), size
-            for piece in [found] if isinstance(found, torch.Tensor) else found:
-                data = byte_view(piece.detach().to("cpu", entry.dtype))
+            for block in [found] if isinstance(found, torch.Tensor) else found:
+                data = byte_view(block.detach().to("cpu", entry.dtype))
                 for start in range(0, len(data), _BLOCK):
                     write(data[start : start + _BLOCK])
                     on_bytes(min(_BLOCK, len(data) - start))
-                del data, piece
+                del data, block
             if size - before != entry.bytes or (isinstance(found, torch.Tensor) and tuple(found.shape) != entry.shape):
                 raise RuntimeError(f"{entry.name}: {size - before:,} bytes where {list(entry.shape)} was planned")
             del found
@@ -125,12 +123,9 @@ def write_safetensors(
     return Digest(digest.hexdigest(), size)
 
 
-_Sized = TypeVar("_Sized", bound=Entry)
-
-
-def cut(entries: Iterable[_Sized], limit: int) -> list[list[_Sized]]:
-    """Entries in their order, in groups of at most `limit` bytes (an entry may be larger), no name twice in one."""
-    groups: list[list[_Sized]] = []
+def split_by_size(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+    """Splits entries, in order, into groups of at most `limit` bytes with unique names. A larger entry gets a group."""
+    groups: list[list[Entry]] = []
     names: set[str] = set()
     room = 0
     for entry in entries:

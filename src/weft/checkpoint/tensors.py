@@ -1,8 +1,9 @@
-"""What is saved of a model and an optimizer: tensors by the single-device model's names, and JSON for the rest."""
+"""The tensors and JSON values that are saved of a model and an optimizer, under the single-device model's names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,31 +11,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from weft.errors import UserError
+from weft.formatting import first_few
+from weft.parallel import ranks
 from weft.torch_private import is_traceable_wrapper_subclass
 
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_NAMED = 4  # mismatches that a message lists
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing and compiling put into it."""
+    """Removes what activation checkpointing and torch.compile insert into a parameter's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
-    """Parameters and persistent buffers: first name -> the tensor itself and all its names. A tied weight stands once.
+    """Returns parameters and persistent buffers: first name -> (tensor, all names). A tied weight has one entry.
 
     Raises:
-        UserError: a module of the user's own has extra state that is no tensor.
+        UserError: a custom module has extra state that is not a tensor.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     found: dict[int, tuple[Tensor, list[str]]] = {}
-    # `state_dict` and not `named_parameters`: it has FSDP put its shards back first, and it has the buffers.
+    # `state_dict` rather than `named_parameters`: it makes FSDP reshard first, and it includes buffers.
     for name, value in model.state_dict(keep_vars=True).items():
         name = plain_name(name)
         if not isinstance(value, Tensor):
@@ -45,8 +49,8 @@ def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
     return {names[0]: (tensor, names) for tensor, names in found.values()}
 
 
-def whole_values(tensor: Tensor) -> Tensor:
-    """The tensor, ready to be saved: a DTensor that is a sum still to be made is summed."""
+def reduce_partial(tensor: Tensor) -> Tensor:
+    """Detaches a tensor and reduces the `Partial()` placements of a DTensor to `Replicate()`."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -54,13 +58,33 @@ def whole_values(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ---- optimizers: any nesting of tensors and JSON values for each parameter
+def raise_mismatch(
+    path: Path, problems: list[str], used: set[str], saved: set[str], unused: str, summary: str, remedy: str = ""
+) -> None:
+    """Raises one UserError on all ranks if any rank found a problem or no rank uses a saved tensor.
+
+    Args:
+        problems: the mismatches of this rank.
+        used: the saved names that this rank uses. Pipeline ranks use different ones.
+        saved: all saved names.
+        unused: the text after the name of a saved tensor that no rank uses.
+    """
+    answers = ranks.gather_different([problems, sorted(used)])
+    found = [problem for rank_problems, _ in answers for problem in rank_problems]
+    found += [f"{name} {unused}" for name in sorted(saved.difference(*(names for _, names in answers)))]
+    if found:
+        error = UserError(f"{summary}: {first_few(found, _NAMED, '; ')}{remedy}", path)
+        error.quiet = ranks.rank() != 0
+        raise error
+
+
+# ---- optimizers: any nesting of tensors and JSON values per parameter
 
 
 def optimizer_parameters(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> Iterator[tuple[str, list[str], Tensor, dict]]:
-    """Each optimized parameter: its first name, all its names, itself and its group.
+    """Yields (first name, all names, parameter, parameter group) for each optimized parameter.
 
     Raises:
         ValueError: the optimizer holds a parameter that is not the model's.
@@ -75,7 +99,7 @@ def optimizer_parameters(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of an optimizer's state, and its description in JSON.
+    """Returns the tensors of an optimizer's state, and its description as JSON values.
 
     Returns:
         `optimizer.<parameter>.<state>` -> tensor, and `{"class": ..., "state": {parameter: {state: description}}}`.
@@ -95,7 +119,7 @@ def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tenso
         if not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value):
             raise UserError(f"{path}: optimizer state of type {type(value).__name__} cannot be saved yet")
         if path in tensors:
-            raise ValueError(f"{path}: two optimizer states of this name")
+            raise ValueError(f"{path}: two optimizer states have this name")
         tensors[path] = value
         return {"tensor": _layout(value, parameter)}
     if isinstance(value, Mapping):
@@ -109,11 +133,11 @@ def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tenso
 
 
 def _layout(value: Tensor, parameter: Tensor) -> str:
-    """How a state tensor lies beside its parameter, in words that hold on any mesh.
+    """How a state tensor relates to its parameter, in terms that hold on any mesh.
 
-    scalar: a plain number on every rank; parameter: shaped and sharded as the parameter; whole: a plain tensor, the
-    same on every rank, though the parameter is sharded; other: a tensor of another shape, whole on every rank, and a
-    DTensor if the parameter is one.
+    scalar: a plain number on every rank. parameter: shape and sharding of the parameter. whole: a plain tensor,
+    replicated although the parameter is sharded. other: a replicated tensor of another shape, which is a DTensor if the
+    parameter is one.
     """
     same_kind = isinstance(value, DTensor) == isinstance(parameter, DTensor)
     if value.dim() == 0:
@@ -123,13 +147,13 @@ def _layout(value: Tensor, parameter: Tensor) -> str:
     return "other" if same_kind else "whole"
 
 
-def blank_state(
+def empty_state(
     description: dict[str, Any], path: str, parameter: Tensor, group: dict, index: dict, targets: dict[str, Tensor]
 ) -> Any:
-    """A parameter's state as described, its tensors empty; they are put into `targets` under their names in the file.
+    """Returns a parameter's state as described, with empty tensors, which are added to `targets` by name.
 
     Args:
-        path: the state's name in the file.
+        path: name of the state in the checkpoint.
         group: the parameter's group: fused and capturable optimizers keep their step counter on the device.
         index: the checkpoint's index (dtypes and shapes).
     """
@@ -137,9 +161,9 @@ def blank_state(
     if kind == "value":
         return content
     if kind == "dict":
-        return {k: blank_state(v, f"{path}.{k}", parameter, group, index, targets) for k, v in content.items()}
+        return {k: empty_state(v, f"{path}.{k}", parameter, group, index, targets) for k, v in content.items()}
     if kind in ("list", "tuple"):
-        items = [blank_state(v, f"{path}.{n}", parameter, group, index, targets) for n, v in enumerate(content)]
+        items = [empty_state(v, f"{path}.{n}", parameter, group, index, targets) for n, v in enumerate(content)]
         return tuple(items) if kind == "tuple" else items
     entry = index["tensors"][path]
     dtype = getattr(torch, entry["dtype"])
@@ -160,5 +184,5 @@ def blank_state(
 
 
 def _counts_on_host(group: dict) -> bool:
-    """PyTorch's optimizers keep `step` on the CPU unless they are fused or capturable; others, by the parameter."""
+    """PyTorch's optimizers keep `step` on the CPU unless fused or capturable; others, on the parameter's device."""
     return ("fused" in group or "capturable" in group) and not (group.get("fused") or group.get("capturable"))

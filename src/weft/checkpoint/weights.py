@@ -1,4 +1,4 @@
-"""The tensors of any saved model, whoever saved it: names, dtypes, shapes, and rows read when they are needed."""
+"""The tensors of any saved model: names, dtypes and shapes, with rows read on demand."""
 
 from __future__ import annotations
 
@@ -12,32 +12,38 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.huggingface.folder import HuggingFaceFolder, file_notes, groups, headers, open_folder
-from weft.checkpoint.huggingface.pickled import opened
-from weft.checkpoint.load import read_json, resolve
-from weft.checkpoint.load_model import architecture
+from weft.checkpoint.huggingface.folder import (
+    HuggingFaceFolder,
+    file_warnings,
+    names_in_files,
+    open_folder,
+    read_headers,
+)
+from weft.checkpoint.huggingface.pickled import open_tensors
+from weft.checkpoint.load import architecture, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
+from weft.files import read_json
 from weft.models.huggingface_weights import Transform, invert
 
-BLOCK = 4 * 2**20  # bytes that are worked on at once; a row is never divided
+BLOCK = 4 * 2**20  # bytes processed at a time; a row is never split
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One saved tensor.
 
     Attributes:
-        read: `read(start, length)` gives so many rows on the CPU; of a tensor without dimensions, all of it.
-        at_once: every `read` makes all rows.
+        read: `read(start, length)` returns these rows on the CPU; of a tensor without dimensions, the tensor.
+        reads_all: every `read` computes the full tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], torch.Tensor]
-    at_once: bool = False
+    reads_all: bool = False
 
     @property
     def bytes(self) -> int:
@@ -45,20 +51,20 @@ class Saved:
 
     @property
     def rows(self) -> int:
-        """Of a block of about `BLOCK` bytes."""
+        """Rows in a block of about `BLOCK` bytes."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         return max(1, BLOCK // max(1, row))
 
-    def whole(self) -> torch.Tensor:
-        """All of it."""
+    def full(self) -> torch.Tensor:
         return self.read(0, self.shape[0] if self.shape else 1)
 
-    def blocks(self, rows: int) -> Iterator[torch.Tensor]:
-        """From the first row to the last, `rows` at a time."""
+    def blocks(self, rows: int | None = None) -> Iterator[torch.Tensor]:
+        """Yields `rows` rows at a time (default: `self.rows`)."""
+        rows = rows or self.rows
         if not self.shape:
-            yield self.whole()
-        elif self.at_once:
-            yield from self.whole().split(rows)
+            yield self.full()
+        elif self.reads_all:
+            yield from self.full().split(rows)
         else:
             for start in range(0, self.shape[0], rows):
                 yield self.read(start, min(rows, self.shape[0] - start))
@@ -66,86 +72,85 @@ class Saved:
 
 @dataclass(frozen=True)
 class Weights:
-    """A saved model.
+    """The tensors of a saved model.
 
     Attributes:
-        path: what `resolve` made of the path.
-        huggingface: whether names and shapes are those of Hugging Face's files; else the decoder's own.
-        tensors: all of them, in their order.
-        file: of Hugging Face's files, where each tensor lies.
-        notes: what of the files is not taken as it is.
+        path: the result of `resolve`.
+        huggingface: whether names and shapes are those of Hugging Face's files; otherwise the model's.
+        tensors: name -> tensor, in order.
+        file: name -> file, if the model is read from Hugging Face's files under their names.
+        warnings: what is not read as the files have it.
     """
 
     path: Path
     huggingface: bool
-    tensors: Mapping[str, Saved]
+    tensors: Mapping[str, SavedTensor]
     file: Mapping[str, str]
-    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pickle: bool = False) -> Weights:
-    """Open a run, a checkpoint, an imported folder or a Hugging Face folder, by headers alone.
+    """Opens a run, a checkpoint, an imported folder or a Hugging Face folder. Reads only headers.
 
     Args:
-        huggingface: by whose names; default: those in the files. Where they are to be another's, the model must be of a
-            family that is known; else any model will do.
-        allow_pickle: take `.bin` files too.
+        huggingface: use the names and shapes of Hugging Face's files (True) or of Weft's model (False). Default: those
+            of the files. A translation needs a model of a known family.
+        allow_pickle: read `.bin` files too.
 
     Raises:
-        UserError: nothing there, damaged, or of no known family where names are to be translated.
+        UserError: there is no model, it is damaged, or its names cannot be translated.
     """
     path = resolve(path)
-    theirs = is_huggingface(path)
-    by_theirs = theirs if huggingface is None else huggingface
-    if theirs and by_theirs:
-        stored = headers(path, allow_pickle=allow_pickle)
-        file = {name: one.file for name, one in stored.items()}
+    in_files = is_huggingface(path)
+    huggingface = in_files if huggingface is None else huggingface
+    if in_files and huggingface:
+        stored = read_headers(path, allow_pickle=allow_pickle)
         found = {
-            name: Saved(one.dtype, one.shape, _rows(path / one.file, name, one.shape)) for name, one in stored.items()
+            name: SavedTensor(one.dtype, one.shape, _file_reader(path / one.file, name, one.shape))
+            for name, one in stored.items()
         }
-        return Weights(path, True, found, file, file_notes(path))
-    if theirs:
+        return Weights(path, True, found, {name: one.file for name, one in stored.items()}, file_warnings(path))
+    if in_files:
         folder = open_folder(path, allow_pickle=allow_pickle)
-        return Weights(path, False, {name: _translated(folder, name) for name in folder.sources}, {}, folder.notes)
-    ours = dict(_of_checkpoint(path))
-    if not by_theirs:
-        return Weights(path, False, ours, {})
+        return Weights(path, False, {name: _converted(folder, name) for name in folder.sources}, {}, folder.warnings)
+    tensors = dict(_checkpoint_tensors(path))
+    if not huggingface:
+        return Weights(path, False, tensors, {})
     section = architecture(path)
     if not isinstance(section, ModelSection):
-        raise UserError(
-            "a model of your own has no names in Hugging Face's files; give one of the built-in decoder", path
-        )
-    return Weights(path, True, their_tensors(path, section, ours), {})
+        raise UserError("a custom model has no names in Hugging Face's files; give one of the built-in decoder", path)
+    return Weights(path, True, to_huggingface(path, section, tensors), {})
 
 
-def their_tensors(path: Path, section: ModelSection, ours: Mapping[str, Saved]) -> dict[str, Saved]:
-    """Hugging Face's tensors, each to be put together from ours. Raises UserError if one of ours is missing."""
-    found: dict[str, Saved] = {}
-    for theirs, parts in groups(section).items():
-        for name, _ in parts:
-            if name not in ours:
-                raise UserError(f"it lacks {name}, which its model.json means; it is damaged", path)
-        saved, transform = [ours[name] for name, _ in parts], parts[0][1]
+def to_huggingface(path: Path, section: ModelSection, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Converts a model's tensors to Hugging Face's names and shapes. Raises UserError if a tensor is missing."""
+    found: dict[str, SavedTensor] = {}
+    for external, sources in names_in_files(section).items():
+        for name, _ in sources:
+            if name not in tensors:
+                raise UserError(f"{name}, which model.json requires, is missing; the checkpoint is damaged", path)
+        saved, transform = [tensors[name] for name, _ in sources], sources[0][1]
         expert = None if transform is None else transform.expert
         shapes = [one.shape if expert is None else one.shape[1:] for one in saved]
         shape = tuple(invert(transform, [torch.empty(one, device="meta") for one in shapes]).shape)
-        found[theirs] = Saved(saved[0].dtype, shape, partial(_inverted, saved, transform, expert), at_once=True)
+        read = partial(_read_inverted, saved, transform, expert)
+        found[external] = SavedTensor(saved[0].dtype, shape, read, reads_all=True)
     return found
 
 
-def _inverted(
-    saved: list[Saved], transform: Transform | None, expert: int | None, start: int, length: int
+def _read_inverted(
+    saved: list[SavedTensor], transform: Transform | None, expert: int | None, start: int, length: int
 ) -> torch.Tensor:
-    tensor = invert(transform, [one.whole() if expert is None else one.read(expert, 1)[0] for one in saved])
+    tensor = invert(transform, [one.full() if expert is None else one.read(expert, 1)[0] for one in saved])
     return tensor[start : start + length] if tensor.dim() else tensor
 
 
-def _rows(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
-    """Of a tensor that lies whole in one file. It is opened for each block: pages that were read are let go of."""
+def _file_reader(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a tensor that is in one file. The file is opened per block, which releases the pages read."""
 
     def read(start: int, length: int) -> torch.Tensor:
         try:
-            with opened(file) as found:
+            with open_tensors(file) as found:
                 return found.get_slice(name)[start : start + length] if shape else found.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"cannot be read ({error}); download it again", file) from None
@@ -153,7 +158,7 @@ def _rows(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int, int],
     return read
 
 
-def _translated(folder: HuggingFaceFolder, name: str) -> Saved:
+def _converted(folder: HuggingFaceFolder, name: str) -> SavedTensor:
     shape = folder.sources[name].shape
 
     def read(start: int, length: int) -> torch.Tensor:
@@ -161,29 +166,28 @@ def _translated(folder: HuggingFaceFolder, name: str) -> Saved:
             return folder.read(name)
         return folder.read(name, (start, *[0] * (len(shape) - 1)), (length, *shape[1:]))
 
-    return Saved(folder.dtype(name), shape, read)
+    return SavedTensor(folder.dtype(name), shape, read)
 
 
-def _of_checkpoint(checkpoint: Path) -> Iterator[tuple[str, Saved]]:
-    """The model's tensors, out of the ranks' files."""
-    index = read_json(checkpoint, files.INDEX)
+def _checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
+    index = read_json(checkpoint / files.INDEX)
     for name, entry in index["tensors"].items():
         if not name.startswith(MODEL_PREFIX):
             continue
         shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
-        places = [(checkpoint / index["files"][number], offset, size) for number, offset, size in entry["pieces"]]
-        one = len(places) == 1
-        read = _rows(places[0][0], name, shape) if one else partial(_gathered, name, dtype, shape, places)
-        yield name.removeprefix(MODEL_PREFIX), Saved(dtype, shape, read)
+        chunks = [(checkpoint / index["files"][number], offset, size) for number, offset, size in entry["pieces"]]
+        single = len(chunks) == 1
+        read = _file_reader(chunks[0][0], name, shape) if single else partial(_read_chunks, name, dtype, shape, chunks)
+        yield name.removeprefix(MODEL_PREFIX), SavedTensor(dtype, shape, read)
 
 
-def _gathered(name: str, dtype: torch.dtype, shape: tuple, places: list, start: int, length: int) -> torch.Tensor:
-    """Rows of a tensor in pieces: of each piece, what it has of them."""
+def _read_chunks(name: str, dtype: torch.dtype, shape: tuple, chunks: list, start: int, length: int) -> torch.Tensor:
+    """Assembles rows of a tensor from the chunks that hold them."""
     block = torch.empty((length, *shape[1:]), dtype=dtype)
-    for file, offset, size in places:
+    for file, offset, size in chunks:
         first, last = max(start, offset[0]), min(start + length, offset[0] + size[0])
         if first < last:
-            rest = tuple(slice(begin, begin + many) for begin, many in zip(offset[1:], size[1:], strict=True))
+            rest = tuple(slice(begin, begin + count) for begin, count in zip(offset[1:], size[1:], strict=True))
             with safe_open(file, framework="pt") as found:
                 rows = found.get_slice(name)[first - offset[0] : last - offset[0]]
                 block[(slice(first - start, last - start), *rest)] = rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.cli.on_ranks import add_run_arguments, run_on_ranks
 from weft.errors import UserError
-from weft.files import refuse_taken
+from weft.files import refuse_existing
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
         args.out = str(args.out or default_out(config))
-        refuse_taken(Path(args.out), "name another --out")  # before torch is imported
+        refuse_existing(Path(args.out), "name another --out")  # before torch is imported
         options = {"--out": args.out, "--steps": args.steps, "--warmup": args.warmup, "--ranks": args.ranks}
         return Path(args.out), [str(word) for option in options.items() for word in option]
 

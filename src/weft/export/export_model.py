@@ -1,4 +1,4 @@
-"""`weft.export_model`: a trained model for other tools."""
+"""`weft.export_model`: writes a trained model in the format of another tool."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from weft.observe.console import Console
 def export_model(
     source: str | Path, out: str | Path, to: str = "hf", *, console: Console | None = None, **options: Any
 ) -> Any:
-    """Write a model for another tool.
+    """Writes a model in the format of another tool.
 
     >>> made = weft.export_model("runs/run", "exported", to="hf", dtype="bfloat16")
     >>> made.files
     1
 
     Args:
-        source: a run (its newest checkpoint is taken), a checkpoint, what `import_model` made, or a Hugging Face
-            folder.
-        out: what to make; it must not be there yet.
+        source: a run (its newest checkpoint), a checkpoint, an imported folder, or a Hugging Face folder.
+        out: the path to write; it must not exist.
         to: the target: "hf" (`weft.export.hf`), a plugin's name, or `module:function`.
-        console: where to warn and show progress; default: nowhere.
-        options: the target's; for "hf" `dtype`, default: each tensor as it was saved, and `max_shard_size`, of one
-            file, in bytes or as "5GB", the default.
+        console: prints warnings and progress. Default: no output.
+        options: of the target. For "hf": `dtype` (default: as saved), and `max_shard_size` of one file, in bytes or as
+            "5GB" (the default).
 
     Returns:
-        What the target made; for "hf" an object with the numbers `tensors`, `files` and `bytes`.
+        The result of the target; for "hf" an object with the numbers `tensors`, `files` and `bytes`.
 
     Raises:
-        UserError: no model there, a damaged one, one that the target cannot have; no such target; an option that it
-            does not have; or `out` cannot be made.
+        UserError: there is no model, it is damaged or not supported by the target; no such target or option; or `out`
+            cannot be written.
     """
     target = find_target(to)
     known = {name for name, one in inspect.signature(target).parameters.items() if one.kind is one.KEYWORD_ONLY}
@@ -48,9 +47,9 @@ def export_model(
 
 
 def find_target(to: str) -> Callable[..., Any]:
-    """The function of a target. Raises UserError if there is none of this name."""
+    """Returns the function of a target. Raises UserError if there is none of this name."""
     found = plugins.find("export", to, export, "export")
     target = getattr(found, "export", None) if isinstance(found, ModuleType) else found
     if not callable(target):
-        raise UserError(f"{to!r} is no export target; name a module with a function export, or module:function")
+        raise UserError(f"{to!r} is not an export target; name a module with a function export, or module:function")
     return target

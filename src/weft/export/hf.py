@@ -1,4 +1,4 @@
-"""Export to Hugging Face: a folder that AutoModelForCausalLM and AutoTokenizer load, streamed tensor by tensor."""
+"""Export to a Hugging Face folder for AutoModelForCausalLM and AutoTokenizer, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.huggingface.config_files import (
     SPECIAL,
-    copy_tokenizer_beside,
-    origin_of,
+    copy_tokenizer_files,
+    read_origin,
     special_ids,
-    tokenizer_doubts,
+    tokenizer_warnings,
 )
-from weft.checkpoint.huggingface.folder import groups
-from weft.checkpoint.huggingface.import_model import Made, dtype_of
-from weft.checkpoint.huggingface.transformers_files import transformers_documents, transformers_entries
-from weft.checkpoint.load import tokenizer_folder
-from weft.checkpoint.load_model import architecture
-from weft.checkpoint.shard_files import SHARD_BYTES, named_shards, new_folder, write_shards
+from weft.checkpoint.huggingface.folder import names_in_files
+from weft.checkpoint.huggingface.import_model import WrittenModel, parse_dtype
+from weft.checkpoint.huggingface.transformers_files import transformers_config_files, transformers_entries
+from weft.checkpoint.load import architecture, tokenizer_folder
+from weft.checkpoint.shard_files import SHARD_BYTES, new_huggingface_folder, split_into_shards
 from weft.checkpoint.tensor_file import Entry, main_dtype
-from weft.checkpoint.weights import open_weights, their_tensors
+from weft.checkpoint.weights import open_weights, to_huggingface
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
@@ -42,62 +41,59 @@ def export(
     *,
     dtype: str | torch.dtype | None = None,
     max_shard_size: str | int = SHARD_BYTES,
-) -> Made:
-    """Write config.json, safetensors and tokenizer files.
+) -> WrittenModel:
+    """Writes config.json, safetensors and tokenizer files.
 
-    Sharded checkpoints are put together one tensor at a time. `out` appears whole, by one rename, or not at all.
+    Sharded checkpoints are assembled one tensor at a time. `out` appears by one rename, or not at all.
 
     Args:
-        dtype: of the weights; default: each as it was saved.
-        max_shard_size: of one file, in bytes or as "5GB" (a tensor is never divided).
+        dtype: of the weights. Default: as saved.
+        max_shard_size: of one file, in bytes or as "5GB" (a tensor is never split).
 
     Raises:
-        UserError: a damaged checkpoint, or a model that no family of Hugging Face's can be.
+        UserError: a damaged checkpoint, or a model that no Hugging Face family can express.
     """
-    kind, limit = dtype_of(dtype), _size_of(max_shard_size)
+    kind, limit = parse_dtype(dtype), _parse_size(max_shard_size)
     section, tokenizer = architecture(source), tokenizer_folder(source)
     weights = open_weights(source, huggingface=False)
     if isinstance(section, TransformersModelSection):
         kinds = {name: kind or saved.dtype for name, saved in weights.tensors.items()}
-        entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].whole())
-        documents = transformers_documents(section, entries)
+        entries = transformers_entries(section, kinds, lambda name: weights.tensors[name].full())
+        config_files = transformers_config_files(section, entries)
     elif isinstance(section, ModelSection):
-        theirs = their_tensors(source, section, weights.tensors)
-        names = {name: parts[0][0] for name, parts in groups(section).items()}
+        converted = to_huggingface(source, section, weights.tensors)
+        names = {external: sources[0][0] for external, sources in names_in_files(section).items()}
         entries = [
-            Entry(name, saved_dtype(names[name], kind, saved.dtype), saved.shape, saved.whole)
-            for name, saved in theirs.items()
+            Entry(name, saved_dtype(names[name], kind, saved.dtype), saved.shape, saved.full)
+            for name, saved in converted.items()
         ]
-        documents = _documents(source, section, tokenizer, entries)
+        config_files = _config_files(source, section, tokenizer, entries)
     else:
         raise UserError(
-            f"a model of your own ({section.type}) is none that transformers knows; only the built-in decoder and "
-            "type: hf can be exported",
+            f"transformers does not know a custom model ({section.type}); only the built-in decoder and type: hf can "
+            "be exported",
             source / files.MODEL,
         )
-    needed = sum(entry.bytes for entry in entries)
-    doubts = [*weights.notes, *tokenizer_doubts(tokenizer, section, documents[CONFIG])]
-    with new_folder(out, needed) as made, console.progress(needed, "exporting", unit="B") as progress:
-        for doubt in doubts:
-            console.warning(f"{source}: {doubt}")
-        shards = named_shards(entries, limit)
-        write_shards(made, shards, progress)
-        for name, content in documents.items():
-            files.write_json(made / name, content)
+    warnings = [*weights.warnings, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
+    warnings = [f"{source}: {warning}" for warning in warnings]
+    shards = split_into_shards(entries, limit)
+    with new_huggingface_folder(out, shards, "exporting", console, warnings) as folder:
+        for name, content in config_files.items():
+            files.write_json(folder / name, content)
         if tokenizer is not None:
-            copy_tokenizer_beside(tokenizer, made)
-    return Made(section, len(entries), len(shards), needed)
+            copy_tokenizer_files(tokenizer, folder)
+    return WrittenModel(section, len(entries), len(shards), sum(entry.bytes for entry in entries))
 
 
-def _documents(
+def _config_files(
     source: Path, section: ModelSection, tokenizer: Path | None, entries: list[Entry]
 ) -> dict[str, dict[str, Any]]:
-    """config.json and generation_config.json."""
+    """Returns the contents of config.json and generation_config.json."""
     try:
         config = to_config_json(section)
     except UserError as error:
         raise UserError(error.what, source / files.MODEL) from None
-    origin = origin_of(source)
+    origin = read_origin(source)
     if origin:
         special = {key: origin["config"][key] for key in SPECIAL if key in origin["config"]}
         config = keep_activation_names(config, origin["config"])
@@ -110,9 +106,9 @@ def _documents(
     return {CONFIG: config | special | {"dtype": kind, "torch_dtype": kind}, "generation_config.json": generation}
 
 
-def _size_of(size: str | int) -> int:
-    """Bytes of `5GB`, `500 MB`, `2GiB` or a plain number. Raises UserError for anything else."""
+def _parse_size(size: str | int) -> int:
+    """Returns the bytes of `5GB`, `500 MB`, `2GiB` or a plain number. Raises UserError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise UserError(f"--max-shard-size {size}: no size; write it as 5GB or 500MB")
+        raise UserError(f"--max-shard-size {size}: not a size; write it as 5GB or 500MB")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))

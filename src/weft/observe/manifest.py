@@ -17,7 +17,7 @@ from typing import Any
 
 import weft
 from weft.errors import UserError
-from weft.files import replace_file, unwritable
+from weft.files import replace_file, report_write_errors
 
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")
@@ -162,7 +162,7 @@ def _cpu_model() -> str:
 def _write(run_directory: str | Path, manifest: dict[str, Any]) -> Path:
     path = Path(run_directory) / MANIFEST
     content = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
-    with unwritable(path, "mend that and run the same command to go on"):
+    with report_write_errors(path, "mend that and run the same command to go on"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode("utf-8", "replace"))
     return path

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UserError
-from weft.files import replace_file, unwritable
+from weft.files import replace_file, report_write_errors
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 # JSON has no NaN and infinities: {"loss": null, "nonfinite": {"loss": "nan"}}
@@ -108,7 +108,7 @@ class JsonLines:
         self._open(read_lines(self.path))
 
     def _writing(self):
-        return unwritable(self.path, "mend that and run the same command to go on")
+        return report_write_errors(self.path, "mend that and run the same command to go on")
 
     def _open(self, records: list[dict[str, Any]]) -> None:
         content = b"".join(encode(record) for record in records)

@@ -10,7 +10,7 @@ from typing import Any
 
 import weft
 from weft.errors import UserError
-from weft.files import replace_file, unwritable
+from weft.files import replace_file, report_write_errors
 from weft.formatting import amount, byte_size, counted, duration, flat, flops_rate, timing
 from weft.observe.charts import Plot, Series, draw
 from weft.observe.flops import DEFINITION
@@ -37,7 +37,7 @@ def build_report(run_directory: str | Path) -> Path:
     if not any((run / name).exists() for name in (METRICS, MANIFEST, CONFIG)):
         raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}", run)
     page, path = render("report.html.j2", **gather(run)), run / REPORT
-    with unwritable(path, "free space and run the command again"):
+    with report_write_errors(path, "free space and run the command again"):
         replace_file(path, page.encode("utf-8", "replace"))
     return path
 

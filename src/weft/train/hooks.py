@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.load import read_json
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
 from weft.config.component_sections import CallbackSection
 from weft.config.components import load_class
 from weft.errors import UserError
+from weft.files import read_json
 from weft.train.callbacks import Callback, State
 
 PREFIX = "callback/"
@@ -73,7 +73,7 @@ class Callbacks:
 
     def blank_state(self, checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
         """Tensors to be filled from a checkpoint: as the parameter after which they are named, or plain ones."""
-        saved: dict[str, Any] = read_json(checkpoint, files.INDEX)["tensors"]
+        saved: dict[str, Any] = read_json(checkpoint / files.INDEX)["tensors"]
         parameters = {name: tensor for name, (tensor, _) in model_tensors(model).items()}
         for key, entry in saved.items():
             if not key.startswith(PREFIX) or key.split("/")[1] not in self.found:

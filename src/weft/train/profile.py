@@ -19,7 +19,7 @@ import torch
 from weft.checkpoint.shard_files import new_folder
 from weft.config.run import RunConfig
 from weft.errors import UserError
-from weft.files import refuse_taken
+from weft.files import refuse_existing
 from weft.formatting import byte_size
 from weft.observe.console import Console
 from weft.observe.manifest import hardware, now, versions
@@ -215,7 +215,7 @@ def in_scratch(config: RunConfig, directory: str) -> RunConfig:
 
 def raise_if_impossible(out: Path) -> None:
     """Before the steps rather than after them. Raises UserError if `out` cannot be made."""
-    refuse_taken(out, "name another --out")
+    refuse_existing(out, "name another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UserError("no folder can be made here; name another --out", above)

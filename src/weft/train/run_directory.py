@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_whole
+from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
 from weft.config.load import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.files import hidden_folder, publish, replace_file, unwritable
+from weft.files import hidden_folder, publish, replace_file, report_write_errors
 from weft.formatting import flat
 
 # What a resumed run may differ in without a word: it changes no result.
@@ -78,7 +78,7 @@ def set_aside_damaged(path: Path) -> list[str]:
     found, lines = checkpoints(path), []
     if not found:
         return lines
-    last = last_whole(path / FOLDER)
+    last = last_complete(path / FOLDER)
     if last is None:
         raise UserError("no checkpoint of this run is undamaged; bring one back from a copy, or use --fresh", path)
     for checkpoint in found[found.index(last) + 1 :]:
@@ -152,7 +152,7 @@ class RunDirectory:
             UserError: the disk is full, or they cannot be written.
         """
         into = self.path / "tokenizer"
-        with unwritable(self.path, "free space or set run.directory, and run the same command again"):
+        with report_write_errors(self.path, "free space or set run.directory, and run the same command again"):
             replace_file(self.path / "config.yaml", dump_yaml(config))
             if config.tokenizer and not into.exists():
                 with hidden_folder(into) as made:

@@ -1,4 +1,4 @@
-"""Base + delta -> model, streamed block by block, every tensor checked by its digests."""
+"""Restores a model from a base and a delta, block by block, and checks the digests of every tensor."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint import checkpoint_files as files
-from weft.checkpoint.delta.delta_format import FOLDER, Line, Manifest, decode, frames, is_delta, read_manifest
+from weft.checkpoint.delta.delta_format import FOLDER, Manifest, TensorDelta, decode, frames, is_delta, read_manifest
+from weft.checkpoint.delta.make import CHECKPOINT_FILES
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.load import read_json
-from weft.checkpoint.new_checkpoint import write_checkpoint
-from weft.checkpoint.shard_files import new_folder, write_shards
+from weft.checkpoint.shard_files import new_huggingface_folder, write_checkpoint
 from weft.checkpoint.tensor_file import Entry, byte_view, dtype_name
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.checkpoint.weights import Weights, open_weights
 from weft.errors import UserError
 from weft.families.config_json import SINGLE
+from weft.files import read_json
 from weft.observe.console import Console
 
 
@@ -33,112 +32,97 @@ def apply(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Make the model that a delta was made of: a checkpoint, or a Hugging Face folder, as that was.
+    """Restores the model of a delta: a checkpoint or a Hugging Face folder, as the model was.
 
     Returns:
-        Numbers of tensors and of their bytes.
+        The number of tensors, and of their bytes.
 
     Raises:
-        UserError: another base, a damaged delta, or `out` cannot be made. Then there is no `out`.
+        UserError: another base, a damaged delta, or `out` cannot be written. Then `out` does not exist.
     """
     delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
     if not is_delta(delta):
         raise UserError("there is no delta.json here; `weft delta make` writes one", delta)
     manifest = read_manifest(delta)
     weights = open_weights(base, huggingface=manifest.huggingface, allow_pickle=allow_pickle)
-    _compare(weights, manifest)
+    _check_base(weights, manifest)
     prefix = "" if manifest.huggingface else MODEL_PREFIX
     entries = {
         name: Entry(
-            prefix + name,
-            getattr(torch, line.dtype),
-            tuple(line.shape),
-            partial(_blocks, delta, weights, name, line),
+            prefix + name, getattr(torch, one.dtype), tuple(one.shape), partial(_blocks, delta, weights, name, one)
         )
-        for name, line in manifest.tensors.items()
+        for name, one in manifest.tensors.items()
     }
+    others = delta / FOLDER
     if manifest.huggingface:
-        _write_folder(out, entries, manifest, delta / FOLDER, console)
+        shards: dict[str, list[Entry]] = {}
+        for name, one in manifest.tensors.items():
+            shards.setdefault(one.place or SINGLE, []).append(entries[name])
+        with new_huggingface_folder(out, shards, "adding", console) as folder:
+            shutil.copytree(others, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     else:
-        beside = delta / FOLDER
-        documents = {
-            name: read_json(beside, name)
-            for name in (files.MODEL, files.STATE, files.ORIGIN)
-            if (beside / name).is_file()
-        }
-        tokenizer = beside / "tokenizer" if (beside / "tokenizer").is_dir() else None
-        write_checkpoint(out, list(entries.values()), documents, tokenizer, [], "adding", console)
-    pickled.forget()
+        contents = {name: read_json(others / name) for name in CHECKPOINT_FILES if (others / name).is_file()}
+        tokenizer = others / "tokenizer" if (others / "tokenizer").is_dir() else None
+        write_checkpoint(out, list(entries.values()), contents, tokenizer, [], "adding", console)
+    pickled.release()
     return len(entries), sum(entry.bytes for entry in entries.values())
 
 
-def _compare(base: Weights, manifest: Manifest) -> None:
-    """Before any work: the base has the tensors that the delta was made against."""
-    for name, line in manifest.tensors.items():
-        if line.base is None:
+def _check_base(base: Weights, manifest: Manifest) -> None:
+    """Raises UserError, before any work, if the base lacks tensors that the delta requires."""
+    for name, tensor in manifest.tensors.items():
+        if tensor.base is None:
             continue
         saved = base.tensors.get(name)
         if saved is None:
-            raise _another(base, f"it has no {name}")
-        there = (dtype_name(saved.dtype), list(saved.shape))
-        if there != (line.base.dtype, line.base.shape):
-            raise _another(base, f"{name} is {there[0]} {there[1]}, not {line.base.dtype} {line.base.shape}")
+            raise _wrong_base(base, f"it has no {name}")
+        found = (dtype_name(saved.dtype), list(saved.shape))
+        if found != (tensor.base.dtype, tensor.base.shape):
+            raise _wrong_base(base, f"{name} is {found[0]} {found[1]}, not {tensor.base.dtype} {tensor.base.shape}")
     lacking = [name for name in manifest.removed if name not in base.tensors]
     if lacking:
-        raise _another(base, f"it has no {lacking[0]}")
+        raise _wrong_base(base, f"it has no {lacking[0]}")
 
 
-def _another(base: Weights, what: str) -> UserError:
-    return UserError(f"this is not the base that the delta was made from: {what}; take that one", base.path)
+def _wrong_base(base: Weights, what: str) -> UserError:
+    return UserError(f"this is not the base that the delta was made from: {what}; give that base", base.path)
 
 
-def _blocks(delta: Path, base: Weights, name: str, line: Line) -> Iterator[torch.Tensor]:
-    """The model's tensor, block by block; at its end its digests are looked at."""
-    dtype, shape = getattr(torch, line.dtype), tuple(line.shape)
+def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Iterator[torch.Tensor]:
+    """Yields the blocks of a model's tensor, and then checks the digests."""
+    dtype, shape = getattr(torch, tensor.dtype), tuple(tensor.shape)
     base_sum, model_sum, delta_sum = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    damage = UserError(f"damaged delta: {name} is not what was written; get it again", delta / line.file)
-    base_blocks = base.tensors[name].blocks(line.rows) if line.base is not None else iter(())
-    with open(delta / line.file, "rb") as file:
-        file.seek(line.offset)
-        parts = frames(file, line.offset + line.bytes)
-        for size, beside in zip_longest(_shapes(shape, line.rows), base_blocks):
-            if beside is not None:
-                base_sum.update(byte_view(beside))
+    damage = UserError(f"damaged delta: {name} differs from what was written; get it again", delta / tensor.file)
+    base_blocks = base.tensors[name].blocks(tensor.rows) if tensor.base is not None else iter(())
+    with open(delta / tensor.file, "rb") as file:
+        file.seek(tensor.offset)
+        encoded = frames(file, tensor.offset + tensor.bytes)
+        for size, base_block in zip_longest(_block_shapes(shape, tensor.rows), base_blocks):
+            if base_block is not None:
+                base_sum.update(byte_view(base_block))
             if size is None:
-                continue  # the base has more rows: they count for its digest
+                continue  # the base has more rows, which its digest includes
+            if base_block is not None:
+                base_block = base_block.to(dtype)[: size[0] if size else ...]
             try:
-                part = next(parts)
-                block = decode(
-                    part, None if beside is None else beside.to(dtype)[: size[0] if size else ...], dtype, size
-                )
+                frame = next(encoded)
+                block = decode(frame, base_block, dtype, size)
             except (StopIteration, ValueError):
                 raise damage from None
-            delta_sum.update(len(part).to_bytes(4, "little") + part)
+            delta_sum.update(len(frame).to_bytes(4, "little") + frame)
             model_sum.update(byte_view(block))
             yield block
-    if line.base is not None and base_sum.hexdigest() != line.base.sha256:
-        raise _another(base, f"{name} differs")
-    if delta_sum.hexdigest() != line.delta:
+    if tensor.base is not None and base_sum.hexdigest() != tensor.base.sha256:
+        raise _wrong_base(base, f"{name} differs")
+    if delta_sum.hexdigest() != tensor.delta:
         raise damage
-    if model_sum.hexdigest() != line.sha256:
-        raise UserError(f"{name} did not come out as it was, of a whole base and a whole delta; report this", delta)
+    if model_sum.hexdigest() != tensor.sha256:
+        raise UserError(f"{name} was not restored, although base and delta are intact; report this", delta)
 
 
-def _shapes(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, ...]]:
-    """Of the blocks of a tensor."""
+def _block_shapes(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, ...]]:
     if not shape:
         yield ()
     elif 0 not in shape:
         for start in range(0, shape[0], rows):
             yield (min(rows, shape[0] - start), *shape[1:])
-
-
-def _write_folder(out: Path, entries: dict[str, Entry], manifest: Manifest, beside: Path, console: Console) -> None:
-    """The model's files as they were, each with the tensors that it had."""
-    places: dict[str, list[Entry]] = {}
-    for name, line in manifest.tensors.items():
-        places.setdefault(line.place or SINGLE, []).append(entries[name])
-    needed = sum(entry.bytes for entry in entries.values())
-    with new_folder(out, needed) as made, console.progress(needed, "adding", unit="B") as progress:
-        shutil.copytree(beside, made, dirs_exist_ok=True)
-        write_shards(made, places, progress)

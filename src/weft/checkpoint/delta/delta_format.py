@@ -1,16 +1,16 @@
-"""What a delta is on the disk, and how a tensor becomes one.
+"""The format of a delta, and the encoding of a tensor.
 
-    delta.json                    what each tensor is, where its delta lies, and the digests
-    delta-00001-of-00003.bin      the deltas, one after the other
+    delta.json                    each tensor: shape, digests, and where its delta is stored
+    delta-00001-of-00003.bin      the deltas of the tensors, concatenated
     model/                        the model's other files: config, tokenizer
 
-A floating-point difference does not give the model back when it is added: both are rounded. The bit patterns, taken as
-whole numbers, have an exact difference (it wraps round), whatever they mean; for weights that moved a little it is
-small, because neighbouring floats are neighbouring numbers. Small numbers of either sign become small ones without a
-sign (zigzag), the first bytes of all of them, mostly zero, are put together, then the second ones, and zstd packs that:
-into a tenth less than the exclusive-or of the patterns, and in less time.
+Adding a floating-point difference does not restore the model, since both operations round. The bit patterns, taken as
+integers, have an exact (wrapping) difference, whatever they mean. It is small for weights that moved little, because
+neighboring floats are neighboring integers. Signed differences become unsigned by zigzag encoding; then the first bytes
+of all numbers, mostly zero, are grouped, then the second bytes, and zstd compresses the result. That is a tenth smaller
+and faster than the exclusive-or of the patterns.
 
-Each delta is a row of blocks: four bytes of length, and a zstd frame of so many.
+Each delta is a sequence of blocks: a length of four bytes, and a zstd frame of that length.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from weft.files import read_json
 MANIFEST = "delta.json"
 FOLDER = "model"
 FORMAT, VERSION = "weft delta", 1
-LEVEL = 1  # higher ones take up to five times as long, and pack these bytes no better
+LEVEL = 1  # higher levels take up to five times as long and compress these bytes no better
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Base:
-    """A tensor of the base: what it must be."""
+class BaseTensor:
+    """The tensor of the base that a delta applies to."""
 
     dtype: str
     shape: list[int]
@@ -47,20 +47,20 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Line:
+class TensorDelta:
     """A tensor of the model.
 
     Attributes:
-        base: the tensor that it is a difference from; None: there is none, and it is a difference from zero.
-        sha256: of the model's bytes.
-        rows: of a block.
-        file, offset, bytes, delta: where its blocks lie, and their SHA-256.
-        place: the model's file that it is in, if the model is a Hugging Face folder.
+        base: the tensor to which the difference is added; None: zeros.
+        sha256: digest of the model's tensor.
+        rows: rows per block.
+        file, offset, bytes, delta: where the blocks are stored, and their SHA-256.
+        place: the file that holds the tensor, if the model is a Hugging Face folder.
     """
 
     dtype: str
     shape: list[int]
-    base: Base | None
+    base: BaseTensor | None
     sha256: str
     rows: int
     file: str
@@ -72,28 +72,28 @@ class Line:
 
 @dataclass(frozen=True)
 class Manifest:
-    """delta.json.
+    """The content of delta.json.
 
     Attributes:
-        huggingface: whether the model is a Hugging Face folder; else it is a checkpoint.
+        huggingface: whether the model is a Hugging Face folder; otherwise a checkpoint.
         tensors: the model's, by name.
-        removed: the base's that the model does not have.
+        removed: tensors of the base that the model lacks.
         files: path below model/ -> SHA-256.
     """
 
     huggingface: bool
-    tensors: dict[str, Line]
+    tensors: dict[str, TensorDelta]
     removed: list[str]
     files: dict[str, str]
 
 
 def is_delta(path: str | Path) -> bool:
-    """Whether a folder was made by `weft delta make`."""
+    """Whether `weft delta make` wrote this folder."""
     return (Path(path) / MANIFEST).is_file()
 
 
-def manifest_text(manifest: Manifest) -> dict[str, Any]:
-    """The content of delta.json, with its own digest."""
+def manifest_content(manifest: Manifest) -> dict[str, Any]:
+    """Returns the JSON value of delta.json, with its digest."""
     content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     return content | {"digest": _digest(content)}
 
@@ -103,32 +103,31 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """delta.json, checked by its own digest. Raises UserError, also if one of the delta's files is not whole."""
+    """Reads delta.json and checks its digest and the delta's other files. Raises UserError."""
     content = read_json(path / MANIFEST)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError("this is no delta's; `weft delta make` writes one", path / MANIFEST)
+        raise UserError("not the file of a delta; `weft delta make` writes one", path / MANIFEST)
     if content.get("version") != VERSION:
-        raise UserError(f"version {content.get('version')} is not known here; take a newer Weft", path / MANIFEST)
+        raise UserError(f"version {content.get('version')} is not supported; use a newer Weft", path / MANIFEST)
     if content.pop("digest", None) != _digest(content):
-        raise UserError("damaged: its contents are not what was written; get it again", path / MANIFEST)
+        raise UserError("damaged: its contents differ from what was written; get it again", path / MANIFEST)
     try:
-        lines = {
-            name: Line(**{**line, "base": Base(**line["base"]) if line["base"] else None})
-            for name, line in content["tensors"].items()
+        tensors = {
+            name: TensorDelta(**{**entry, "base": BaseTensor(**entry["base"]) if entry["base"] else None})
+            for name, entry in content["tensors"].items()
         }
-        manifest = Manifest(content["huggingface"], lines, content["removed"], content["files"])
+        manifest = Manifest(content["huggingface"], tensors, content["removed"], content["files"])
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not what `weft delta make` writes ({error}); get it again", path / MANIFEST) from None
-    for name, line in lines.items():
-        # Names of files are not to lead out of the delta, or out of the folder that is made of it.
-        for file, suffix in ((line.file, ".bin"), (line.place or "a.safetensors", ".safetensors")):
-            if Path(file).name != file or Path(file).suffix != suffix:
-                raise UserError(f"{name} is said to be in {file!r}, which no delta has; do not use it", path / MANIFEST)
-        if line.dtype not in DTYPES or (line.base is not None and line.base.dtype not in DTYPES):
-            raise UserError(f"{name} has a dtype that is not known here; take a newer Weft", path / MANIFEST)
     ends: dict[str, int] = {}
-    for line in lines.values():
-        ends[line.file] = max(ends.get(line.file, 0), line.offset + line.bytes)
+    for name, tensor in tensors.items():
+        # File names must not lead out of the delta, or out of the folder that is written from it.
+        for file, suffix in ((tensor.file, ".bin"), (tensor.place or "a.safetensors", ".safetensors")):
+            if Path(file).name != file or Path(file).suffix != suffix:
+                raise UserError(f"{name} is listed in {file!r}, which no delta has; do not use it", path / MANIFEST)
+        if tensor.dtype not in DTYPES or (tensor.base is not None and tensor.base.dtype not in DTYPES):
+            raise UserError(f"{name} has a dtype that is not supported; use a newer Weft", path / MANIFEST)
+        ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.offset + tensor.bytes)
     for name, size in ends.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
@@ -137,20 +136,20 @@ def read_manifest(path: Path) -> Manifest:
     for name, sha256 in manifest.files.items():
         file = path / FOLDER / name
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            raise UserError("damaged delta: this is not what was written; get it again", file)
+            raise UserError("damaged delta: the file is missing or differs from what was written; get it again", file)
     return manifest
 
 
-# ---- one block
+# ---- blocks
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of a tensor as one row of whole numbers."""
+    """Returns the bit patterns of a tensor as a vector of integers."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
-    """A block's delta. `base` has the model's dtype, and at the most as many rows; what it lacks is zero."""
+    """Returns a block's delta. `base` has the model's dtype and at most as many rows; missing rows are zero."""
     difference = bits(model).clone()
     if base is not None:
         difference[: base.numel()] -= bits(base)
@@ -161,7 +160,7 @@ def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
 
 
 def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The model's block. Raises ValueError if `delta` is not one of this size."""
+    """Returns the model's block. Raises ValueError if `delta` is not a block of this size."""
     size, count = dtype.itemsize, torch.Size(shape).numel()
     try:
         if zstandard.frame_content_size(delta) != count * size:
@@ -170,26 +169,18 @@ def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: t
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
     together = np.empty((count, size), np.uint8)
-    for place in range(size):  # one by one: four times as fast as turning the whole
+    for place in range(size):  # one by one: four times as fast as a transposition
         together[:, place] = np.frombuffer(planes, np.uint8, count, place * count)
     zigzag = torch.from_numpy(together.reshape(-1)).view(_INTEGERS[size])
-    half = (zigzag >> 1) & torch.iinfo(zigzag.dtype).max  # a shift that brings in zeros
+    half = (zigzag >> 1) & torch.iinfo(zigzag.dtype).max  # a logical shift
     found = half ^ -(zigzag & 1)
     if base is not None:
         found[: base.numel()] += bits(base)
     return found.view(torch.uint8).view(dtype).reshape(shape)
 
 
-def comparable(base: tuple[torch.dtype, tuple[int, ...]] | None, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Whether a model's tensor can be a difference from a base's: only the number of rows may differ, and the kind of
-    floating-point number."""
-    if base is None or len(base[1]) != len(shape) or base[1][1:] != shape[1:]:
-        return False
-    return base[0] == dtype or (base[0].is_floating_point and dtype.is_floating_point)
-
-
 def frames(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """The blocks from where the file stands to `end`, each as it lies there, without its length."""
+    """Yields the blocks from the file's position to `end`, without their lengths."""
     while file.tell() < end:
         length = int.from_bytes(file.read(4), "little")
         frame = file.read(length)

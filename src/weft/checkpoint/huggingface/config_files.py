@@ -1,4 +1,4 @@
-"""The files beside the weights: config.json, generation_config.json and the tokenizer's."""
+"""The files next to the weights: config.json, generation_config.json and the tokenizer's."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CONFIG = "tokenizer_config.json"
 _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
-def origin_of(path: Path) -> dict[str, Any]:
-    """`config` and `generation_config` (None: there was none) of a Hugging Face folder, or of the one that a checkpoint
-    was imported from; {} for a model that began here."""
+def read_origin(path: Path) -> dict[str, Any]:
+    """Returns `config` and `generation_config` (or None) of a Hugging Face folder, or of the one that a checkpoint was
+    imported from; {} for a model that Weft trained from scratch."""
     if (path / files.ORIGIN).is_file():
         return read_json(path / files.ORIGIN)
     if not is_huggingface(path):
@@ -34,7 +34,7 @@ def origin_of(path: Path) -> dict[str, Any]:
 
 
 def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
-    """The ids of the special tokens that the tokenizer names; without one null, not the family's defaults."""
+    """Returns the ids of the tokenizer's special tokens. Undefined ones are None, not the family's defaults."""
     found: dict[str, int | None] = dict.fromkeys(SPECIAL)
     if tokenizer is None:
         return found
@@ -48,69 +48,69 @@ def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int 
     return {key: id if id is not None and id < (section.vocab_size or 0) else None for key, id in found.items()}
 
 
-def copy_tokenizer_beside(tokenizer: Path, made: Path) -> None:
-    """The tokenizer's files, beside the weights as AutoTokenizer expects them."""
-    copy_tokenizer(tokenizer, made / "tokenizer")
-    for path in (made / "tokenizer").iterdir():
-        path.rename(made / path.name)
-    (made / "tokenizer").rmdir()
-    settings = _settings(made)
-    if "tokenizer_class" not in settings:  # else one is taken that the model's family is known to have
-        files.write_json(made / _CONFIG, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
+def copy_tokenizer_files(tokenizer: Path, folder: Path) -> None:
+    """Copies the tokenizer's files next to the weights, where AutoTokenizer expects them."""
+    copy_tokenizer(tokenizer, folder / "tokenizer")
+    for path in (folder / "tokenizer").iterdir():
+        path.rename(folder / path.name)
+    (folder / "tokenizer").rmdir()
+    settings = _settings(folder)
+    if "tokenizer_class" not in settings:  # otherwise AutoTokenizer takes the default class of the model's family
+        files.write_json(folder / _CONFIG, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _settings(tokenizer: Path) -> dict[str, Any]:
     return read_json(tokenizer / _CONFIG) if (tokenizer / _CONFIG).exists() else {}
 
 
-def tokenizer_doubts(
+def tokenizer_warnings(
     folder: Path | None, section: ModelSection | TransformersModelSection, config: Mapping[str, Any]
 ) -> list[str]:
-    """What is to be said of a model's tokenizer.
+    """Checks a model's tokenizer and returns warnings.
 
     Args:
-        folder: where its files are; None if nothing is known of one.
-        config: the config.json, for the special ids that it names.
+        folder: the tokenizer's folder, if known.
+        config: the config.json, for its special ids.
 
     Raises:
-        UserError: it is broken, or another model's: its vocabulary is larger than the embedding.
+        UserError: the tokenizer is damaged, or its vocabulary is larger than the embedding (another model's).
     """
     rows = section.vocab_size or 0
     if folder is not None:
-        _check_beside(folder)
-    doubts = []
+        _check_files(folder)
+    warnings = []
     for key in SPECIAL:
         given = config.get(key)
         ids = given if isinstance(given, list) else [given]
-        far = [one for one in ids if isinstance(one, int) and one >= rows]
-        if far:
-            doubts.append(f"{key} is {far[0]}, beyond the model's {rows:,} tokens; no text has that token")
+        beyond = [one for one in ids if isinstance(one, int) and one >= rows]
+        if beyond:
+            warnings.append(f"{key} is {beyond[0]}, beyond the model's {rows:,} tokens; no text has that token")
     if folder is None or not (folder / "tokenizer.json").is_file():
         others = [name for name in _SOURCES if folder is not None and (folder / name).exists()]
-        how = f"; `weft data import-tokenizer` may make one of {others[0]}" if others else ""
-        return [*doubts, f"there is no tokenizer.json, so the model has no tokenizer{how}"]
+        hint = f"; `weft data import-tokenizer` may convert {others[0]}" if others else ""
+        return [*warnings, f"there is no tokenizer.json, so the model has no tokenizer{hint}"]
     header, content = read_tokenizer(folder)
     vocabulary = content["model"]["vocab"]
-    plain = max(vocabulary.values(), default=-1) + 1 if isinstance(vocabulary, dict) else len(vocabulary)
-    if plain > rows:
+    size = max(vocabulary.values(), default=-1) + 1 if isinstance(vocabulary, dict) else len(vocabulary)
+    if size > rows:
         raise UserError(
-            f"this tokenizer does not fit: it has {plain:,} tokens and the model's embedding {rows:,} rows; bring the "
-            "tokenizer that the model was trained with, or take tokenizer.json away",
+            f"this tokenizer does not fit: it has {size:,} tokens and the model's embedding {rows:,} rows; give the "
+            "tokenizer that the model was trained with, or remove tokenizer.json",
             folder / "tokenizer.json",
         )
     if header.vocab_size > rows:
-        far = [token["content"] for token in content.get("added_tokens") or [] if token["id"] >= rows]
-        named = first_few(far, 3)
-        doubts.append(f"the tokenizer has special tokens beyond the model's {rows:,} rows ({named}); do not use them")
+        beyond = [token["content"] for token in content.get("added_tokens") or [] if token["id"] >= rows]
+        names = first_few(beyond, 3)
+        warnings.append(f"the tokenizer has special tokens beyond the model's {rows:,} rows ({names}); do not use them")
     if header.eod_id is None:
-        doubts.append(
-            "the tokenizer states no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
+        warnings.append(
+            "the tokenizer defines no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
         )
-    return [*doubts, *template_doubts(folder)]
+    return [*warnings, *template_doubts(folder)]
 
 
-def _check_beside(folder: Path) -> None:
-    """Raise UserError if one of the files beside a tokenizer and a model is damaged: it would go along."""
+def _check_files(folder: Path) -> None:
+    """Raises UserError if one of the files next to a tokenizer and a model is damaged; they are copied too."""
     for name in (*TOKENIZER_CONFIG_FILES, "chat_template.json", "generation_config.json"):
         file = folder / name
         if not file.exists():
@@ -118,4 +118,4 @@ def _check_beside(folder: Path) -> None:
         if file.is_file() and not file.stat().st_size:
             raise UserError("the file is empty; download it again", file)
         if not isinstance(read_json(file), dict):
-            raise UserError("a mapping belongs here; the file is damaged: download it again", file)
+            raise UserError("not a JSON object; the file is damaged: download it again", file)

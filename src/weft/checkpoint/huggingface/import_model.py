@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> a checkpoint as a run saves it, streamed tensor by tensor."""
+"""`weft.import_model`: converts a Hugging Face folder to a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.huggingface import pickled
-from weft.checkpoint.huggingface.config_files import origin_of, tokenizer_doubts
-from weft.checkpoint.huggingface.folder import HuggingFaceFolder, open_folder
-from weft.checkpoint.new_checkpoint import write_checkpoint
+from weft.checkpoint.huggingface.config_files import read_origin, tokenizer_warnings
+from weft.checkpoint.huggingface.folder import open_folder
+from weft.checkpoint.shard_files import write_checkpoint
 from weft.checkpoint.tensor_file import Entry
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
@@ -26,8 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
-class Made:
-    """What was written: the model, and how many tensors and bytes in how many files."""
+class WrittenModel:
+    """A model that was imported or exported: numbers of tensors, files and bytes."""
 
     section: ModelSection | TransformersModelSection
     tensors: int
@@ -41,8 +41,8 @@ class Made:
         return f"{self.section.family}, {amount(self.section.size().parameters)} parameters in {written}"
 
 
-def dtype_of(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype of weights by its name. Raises UserError for another."""
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns a dtype by name. Raises UserError for a name that weights cannot have."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: give one of {', '.join(DTYPES)}")
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -55,42 +55,37 @@ def import_model(
     dtype: str | torch.dtype | None = None,
     allow_pickle: bool = False,
     console: Console | None = None,
-) -> Made:
-    """Make a checkpoint of a Hugging Face folder: what `load_model`, `generate` and `model: {from: OUT}` take.
+) -> WrittenModel:
+    """Converts a Hugging Face folder to a checkpoint for `load_model`, `generate` and `model: {from: OUT}`.
 
     >>> made = weft.import_model("hf", "imported", dtype="bfloat16")
     >>> made.section.family
     'llama'
 
     Args:
-        source: a folder with config.json, safetensors and the tokenizer, as `save_pretrained` makes it.
-        out: the folder to make. It appears whole, by one rename, or not at all.
-        dtype: of the weights, "bfloat16" for one; default: each as it was saved.
-        allow_pickle: take `.bin` files too where there is no safetensors file; tensors are read and nothing else.
-        console: where to warn and show progress; default: nowhere.
+        source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`.
+        out: the folder to write. It appears by one rename, or not at all.
+        dtype: of the weights, such as "bfloat16". Default: as saved.
+        allow_pickle: read `.bin` files if there is no safetensors file; only tensors are unpickled.
+        console: prints warnings and progress. Default: no output.
 
     Returns:
-        The numbers `tensors`, `files` and `bytes`, and the model's `section`.
+        An object with the numbers `tensors`, `files` and `bytes`, and the model's `section`.
 
     Raises:
-        UserError: the folder is not whole, of an unknown architecture, or pickled; or `out` cannot be made.
+        UserError: the folder is incomplete, of an unknown architecture, or pickled; or `out` cannot be written.
     """
-    source, out, console, kind = Path(source), Path(out), console or Console(speaks=False), dtype_of(dtype)
+    source, out, kind = Path(source), Path(out), parse_dtype(dtype)
     folder = open_folder(source, allow_pickle=allow_pickle)
-    doubts = [*folder.notes, *tokenizer_doubts(source, folder.section, folder.config)]
-    doubts = [f"{source}: {doubt}" for doubt in doubts]
-    entries = [_entry(folder, name, kind) for name in folder.sources]
-    documents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: origin_of(source)}
+    warnings = [*folder.warnings, *tokenizer_warnings(source, folder.section, folder.config)]
+    entries = [
+        Entry(MODEL_PREFIX + name, saved_dtype(name, kind, folder.dtype(name)), one.shape, partial(folder.blocks, name))
+        for name, one in folder.sources.items()
+    ]
+    contents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: read_origin(source)}
     tokenizer = source if (source / "tokenizer.json").is_file() else None
-    made = write_checkpoint(out, entries, documents, tokenizer, doubts, "importing", console)
-    pickled.forget()
-    return Made(folder.section, len(entries), made, sum(entry.bytes for entry in entries))
-
-
-def _entry(folder: HuggingFaceFolder, name: str, dtype: torch.dtype | None) -> Entry:
-    return Entry(
-        MODEL_PREFIX + name,
-        saved_dtype(name, dtype, folder.dtype(name)),
-        folder.sources[name].shape,
-        partial(folder.pieces, name),
-    )
+    warnings = [f"{source}: {warning}" for warning in warnings]
+    console = console or Console(speaks=False)
+    number = write_checkpoint(out, entries, contents, tokenizer, warnings, "importing", console)
+    pickled.release()
+    return WrittenModel(folder.section, len(entries), number, sum(entry.bytes for entry in entries))

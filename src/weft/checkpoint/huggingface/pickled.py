@@ -1,4 +1,4 @@
-"""Tensors out of a `.bin` file, for those who ask for it, by torch's restricted unpickler: it builds tensors only."""
+"""Reads `.bin` files, on request, with torch's restricted unpickler, which builds only tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SUFFIX = ".bin"
 
 
 @contextlib.contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """A file of tensors, with `get_tensor` and `get_slice` as safetensors has them.
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Opens a safetensors or `.bin` file, with safetensors' `get_tensor` and `get_slice`.
 
-    Only a folder that was opened with `allow_pickle` names files that are pickled.
+    Only a folder that was opened with `allow_pickle` refers to pickled files.
     """
     if file.suffix == SUFFIX:
         yield _Pickled(tensors(file))
@@ -35,14 +35,14 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 class _Pickled(dict[str, torch.Tensor]):
-    get_tensor = get_slice = dict.__getitem__  # a tensor can be cut itself
+    get_tensor = get_slice = dict.__getitem__  # a tensor can be sliced itself
 
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a `.bin` file by their names; their contents are read when they are looked at.
+    """Returns all tensors of a `.bin` file by name; their contents are memory-mapped.
 
     Raises:
-        UserError: not whole, not one of torch's, or it holds more than named tensors.
+        UserError: the file is truncated, not one of torch.save's, or holds more than named tensors.
     """
     try:
         with warnings.catch_warnings():
@@ -50,7 +50,7 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
             found = _load(file, file.stat().st_mtime_ns)
     except pickle.UnpicklingError:
         raise UserError(
-            "it holds more than tensors, or it is no file of torch.save's; that is never read: convert it to "
+            "it holds more than tensors, or torch.save did not write it, so it is not loaded: convert it to "
             "safetensors where it was made",
             file,
         ) from None
@@ -59,16 +59,16 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"cannot be read ({what}); download it again", file) from None
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not named or not all(isinstance(one, torch.Tensor) and one.layout == torch.strided for one in found.values()):
-        raise UserError("it does not hold tensors by their names, as a model's weights are saved", file)
+        raise UserError("it is not a dictionary of tensors by name, as model weights are saved", file)
     return found
 
 
 @lru_cache(maxsize=1)
 def _load(file: Path, modified: int) -> Any:
-    """Kept, as its tensors are asked for in turn: a file of a PyTorch before 1.6 cannot be read in parts."""
+    """Cached, since tensors are read one by one: a file of PyTorch before 1.6 cannot be read partially."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
-def forget() -> None:
-    """Give back the memory of the last file."""
+def release() -> None:
+    """Frees the memory of the last file."""
     _load.cache_clear()

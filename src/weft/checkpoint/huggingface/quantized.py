@@ -1,7 +1,7 @@
-"""Weights published as numbers of few bits and the scales of their blocks, read as the bfloat16 that they stand for.
+"""Quantized weights, dequantized to bfloat16 slice by slice while they are read.
 
-Two formats: MXFP4 (Open Compute Project, 2023), as gpt-oss has it, and FP8 with a scale for each rectangle of a matrix,
-as DeepSeek-V3 has it. A rectangle of a tensor is read and worked out by itself; nothing else of the files is.
+Two formats: MXFP4 (Open Compute Project, 2023), used by gpt-oss, and FP8 with one scale per block of a matrix, used by
+DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -12,81 +12,81 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.huggingface.pickled import opened as open_tensors
+from weft.checkpoint.huggingface.pickled import open_tensors
 from weft.errors import UserError
 from weft.families.config_json import quantization
 
 DTYPE = torch.bfloat16
-_SHARING = 32  # numbers that share a scale in MXFP4
+_BLOCK = 32  # values that share a scale in MXFP4
 _BIAS = 127  # of its scales, which are exponents of 2
-# The sixteen numbers of 4 bits: a sign, two of exponent, one of mantissa. Of a byte's two the first is in the low half.
+# The 16 values of FP4: a sign, two bits of exponent, one of mantissa. A byte's low half is its first value.
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4 = torch.cat((_FP4, -_FP4))
 _PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), dim=1).to(DTYPE)  # [byte, 2]
-_PAIRS = _PAIRS.view(torch.int32).flatten()  # a pair as one number: looked up in one go
+_PAIRS = _PAIRS.view(torch.int32).flatten()  # a pair as one number, for a single look-up
 _SCALES = torch.tensor([2.0 ** (byte - _BIAS) for byte in range(256)]).to(DTYPE)
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A tensor's numbers and their scales, which may lie in different files; used like an open file's slice.
+class Quantized:
+    """A tensor's values and scales, which may be in different files; sliced like a tensor of an open file.
 
     Attributes:
-        numbers, scales: file and name.
-        shape: of what they stand for: `[expert, column, row]` in MXFP4, whose files have `[expert, row, block of
-            columns, byte]`; else `[row, column]`.
+        values, scales: file and name.
+        shape: of the dequantized tensor: `[expert, column, row]` in MXFP4, whose files have `[expert, row, block of
+            columns, byte]`; otherwise `[row, column]`.
         block: rows and columns that share a scale; None: MXFP4.
     """
 
-    numbers: tuple[Path, str]
+    values: tuple[Path, str]
     scales: tuple[Path, str]
     shape: tuple[int, ...]
     block: tuple[int, int] | None
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
-        """The rectangle at `place`, one slice a dimension, in bfloat16."""
-        bounds = [cut.indices(length)[:2] for cut, length in zip(place, self.shape, strict=True)]
+        """Returns the bfloat16 values at `place`, one slice per dimension."""
+        bounds = [part.indices(length)[:2] for part, length in zip(place, self.shape, strict=True)]
         return self._mxfp4(bounds) if self.block is None else self._fp8(bounds, self.block)
 
     def _mxfp4(self, bounds: list[tuple[int, int]]) -> torch.Tensor:
         experts, (first, last), rows = bounds
-        before = first // _SHARING
-        place = (slice(*experts), slice(*rows), slice(before, -(-last // _SHARING)))
-        blocks, scales = _read(self.numbers, place), _read(self.scales, place)
-        values = _PAIRS.index_select(0, blocks.flatten().int()).view(DTYPE).view(*scales.shape, _SHARING)
+        before = first // _BLOCK
+        place = (slice(*experts), slice(*rows), slice(before, -(-last // _BLOCK)))
+        blocks, scales = _read(self.values, place), _read(self.scales, place)
+        values = _PAIRS.index_select(0, blocks.flatten().int()).view(DTYPE).view(*scales.shape, _BLOCK)
         values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(-2)  # exact: powers of 2
-        return values[..., first - before * _SHARING : last - before * _SHARING].transpose(1, 2)
+        return values[..., first - before * _BLOCK : last - before * _BLOCK].transpose(1, 2)
 
     def _fp8(self, bounds: list[tuple[int, int]], block: tuple[int, int]) -> torch.Tensor:
         (top, bottom), (left, right) = bounds
         height, width = block
         up, before = top // height, left // width
-        numbers = _read(self.numbers, (slice(top, bottom), slice(left, right)))
+        values = _read(self.values, (slice(top, bottom), slice(left, right)))
         scales = _read(self.scales, (slice(up, -(-bottom // height)), slice(before, -(-right // width)))).float()
-        found = torch.empty(numbers.shape, dtype=DTYPE)
-        for number, row in enumerate(scales, start=up):  # a band of blocks at a time: no copy of all in float32
+        found = torch.empty(values.shape, dtype=DTYPE)
+        for number, row in enumerate(scales, start=up):  # one row of blocks at a time: no full copy in float32
             band = slice(max(top, number * height) - top, min(bottom, (number + 1) * height) - top)
             factors = row.repeat_interleave(width)[left - before * width :][: right - left]
-            found[band] = numbers[band].float() * factors
+            found[band] = values[band].float() * factors
         return found
 
-    # As an open file that holds this tensor and no other.
+    # The interface of an open file, which holds only this tensor.
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self[tuple(slice(None) for _ in self.shape)]
 
-    def get_slice(self, name: str) -> Packed:
+    def get_slice(self, name: str) -> Quantized:
         return self
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file of theirs; or, with `packed`, what a quantized one stands for."""
+class StoredTensor:
+    """A tensor in a Hugging Face folder; dtype and shape are those after dequantization."""
 
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    packed: Packed | None = None
+    quantized: Quantized | None = None
 
 
 def _read(where: tuple[Path, str], place: tuple[slice, ...]) -> torch.Tensor:
@@ -95,11 +95,11 @@ def _read(where: tuple[Path, str], place: tuple[slice, ...]) -> torch.Tensor:
         return found.get_slice(name)[place]
 
 
-def unpacked(path: Path, config: dict[str, Any], stored: dict[str, Stored]) -> dict[str, Stored]:
-    """A folder's tensors as what they stand for: one of bfloat16 in place of two, numbers and scales.
+def dequantized(path: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Replaces each pair of quantized values and scales by one bfloat16 tensor.
 
     Raises:
-        UserError: scales that do not belong to their numbers.
+        UserError: scales whose shape does not match their values.
     """
     method = quantization(config)
     if method is None:
@@ -107,30 +107,29 @@ def unpacked(path: Path, config: dict[str, Any], stored: dict[str, Stored]) -> d
     endings = ("_blocks", "_scales") if method == "mxfp4" else ("", "_scale_inv")
     kind = torch.uint8 if method == "mxfp4" else torch.float8_e4m3fn
     block = None if method == "mxfp4" else tuple(config["quantization_config"]["weight_block_size"])
-    found: dict[str, Stored] = {}
-    taken: set[str] = set()
-    for name, numbers in stored.items():
+    found: dict[str, StoredTensor] = {}
+    used: set[str] = set()
+    for name, values in stored.items():
         base = name.removesuffix(endings[0])
-        scales = stored.get(base + endings[1])
-        if numbers.dtype != kind or not name.endswith(endings[0]) or scales is None:
+        scales_name = base + endings[1]
+        scales = stored.get(scales_name)
+        if values.dtype != kind or not name.endswith(endings[0]) or scales is None:
             continue
-        shape, expected = _shapes(numbers.shape, block)
+        shape, expected = _shapes(values.shape, block)
         if shape is None or scales.shape != expected or (scales.dtype == kind) != (method == "mxfp4"):
-            what = (
-                f"{base + endings[1]} is {list(scales.shape)}, and {name}, whose scales it has, {list(numbers.shape)}"
-            )
+            what = f"{scales_name} is {list(scales.shape)}, which does not match {name}, {list(values.shape)}"
             raise UserError(f"{what}; download the model again", path)
-        packed = Packed((path / numbers.file, name), (path / scales.file, base + endings[1]), shape, block)
-        found[base] = replace(numbers, dtype=DTYPE, shape=shape, packed=packed)
-        taken |= {name, base + endings[1]}
-    return {name: entry for name, entry in stored.items() if name not in taken} | found
+        quantized = Quantized((path / values.file, name), (path / scales.file, scales_name), shape, block)
+        found[base] = replace(values, dtype=DTYPE, shape=shape, quantized=quantized)
+        used |= {name, scales_name}
+    return {name: entry for name, entry in stored.items() if name not in used} | found
 
 
 def _shapes(shape: tuple[int, ...], block: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """What numbers of this shape stand for (None: nothing), and their scales' shape."""
+    """Returns the dequantized shape (None: invalid) and the shape of the scales."""
     if block is None:
-        fits = len(shape) == 4 and 2 * shape[3] == _SHARING
-        return ((shape[0], shape[2] * _SHARING, shape[1]) if fits else None), shape[:-1]
+        fits = len(shape) == 4 and 2 * shape[3] == _BLOCK
+        return ((shape[0], shape[2] * _BLOCK, shape[1]) if fits else None), shape[:-1]
     if len(shape) != 2:
         return None, ()
     return shape, (-(-shape[0] // block[0]), -(-shape[1] // block[1]))

@@ -1,4 +1,4 @@
-"""Reading a rectangle of one of our tensors out of theirs, and no more than that of the file."""
+"""Reads a slice of a parameter of Weft's model from Hugging Face's files, and no more of the file than that."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.huggingface.pickled import opened as open_tensors
-from weft.checkpoint.huggingface.quantized import DTYPE, Packed
+from weft.checkpoint.huggingface.pickled import open_tensors
+from weft.checkpoint.huggingface.quantized import DTYPE, Quantized
 from weft.models.huggingface_weights import Transform
 
-_HELD = 32 * 2**20  # bytes
+_CACHE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our tensors is found.
+    """Where a parameter of Weft's model is stored.
 
     Attributes:
-        theirs: the name of theirs; of the first expert's, for a stack of them.
-        transform: how ours is made from it.
-        shape: of ours.
-        experts: where each expert's is found, if they are tensors of their own.
+        name: of the stored tensor; of the first expert's, for a stack of experts.
+        transform: converts the stored tensor to the parameter.
+        shape: of the parameter.
+        experts: the source of each expert, if each is a tensor in the files.
     """
 
-    theirs: str
+    name: str
     transform: Transform | None
     shape: tuple[int, ...]
     experts: tuple[Source, ...] = ()
 
 
-class Held:
-    """Opens files for one reader and leaves the last one open for the next tensor in it, which saves reading its
-    header again for each of thousands of experts.
+class OpenFileCache:
+    """Opens files and keeps the last one open, so that its header is not parsed again for each of thousands of experts.
 
-    Pages that are read stay in this process's memory until their file is closed: that happens after `_HELD` bytes.
+    Pages that are read stay in this process's memory until their file is closed, which happens after 32 MiB.
     """
 
     def __init__(self) -> None:
@@ -47,60 +46,50 @@ class Held:
 
     @contextlib.contextmanager
     def __call__(self, file: Path) -> Iterator[Any]:
-        if file != self._file or self._bytes > _HELD:
-            self.close()
-            self._found, self._file = self._stack.enter_context(open_tensors(file)), file
+        if file != self._file or self._bytes > _CACHE_BYTES:
+            self._stack.close()
+            self._found, self._file, self._bytes = self._stack.enter_context(open_tensors(file)), file, 0
         yield self._found
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Say what was read."""
+        """Adds a tensor to the bytes read from the open file."""
         self._bytes += tensor.nbytes
 
-    def close(self) -> None:
-        self._stack.close()
-        self._file, self._found, self._bytes = None, None, 0
-
-    def __enter__(self) -> Held:
+    def __enter__(self) -> OpenFileCache:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._stack.close()
 
 
-def read_part(
-    file: Path | Packed,
+def read_slice(
+    file: Path | Quantized,
     source: Source,
     start: tuple[int, ...],
     size: tuple[int, ...],
-    open_tensors: Callable[[Path], AbstractContextManager[Any]] = open_tensors,
+    open_file: Callable[[Path], AbstractContextManager[Any]] = open_tensors,
 ) -> torch.Tensor:
-    """The rectangle of ours that begins at `start` and measures `size`, on the CPU, as it is stored.
+    """Returns the slice of a parameter that begins at `start`, of shape `size`, on the CPU, in its stored dtype.
 
-    `file` is a tensor's numbers and scales where it is quantized, and what they stand for is read.
-
-    The file is opened for each call, unless `open_tensors` is a `Held`: pages of it that were read do not stay in this
-    process's memory.
+    The file is opened per call, which releases the pages read, unless `open_file` is an `OpenFileCache`.
     """
-    with contextlib.nullcontext(file) if isinstance(file, Packed) else open_tensors(file) as opened:
+    with contextlib.nullcontext(file) if isinstance(file, Quantized) else open_file(file) as opened:
         if 0 in size:
-            stored: Any = opened.get_slice(source.theirs)
-            return torch.empty(size, dtype=DTYPE if isinstance(file, Packed) else stored[:0].dtype)
-        if not source.shape:
-            return opened.get_tensor(source.theirs)
-        if source.transform is None and size == source.shape:
-            return opened.get_tensor(source.theirs)
-        stored = opened.get_slice(source.theirs)
+            stored: Any = opened.get_slice(source.name)
+            return torch.empty(size, dtype=DTYPE if isinstance(file, Quantized) else stored[:0].dtype)
+        if not source.shape or (source.transform is None and size == source.shape):
+            return opened.get_tensor(source.name)
+        stored = opened.get_slice(source.name)
         transform = source.transform or Transform()
-        rows = (start[0], start[0] + size[0])
         if transform.stacked:
-            one = replace(transform, stacked=False)
-            return torch.stack([_rectangle(_Slab(stored, expert), one, start[1:], size[1:]) for expert in range(*rows)])
-        return _rectangle(stored, transform, start, size)
+            each, experts = replace(transform, stacked=False), range(start[0], start[0] + size[0])
+            return torch.stack([_transformed(_Expert(stored, e), each, start[1:], size[1:]) for e in experts])
+        return _transformed(stored, transform, start, size)
 
 
 @dataclass(frozen=True)
-class _Slab:
-    """One expert's of a tensor `[expert, ...]` in a file."""
+class _Expert:
+    """One expert of a stored tensor `[expert, ...]`."""
 
     stored: Any
     expert: int
@@ -109,24 +98,23 @@ class _Slab:
         return self.stored[(slice(self.expert, self.expert + 1), *place)][0]
 
 
-def _rectangle(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-    """The rectangle of ours out of one of theirs."""
+def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
     rows = (start[0], start[0] + size[0])
     rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
     if not transform.sizes:
         return _rows(stored, transform, rows, rest)
-    height, whole = transform.sizes[transform.part], sum(transform.sizes)
+    height, total = transform.sizes[transform.part], sum(transform.sizes)
     before = sum(transform.sizes[: transform.part])
     if transform.groups == 1:
         return _rows(stored, transform, (before + rows[0], before + rows[1]), rest)
-    first, last = rows[0] // height, -(-rows[1] // height)  # the groups that our rows are in
-    found = _rows(stored, transform, (first * whole, last * whole), rest)
-    found = found.reshape(last - first, whole, *found.shape[1:])[:, before : before + height].flatten(0, 1)
+    first, last = rows[0] // height, -(-rows[1] // height)  # the groups that contain the rows
+    found = _rows(stored, transform, (first * total, last * total), rest)
+    found = found.reshape(last - first, total, *found.shape[1:])[:, before : before + height].flatten(0, 1)
     return found[rows[0] - first * height : rows[1] - first * height]
 
 
 def _rows(stored, transform: Transform, rows: tuple[int, int], rest: tuple[slice, ...]) -> torch.Tensor:
-    """Rows of their tensor, turned to lie as ours does."""
+    """Returns rows of the stored tensor, transposed if the parameter is."""
     if not transform.transposed:
         return stored[(slice(*rows), *rest)]
     return stored[(*rest, slice(*rows))].T

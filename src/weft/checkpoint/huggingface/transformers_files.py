@@ -1,7 +1,7 @@
-"""The files of a transformers model that no family here knows: read part by part, and written as it writes them.
+"""Reads and writes the files of a Transformers model that is not a built-in family.
 
-Where the names of files and modules differ (experts are stacked in memory, say), transformers' own table of conversions
-says how, both ways.
+Where names in files and in the model differ (for example, experts are stacked in memory), transformers' table of weight
+conversions is applied in both directions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import nn
 
 from weft.checkpoint.huggingface.config_files import SPECIAL
 from weft.checkpoint.huggingface.fill import fill_tensor
-from weft.checkpoint.huggingface.folder import BUFFERS, file_notes, headers
-from weft.checkpoint.huggingface.quantized import Stored
-from weft.checkpoint.huggingface.slices import Source, read_part
+from weft.checkpoint.huggingface.folder import BUFFERS, file_warnings, read_headers
+from weft.checkpoint.huggingface.quantized import StoredTensor
+from weft.checkpoint.huggingface.slices import Source, read_slice
 from weft.checkpoint.tensor_file import Entry, main_dtype
 from weft.checkpoint.tensors import model_tensors
 from weft.config.transformers_model import TransformersModelSection
@@ -34,150 +34,153 @@ from weft.formatting import first_few
 from weft.models.build import build_model
 from weft.parallel import ranks
 
-_NAMED = 10
+_NAMED = 10  # mismatched tensors that a message lists
+
+
+def fill_transformers_model(model: nn.Module, section: TransformersModelSection) -> None:
+    """Loads the safetensors of `section.path` into a model, sharded or not. Every rank reads its shards.
+
+    Tensors that transformers stacks or splits while loading are converted in full on every rank, one group at a time.
+
+    Raises:
+        UserError: a file is missing or truncated; tensors are missing, misshaped or not the model's.
+    """
+    path = Path(section.path or "")
+    stored = read_headers(path)
+    for warning in file_warnings(path) if ranks.rank() == 0 else ():
+        warnings.warn(f"{path}: {warning}", stacklevel=2)
+    plain = build_model(section)  # a sharded model has another class name, and conversions are found by that name
+    reader = _Reader(plain, path, stored)
+    problems = reader.problems
+    shapes = {name: tuple(tensor.shape) for name, tensor in plain.state_dict().items()}
+    owners: dict[str, str] = {}  # name in the model -> first name of its group
+    for first, group in reader.groups.items():
+        blank = {name: torch.empty(stored[name].shape, device="meta") for _, name in group.parts}
+        for name, tensor in reader.convert(first, blank.__getitem__).items():
+            owners[name] = first
+            if name in shapes and tuple(tensor.shape) != shapes[name]:
+                problems.append(f"{name} is {list(tensor.shape)} where config.json requires {list(shapes[name])}")
+    buffers = dict(plain.named_buffers())  # those that no file holds keep the constructor's values
+    targets: dict[str, torch.Tensor] = {}
+    tied: list[list[str]] = []
+    for name, (tensor, names) in model_tensors(model).items():
+        found = [one for one in names if one in owners]
+        if found:
+            targets[found[0]] = tensor.detach()
+            tied.append(found)
+        elif name not in buffers:
+            problems.append(f"{name} is missing")
+    if problems:
+        summary = f"the tensors do not match the {type(plain).__name__} of config.json"
+        raise UserError(f"{summary}: {first_few(problems, _NAMED, '; ')}", path)
+    for one, *others in tied:
+        for other in others:
+            if not torch.equal(reader.read(owners[one])[one], reader.read(owners[other])[other]):
+                raise UserError(
+                    f"tie_word_embeddings: {one} and {other} are tied in config.json and differ in the files; set "
+                    "model.config.tie_word_embeddings: false to keep both",
+                    path,
+                )
+    with torch.no_grad():
+        for first in reader.groups:
+            reader.fill(first, targets)
 
 
 @dataclass
 class _Group:
-    """Tensors of files that become tensors of the model together, and the conversion; None: the one is the other."""
+    """Stored tensors that become tensors of the model together, and their conversion; None: one tensor, unchanged."""
 
     converter: Any = None
     parts: list[tuple[str, str]] = field(default_factory=list)  # (pattern, name in a file)
 
 
-def fill_transformers_model(model: nn.Module, section: TransformersModelSection) -> None:
-    """Fill a model, sharded or not, from the safetensors of `section.path`. Every rank reads what it holds.
+class _Reader:
+    """Reads stored tensors as a model has them.
 
-    Tensors that are stacked or cut on their way are put together whole on every rank, one group at a time.
-
-    Raises:
-        UserError: a file that is missing or not whole; tensors that are missing, misshaped or not the model's.
+    Attributes:
+        groups: first name in the model -> the stored tensors that it is converted from.
+        problems: stored tensors that cannot be read, and why.
     """
-    path = Path(section.path or "")
-    stored = dict(headers(path))
-    for note in file_notes(path) if ranks.rank() == 0 else ():
-        warnings.warn(f"{path}: {note}", stacklevel=2)
-    plain = build_model(section)  # a sharded one has not its class's name, by which the tables are found
-    groups, wrong = _groups(plain, stored)
-    shapes = {name: tuple(tensor.shape) for name, tensor in plain.state_dict().items()}
-    homes: dict[str, str] = {}  # name in the model -> the first name of the group that it is made with
-    for first, group in groups.items():
-        blank = {name: torch.empty(stored[name].shape, device="meta") for _, name in group.parts}
-        for name, tensor in _convert(plain, path, first, group, blank.__getitem__).items():
-            homes[name] = first
-            if name in shapes and tuple(tensor.shape) != shapes[name]:
-                wrong.append(f"{name} is {list(tensor.shape)} where config.json means {list(shapes[name])}")
-    buffers = dict(plain.named_buffers())  # those that are in no file are what the constructor computed
-    targets: dict[str, torch.Tensor] = {}
-    tied: list[list[str]] = []
-    for name, (tensor, names) in model_tensors(model).items():
-        found = [one for one in names if one in homes]
-        if found:
-            targets[found[0]] = tensor.detach()
-            tied.append(found)
-        elif name not in buffers:
-            wrong.append(f"{name} is missing")
-    if wrong:
-        whose = f"its tensors are not those of the {type(plain).__name__} that config.json means"
-        raise UserError(f"{whose}: {first_few(wrong, _NAMED, '; ')}", path)
-    for one, *others in tied:
-        for other in others:
-            _check_tied(path, one, other, lambda n: _read(plain, path, homes[n], groups[homes[n]], stored)[n])
-    with torch.no_grad():
-        for first, group in groups.items():
-            _fill_group(plain, path, first, group, stored, targets)
+
+    def __init__(self, model: Any, path: Path, stored: dict[str, StoredTensor]):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        self.model, self.path, self.stored = model, path, stored
+        self.groups: dict[str, _Group] = {}
+        self.problems: list[str] = []
+        table = get_model_conversion_mapping(model)
+        renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        state, prefix = model.state_dict(), model.base_model_prefix
+        ignored = [BUFFERS, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+        for name in sorted(stored, key=dot_natural_key):
+            if stored[name].dtype.itemsize < 2 and stored[name].dtype != torch.bool:
+                self.problems.append(f"{name} is stored as {stored[name].dtype}: quantized weights are not supported")
+            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            if target not in state:
+                target, pattern = rename_source_key(name, [], [], prefix, state)
+            if target in state:
+                group = self.groups.setdefault(target, _Group(by_pattern.get(pattern or "")))
+                group.parts.append((pattern or "", name))
+            elif not any(one.search(name) or one.search(target) for one in ignored):
+                self.problems.append(f"{name} is not of this model")
+
+    def convert(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the model's tensors of a group, converted from what `read` returns for each stored name."""
+        group = self.groups[first]
+        if group.converter is None:
+            return {first: read(group.parts[-1][1])}
+        converter = copy.deepcopy(group.converter)
+        for pattern, name in group.parts:
+            converter.add_tensor(first, name, pattern, read(name))
+        try:
+            found = converter.convert(first, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            what = f"{group.parts[0][1]} and {len(group.parts) - 1} more tensors cannot be converted to {first}"
+            raise UserError(f"{what} ({str(error).splitlines()[0]}); download the model again", self.path) from error
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+
+    def read(self, first: str) -> dict[str, torch.Tensor]:
+        """Returns the model's tensors of a group."""
+
+        def stored_tensor(name: str) -> torch.Tensor:
+            with safe_open(self.path / self.stored[name].file, framework="pt") as file:
+                return file.get_tensor(name)
+
+        return self.convert(first, stored_tensor)
+
+    def fill(self, first: str, targets: dict[str, torch.Tensor]) -> None:
+        """Copies a group's tensors, or this rank's shards of them, into `targets`."""
+        group = self.groups[first]
+        if group.converter is None:
+            if first in targets:
+                target, name = targets[first], group.parts[-1][1]
+                file, source = self.path / self.stored[name].file, Source(name, None, tuple(target.shape))
+                fill_tensor(target, lambda start, size: [read_slice(file, source, start, size)])
+            return
+        for name, tensor in self.read(first).items():
+            if name in targets:
+                fill_tensor(
+                    targets[name],
+                    lambda start, size, t=tensor: [t[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]],
+                )
 
 
-def _groups(model: Any, stored: dict[str, Stored]) -> tuple[dict[str, _Group], list[str]]:
-    """First name in the model -> what it is made of; and what is wrong with the rest of the files' tensors."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    table = get_model_conversion_mapping(model)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
-    groups: dict[str, _Group] = {}
-    wrong = []
-    for name in sorted(stored, key=dot_natural_key):
-        if stored[name].dtype.itemsize < 2 and stored[name].dtype != torch.bool:
-            wrong.append(f"{name} is stored as {stored[name].dtype}: quantized weights cannot be taken")
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target in state:
-            group = groups.setdefault(target, _Group(by_pattern.get(pattern or "")))
-            group.parts.append((pattern or "", name))
-        elif not BUFFERS.search(name) and not any(one.search(name) or one.search(target) for one in ignored):
-            wrong.append(f"{name} is not of this model")
-    return groups, wrong
-
-
-def _convert(
-    model: nn.Module, path: Path, first: str, group: _Group, read: Callable[[str], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The model's tensors that a group becomes."""
-    if group.converter is None:
-        return {first: read(group.parts[-1][1])}
-    converter = copy.deepcopy(group.converter)
-    for pattern, name in group.parts:
-        converter.add_tensor(first, name, pattern, read(name))
-    try:
-        found = converter.convert(first, model=model, config=model.config)
-    except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        what = f"{group.parts[0][1]} and {len(group.parts) - 1} more do not make {first}"
-        raise UserError(f"{what} ({str(error).splitlines()[0]}); download the model again", path) from error
-    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
-
-
-def _read(model, path: Path, first: str, group: _Group, stored: dict[str, Stored]) -> dict[str, torch.Tensor]:
-    def whole(name: str) -> torch.Tensor:
-        with safe_open(path / stored[name].file, framework="pt") as file:
-            return file.get_tensor(name)
-
-    return _convert(model, path, first, group, whole)
-
-
-def _fill_group(model, path, first, group, stored, targets) -> None:
-    """Copy a group's tensors into their places: of a sharded one, the rows that this rank has."""
-    if group.converter is None:
-        if first in targets:
-            target, name = targets[first], group.parts[-1][1]
-            source = Source(name, None, tuple(target.shape))
-            fill_tensor(target, lambda start, size: [read_part(path / stored[name].file, source, start, size)])
-        return
-    for name, tensor in _read(model, path, first, group, stored).items():
-        if name in targets:
-            fill_tensor(
-                targets[name],
-                lambda start, size, t=tensor: [t[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]],
-            )
-
-
-def _check_tied(path: Path, one: str, other: str, read: Callable[[str], torch.Tensor]) -> None:
-    if not torch.equal(read(one), read(other)):
-        raise UserError(
-            f"tie_word_embeddings: {one} and {other} are one matrix by config.json, and differ in the files; set "
-            "model.config.tie_word_embeddings: false to keep both",
-            path,
-        )
-
-
-# ---- the way back
+# ---- writing
 
 
 def transformers_entries(
     section: TransformersModelSection, kinds: dict[str, torch.dtype], read: Callable[[str], torch.Tensor]
 ) -> list[Entry]:
-    """The tensors of a checkpoint as transformers' `save_pretrained` would write them, read when their turn comes.
+    """Returns a checkpoint's tensors as transformers' `save_pretrained` writes them, read on demand.
 
-    Tensors that are made together (all of a layer, where names differ) are made once for all that follow each other.
+    Tensors of a layer whose names differ in the files are converted together, once for consecutive reads.
 
     Args:
-        kinds: dtypes of the checkpoint's tensors, by their names in the model.
-        read: a checkpoint's tensor.
+        kinds: name in the model -> dtype of the checkpoint's tensor.
+        read: returns a tensor of the checkpoint.
     """
     model = build_model(section)
     blank = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in kinds}
@@ -187,41 +190,41 @@ def transformers_entries(
         layers.setdefault(layer[0] if layer else name, []).append(name)
     entries = []
     for names in layers.values():
-        made = _saved(model, {name: blank[name] for name in names})
-        if made.keys() == set(names):  # as they are
+        converted = _revert(model, {name: blank[name] for name in names})
+        if converted.keys() == set(names):  # no conversion
             entries += [Entry(n, kinds[n], tuple(blank[n].shape), partial(read, n)) for n in names]
             continue
         layer = _Layer(model, names, read)
-        for theirs, tensor in made.items():
-            entries.append(Entry(theirs, kinds[names[0]], tuple(tensor.shape), partial(layer.tensor, theirs)))
+        for name, tensor in converted.items():
+            entries.append(Entry(name, kinds[names[0]], tuple(tensor.shape), partial(layer.tensor, name)))
     return entries
 
 
-def _saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 class _Layer:
-    """A layer's tensors as files have them, held while a thread asks for them one after another."""
+    """A layer's tensors as the files have them. Each thread caches the last layer that it converted."""
 
     _of_thread = threading.local()
 
     def __init__(self, model: nn.Module, names: list[str], read: Callable[[str], torch.Tensor]):
         self.model, self.names, self.read = model, names, read
 
-    def tensor(self, theirs: str) -> torch.Tensor:
-        owner, made = getattr(_Layer._of_thread, "held", None) or (None, {})
+    def tensor(self, name: str) -> torch.Tensor:
+        owner, converted = getattr(_Layer._of_thread, "cache", None) or (None, {})
         if owner is not self:
-            _Layer._of_thread.held, made = None, {}  # let go of the last one before the next is read
-            made = _saved(self.model, {name: self.read(name) for name in self.names})
-            _Layer._of_thread.held = (self, made)
-        return made[theirs]
+            _Layer._of_thread.cache, converted = None, {}  # free the previous layer before the next is read
+            converted = _revert(self.model, {name: self.read(name) for name in self.names})
+            _Layer._of_thread.cache = (self, converted)
+        return converted[name]
 
 
-def transformers_documents(section: TransformersModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
-    """config.json as it was but for the weights' dtype, and the special ids that it names as generation_config.json."""
+def transformers_config_files(section: TransformersModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
+    """Returns config.json with the weights' dtype, and generation_config.json with its special ids."""
     kind = main_dtype(entries)
     config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}
     special = {key: config[key] for key in SPECIAL if config.get(key) is not None}

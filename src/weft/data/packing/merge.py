@@ -14,7 +14,7 @@ from weft.data.stores.indexed import BLOCK_TOKENS, IndexedWriter, document_block
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
-from weft.files import hidden_folder, read_json, unwritable
+from weft.files import hidden_folder, read_json, report_write_errors
 from weft.observe.console import Console
 
 MUST_MATCH = {  # field of StoreInfo -> how a store that differs is described
@@ -43,7 +43,7 @@ def merge(
     check_out(out, STORE, [store.path for store in stores], overwrite=overwrite, new=True)
     for line in shard_warnings(stores):
         console.warning(line)
-    with unwritable(out), hidden_folder(out) as folder:
+    with report_write_errors(out), hidden_folder(out) as folder:
         info = _write(stores, folder, console)
         publish(folder, out)
     return info

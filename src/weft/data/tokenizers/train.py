@@ -16,7 +16,7 @@ from weft.data.output_folder import publish
 from weft.data.sources.values import utf8_size
 from weft.data.tokenizers.exactness import PATTERNS
 from weft.errors import UserError
-from weft.files import hidden_folder, unwritable
+from weft.files import hidden_folder, report_write_errors
 
 THREAD = "weft-train-tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -137,7 +137,7 @@ def write_folder(
     config = {**config, "eos_token": eod}
     if special:
         config["additional_special_tokens"] = list(special)
-    with unwritable(out), hidden_folder(out) as partial:
+    with report_write_errors(out), hidden_folder(out) as partial:
         (partial / "tokenizer.json").write_text(content, encoding="utf-8")
         config_text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (partial / "tokenizer_config.json").write_text(config_text, encoding="utf-8")

@@ -21,7 +21,7 @@ from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
-from weft.files import hidden_folder, sync_tree, unwritable
+from weft.files import hidden_folder, report_write_errors, sync_tree
 
 LONGEST = 1 << 27  # tokens of a document that is split off a stream: it must fit into memory
 
@@ -93,7 +93,7 @@ def convert(
     for file in files:
         _check_file(file, to, output.overwrite, inputs)
     linked = False
-    with unwritable(out), hidden_folder(files[0]) as folder:
+    with report_write_errors(out), hidden_folder(files[0]) as folder:
         if to == "megatron" and not split and source.format in ("weft", "megatron"):
             linked = _link(source, folder)  # the files are in Megatron's format already
             documents, tokens = source.documents or 0, source.tokens
@@ -198,7 +198,7 @@ def _to_weft(
     # The content of external files is unknown before they are read, so an existing store is never up to date.
     existing_store(out, made_from, output.overwrite, reusable=False)
     counter = TextBytes(output.tokenizer, vocabulary.digest, size) if output.tokenizer is not None else None
-    with unwritable(out), hidden_folder(out) as folder:
+    with report_write_errors(out), hidden_folder(out) as folder:
         writer, text_bytes = IndexedWriter(folder / "tokens", token_dtype(size)), 0
         for ids, lengths in _documents(source, vocabulary, split, output, close=True):
             writer.add(ids, lengths)

@@ -20,7 +20,7 @@ from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import SourceFile, StoreInfo, TokenStore
 from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
-from weft.files import hidden_folder, read_json, sync_tree, unwritable
+from weft.files import hidden_folder, read_json, report_write_errors, sync_tree
 from weft.observe.console import Console
 
 
@@ -155,7 +155,7 @@ def make_stores(
     began = time.perf_counter()
     info = source.info
     counter = None if tokenizer is None else TextBytes(tokenizer, info.tokenizer_digest, info.vocab_size)
-    with ExitStack() as stack, unwritable(outs[-1][0]):
+    with ExitStack() as stack, report_write_errors(outs[-1][0]):
         folders = [stack.enter_context(hidden_folder(out)) for out, _ in outs]
         writers = [StoreWriter(source, folder, counter) for folder in folders]
         fill(writers)
