@@ -24,7 +24,7 @@ def export(source, out, console, *, separator=" "):
     """Write a table of the tensors."""
     lines = []
     for name, saved in open_weights(source, huggingface=True).tensors.items():
-        assert saved.whole().shape == saved.shape
+        assert saved.full().shape == saved.shape
         lines.append(separator.join([name, str(saved.dtype), str(list(saved.shape))]))
     out.write_text("\\n".join(lines))
     return f"{len(lines)} tensors"

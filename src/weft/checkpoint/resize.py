@@ -65,14 +65,7 @@ def resize(
     folder = new_tokenizer or tokenizer_folder(weights.path)
     tokens = read_tokenizer_header(folder).vocab_size if folder is not None else 0
     new = -(-(tokens if vocab_size is None else vocab_size) // multiple) * multiple
-    if new < tokens:
-        raise UserError(f"the tokenizer has {tokens:,} tokens, more than the {new:,} rows; give more rows", source)
-    if new < old and not shrink:
-        raise UserError(
-            f"the model has {old:,} rows, and {new:,} would drop the last {old - new:,}; give --shrink to allow that "
-            "(more rows than tokens do no harm)",
-            source,
-        )
+    _check_rows(source, old, new, tokens, shrink)
     padding = None if (section.pad_token_id or 0) >= new else section.pad_token_id
     section = section.model_copy(
         update={"vocab_size": new, "from_": None, "load_optimizer": False, "pad_token_id": padding}
@@ -88,6 +81,17 @@ def resize(
     entries = [_entry(name, saved, section, new, init) for name, saved in weights.tensors.items()]
     write_checkpoint(out, entries, contents, folder, warnings, "resizing", console)
     return old, new
+
+
+def _check_rows(source: str | Path, old: int, new: int, tokens: int, shrink: bool) -> None:
+    if new < tokens:
+        raise UserError(f"the tokenizer has {tokens:,} tokens, more than the {new:,} rows; give more rows", source)
+    if new < old and not shrink:
+        raise UserError(
+            f"the model has {old:,} rows, and {new:,} would drop the last {old - new:,}; give --shrink to allow that "
+            "(more rows than tokens do no harm)",
+            source,
+        )
 
 
 def _entry(name: str, saved: SavedTensor, section: ModelSection, rows: int, init: str) -> Entry:

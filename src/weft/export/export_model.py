@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weft import export, plugins
+from weft import export as targets
+from weft import plugins
 from weft.checkpoint.load import resolve
 from weft.errors import UserError
 from weft.observe.console import Console
@@ -48,7 +49,7 @@ def export_model(
 
 def find_target(to: str) -> Callable[..., Any]:
     """Returns the function of a target. Raises UserError if there is none of this name."""
-    found = plugins.find("export", to, export, "export")
+    found = plugins.find("export", to, targets, "export")
     target = getattr(found, "export", None) if isinstance(found, ModuleType) else found
     if not callable(target):
         raise UserError(f"{to!r} is not an export target; name a module with a function export, or module:function")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from weft.checkpoint.huggingface.config_files import origin_of
+from weft.checkpoint.huggingface.config_files import read_origin
 from weft.checkpoint.load import resolve, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
@@ -154,7 +154,7 @@ def stop_ids_of(checkpoint: Path | None) -> set[int]:
     """
     if checkpoint is None:
         return set()
-    ids = (origin_of(checkpoint).get("generation_config") or {}).get("eos_token_id")
+    ids = (read_origin(checkpoint).get("generation_config") or {}).get("eos_token_id")
     found = set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
     folder = tokenizer_folder(checkpoint)
     return found | {Tokenizer.load(folder).eod_id} if folder is not None else found
