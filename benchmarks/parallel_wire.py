@@ -44,11 +44,11 @@ MESHES = [
     ("tensor", {"tp": 8}, {}),
     ("tensor, computed again", {"tp": 8}, {"activation_checkpointing": "full"}),
     ("context, heads for tokens", {"cp": 8}, {}),
-    ("context, keys and values gathered", {"cp": 8, "context": "all_gather"}, {}),
-    ("context, keys and values passed round", {"cp": 8, "context": "ring"}, {}),
+    ("context, keys and values gathered", {"cp": 8, "cp_method": "all_gather"}, {}),
+    ("context, keys and values passed round", {"cp": 8, "cp_method": "ring"}, {}),
     ("pipeline", {"pp": 4}, {}),
     ("pipeline, gathered anew", {"pp": 4, "reshard_after_forward": True}, {}),
-    ("pipeline, two stages a rank", {"pp": 4, "schedule": "interleaved_1f1b"}, {}),
+    ("pipeline, two stages a rank", {"pp": 4, "pp_schedule": "interleaved_1f1b"}, {}),
     ("experts", {"ep": 8}, {}),
     ("experts cut", {"ep": 8, "tp": 2}, {}),
     ("", {"dp_replicate": 2, "tp": 4}, {}),
@@ -105,12 +105,12 @@ def least(shape: dict, mesh: dict, micro: int, checkpointing: str) -> dict[str, 
         for_tokens += (tp - 1) / tp * message * ACTIVATION * (4 * parts + again)
     if cp > 1:
         queries, keys = (SEQUENCE * each / tp * head * ACTIVATION for each in (heads, 2 * kv))
-        if mesh.get("context", "all_to_all") == "all_to_all":
+        if mesh.get("cp_method", "all_to_all") == "all_to_all":
             for_tokens += layers * 2 * (cp - 1) / cp * (2 * queries + keys) / cp
         else:
             for_tokens += layers * 2 * (cp - 1) / cp * keys
     if pp > 1:
-        stages = 2 if mesh.get("schedule") == "interleaved_1f1b" else 1
+        stages = 2 if mesh.get("pp_schedule") == "interleaved_1f1b" else 1
         for_tokens += (2 * stages if pp > 2 else 1) * message / tp * RESIDUAL
     if ep > 1:
         experts, chosen = moe["num_experts"], moe["num_experts_per_tok"]
@@ -128,7 +128,7 @@ def job(asked: dict) -> None:
     shape = shape | {"num_hidden_layers": asked["layers"]}
     micro = training.pop("micro", 1)
     if "pp" in mesh:
-        stages = mesh["pp"] * (2 if mesh.get("schedule") == "interleaved_1f1b" else 1)
+        stages = mesh["pp"] * (2 if mesh.get("pp_schedule") == "interleaved_1f1b" else 1)
         mesh["stage_layers"] = [asked["layers"] // stages] * stages
     training = {"activation_checkpointing": "none", "steps": 2, "threads": 1} | training
     with tempfile.TemporaryDirectory() as folder:

@@ -93,6 +93,12 @@ def test_origins_are_comments():
     assert said["tokenizer: tok"] == "run.yaml:3"
 
 
+def test_a_saved_file_of_an_earlier_version_has_its_keys_under_their_new_names():
+    write("parallel: {dp_shard: 2, schedule: gpipe, context: ring, layers_per_unit: 2}\n", "config.yaml")
+    new = {"dp_shard": 2, "pp_schedule": "gpipe", "cp_method": "ring", "layers_per_fsdp_unit": 2}
+    assert read_saved("config.yaml") == {"parallel": new}
+
+
 def test_a_broken_saved_file_is_told():
     write("a: [", "config.yaml")
     with pytest.raises(Exception, match=r"config.yaml:1: not valid YAML"):

@@ -91,10 +91,25 @@ def test_sizes_without_end_and_settings_without_use(capsys, change, said):
         ("parallel: {data_parallel_replicate_degree: 2}", "dp_replicate"),
         ("zero_optimization: {stage: 2}", "parallel.zero_stage"),
         ("parallel: {sequence_parallel: true}", "tp"),
-        ("parallel: {fsdp_auto_wrap_policy: x}", "layers_per_unit"),
+        ("parallel: {fsdp_auto_wrap_policy: x}", "layers_per_fsdp_unit"),
         ("parallel: {virtual_pipeline_model_parallel_size: 2}", "stages_per_rank"),
     ],
 )
 def test_names_of_elsewhere(written, meant):
     (line,) = problems(f"{DENSE.partition('parallel:')[0]}{written}\n")
     assert f"unknown key; did you mean {meant!r}?" in line
+
+
+@pytest.mark.parametrize(
+    ("written", "old", "new"),
+    [
+        ("schedule: gpipe, pp: 2", "schedule", "pp_schedule"),
+        ("context: ring, cp: 2", "context", "cp_method"),
+        ("layers_per_unit: 2", "layers_per_unit", "layers_per_fsdp_unit"),
+    ],
+)
+def test_a_renamed_key_is_reported_with_its_new_name(written, old, new):
+    before, _, _ = DENSE.partition("parallel:")
+    (line,) = problems(f"{before}parallel: {{{written}}}\n")
+    assert line.startswith(f"run.yaml:{before.count(chr(10)) + 1}: parallel.{old}: ")
+    assert repr(new) in line

@@ -90,15 +90,15 @@ def in_yaml(value) -> str:
             "multiple of 128; nearest legal: parallel: {dp_shard: 2, cp: 32}",
         ),
         (
-            {"cp": 8, "context": "all_to_all"},
+            {"cp": 8, "cp_method": "all_to_all"},
             8,
-            "run.yaml:7: parallel.context: all_to_all, and cp 8 does not divide 4 key-value heads; set auto; "
+            "run.yaml:7: parallel.cp_method: all_to_all, and cp 8 does not divide 4 key-value heads; set auto; "
             "nearest legal: parallel: {dp_shard: 2, cp: 4}",
         ),
         (
-            {"cp": 4, "tp": 2, "context": "all_to_all"},
+            {"cp": 4, "tp": 2, "cp_method": "all_to_all"},
             8,
-            "run.yaml:8: parallel.context: all_to_all, and cp 4 does not divide 4 key-value heads / tp 2; set auto; "
+            "run.yaml:8: parallel.cp_method: all_to_all, and cp 4 does not divide 4 key-value heads / tp 2; set auto; "
             "nearest legal: parallel: {dp_shard: 2, cp: 2, tp: 2}",
         ),
         # expert parallel
@@ -110,19 +110,19 @@ def in_yaml(value) -> str:
         ),
         # pipelines
         (
-            {"pp": 16, "schedule": "gpipe"},
+            {"pp": 16, "pp_schedule": "gpipe"},
             16,
             "run.yaml:6: parallel.pp: 16 stages, and the model has 8 layers (model.num_hidden_layers); "
             "nearest legal: parallel: {pp: 8, dp_shard: 2}",
         ),
         (
-            {"pp": 4, "stages_per_rank": 3, "schedule": "interleaved_1f1b"},
+            {"pp": 4, "stages_per_rank": 3, "pp_schedule": "interleaved_1f1b"},
             4,
             "run.yaml:6: parallel.pp: 4 x 3 stages, and the model has 8 layers (model.num_hidden_layers); "
             "set stages_per_rank: 2; nearest legal: parallel: {pp: 2, dp_shard: 2}",
         ),
         (
-            {"pp": 2, "stages_per_rank": 3, "schedule": "dualpipev"},
+            {"pp": 2, "stages_per_rank": 3, "pp_schedule": "dualpipev"},
             2,
             "run.yaml:7: parallel.stages_per_rank: 3, and dualpipev has 2, one from each end of the model; "
             "remove the key",
@@ -130,7 +130,7 @@ def in_yaml(value) -> str:
         (
             {"pp": 2, "stages_per_rank": 2},
             2,
-            "run.yaml:7: parallel.stages_per_rank: 2, and 1f1b has one; remove the key, or set schedule: "
+            "run.yaml:7: parallel.stages_per_rank: 2, and 1f1b has one; remove the key, or set pp_schedule: "
             "interleaved_1f1b",
         ),
         (
@@ -163,17 +163,17 @@ def in_yaml(value) -> str:
             "a time); set training.batch_tokens: 8192; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 4}",
         ),
         (
-            {"pp": 4, "dp_shard": 3, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+            {"pp": 4, "dp_shard": 3, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 2},
             12,
             "",
         ),
         (
-            {"pp": 2, "dp_shard": 3, "schedule": "interleaved_1f1b"},
+            {"pp": 2, "dp_shard": 3, "pp_schedule": "interleaved_1f1b"},
             6,
             "",
         ),
         (
-            {"pp": 2, "dp_shard": 7, "schedule": "interleaved_1f1b"},
+            {"pp": 2, "dp_shard": 7, "pp_schedule": "interleaved_1f1b"},
             14,
             "",
         ),
@@ -257,11 +257,11 @@ def test_all_that_is_wrong_is_told_at_once(mesh):
     text = MOE.replace("2048, micro_batch_size: 2", "1920, compile: true").replace(
         "sequence_length: 64", "sequence_length: 60"
     )
-    keys = {"tp": 16, "ep": 5, "pp": 2, "schedule": "zbv_zero_bubble", "zero_stage": 3, "reduce_gradients": "last"}
+    keys = {"tp": 16, "ep": 5, "pp": 2, "pp_schedule": "zbv_zero_bubble", "zero_stage": 3, "reduce_gradients": "last"}
     said = mesh(text, 160, keys)
     assert said == [
         "run.yaml:5: training.compile: zbv_zero_bubble takes each backward in two parts, which compiled code "
-        "does not have; set it to false, or parallel.schedule: interleaved_1f1b",
+        "does not have; set it to false, or parallel.pp_schedule: interleaved_1f1b",
         "run.yaml:7: parallel.tp: 16 does not divide 8 attention heads (model.num_attention_heads)",
         "run.yaml:7: parallel.tp: 16 does not divide the experts' width, 40 (model.moe.moe_intermediate_size)",
         "run.yaml:7: parallel.tp: tp 16 cannot cut rows of 60 tokens (data.sequence_length), which would be a "
@@ -337,13 +337,13 @@ def test_every_row_of_a_warm_up_can_be_cut(mesh):
     text = DENSE.replace("sequence_length: 64", "sequence_length: 64, length_warmup: {start: 4, steps: 2}")
     assert mesh(text, 4, {"cp": 4}) == []  # by heads
     assert mesh(text, 4, {"cp": 2, "tp": 2}) == []
-    (line,) = mesh(text, 4, {"cp": 4, "context": "all_gather"})
+    (line,) = mesh(text, 4, {"cp": 4, "cp_method": "all_gather"})
     assert "cp 4 cannot cut rows of 4 tokens (data.length_warmup.start), which would be a multiple of 8" in line
 
 
 def test_micro_batches_that_are_not_set_are_such_as_a_pipeline_can_order(mesh):
     text = DENSE.replace(", micro_batch_size: 2", "")
-    for keys in ({"pp": 8}, {"pp": 4, "schedule": "dualpipev"}, {"pp": 3, "schedule": "interleaved_1f1b"}):
+    for keys in ({"pp": 8}, {"pp": 4, "pp_schedule": "dualpipev"}, {"pp": 3, "pp_schedule": "interleaved_1f1b"}):
         assert mesh(text, keys["pp"], keys) == []
         pipeline = load(text, "parallel.dp_shard=1", *(f"parallel.{key}={value}" for key, value in keys.items()))
         length = derive(pipeline, mesh=MeshShape(pp=keys["pp"]))

@@ -39,8 +39,8 @@ def values(rng: random.Random, sizes: dict[str, int]) -> dict:
         found["parallel.compress.rank"] = 4
     if rng.random() < 0.2:
         found["parallel.reshard_after_forward"] = rng.choice([2, 4, 8])
-    found["parallel.schedule"] = rng.choice(["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"])
-    found["parallel.context"] = rng.choice(["auto", "all_to_all", "all_gather"])
+    found["parallel.pp_schedule"] = rng.choice(["gpipe", "1f1b", "interleaved_1f1b", "dualpipev"])
+    found["parallel.cp_method"] = rng.choice(["auto", "all_to_all", "all_gather"])
     return found
 
 

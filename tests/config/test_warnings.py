@@ -15,8 +15,8 @@ def told(*overrides, mesh=None, text=RUN):
 
 def test_a_plain_run_has_none():
     assert told() == []
-    assert told("parallel={pp: 2, dp_replicate: 2, schedule: gpipe}") == []
-    assert told("parallel.context=ring", "parallel.cp=2") == []
+    assert told("parallel={pp: 2, dp_replicate: 2, pp_schedule: gpipe}") == []
+    assert told("parallel.cp_method=ring", "parallel.cp=2") == []
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,11 @@ def test_a_plain_run_has_none():
         (["data.validation=store"], "data.validation: store is training data as well, so its loss does not tell"),
         (["data.validation={a: ./store, b: heldout}"], "data.validation.a: ./store is training data as well"),
         (["data.validation={a: heldout, b: ./heldout}"], "data.validation.b: ./heldout is data.validation.a as well"),
-        (["parallel.schedule=gpipe"], "parallel.schedule: no effect, for parallel.pp is 1; remove the key, or set pp"),
-        (["parallel.context=ring"], "parallel.context: no effect, for parallel.cp is 1; remove the key, or set cp"),
+        (
+            ["parallel.pp_schedule=gpipe"],
+            "parallel.pp_schedule: no effect, for parallel.pp is 1; remove the key, or set pp",
+        ),
+        (["parallel.cp_method=ring"], "parallel.cp_method: no effect, for parallel.cp is 1; remove the key, or set cp"),
         (["parallel.reshard_after_forward=3"], "parallel.reshard_after_forward: 3 has no effect, for one rank has all"),
         (["parallel.pp=2", "parallel.reduce_gradients=every"], "parallel.reduce_gradients: every sums gradients with"),
         (
@@ -75,5 +78,5 @@ def test_check_prints_them(capsys):
     from weft.cli.main import main
 
     load(RUN)
-    assert main(["config", "check", "run.yaml", "--no-data", "parallel.schedule=gpipe"]) == 0
-    assert "parallel.schedule: no effect" in " ".join(capsys.readouterr().err.split())
+    assert main(["config", "check", "run.yaml", "--no-data", "parallel.pp_schedule=gpipe"]) == 0
+    assert "parallel.pp_schedule: no effect" in " ".join(capsys.readouterr().err.split())

@@ -150,14 +150,14 @@ MORE = [
     {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
 ]
 SCHEDULES = [
-    {"pp": 2, "schedule": "gpipe"},
-    {"pp": 2, "schedule": "1f1b"},
-    {"pp": 2, "schedule": "looped_bfs"},
-    {"pp": 2, "schedule": "interleaved_1f1b"},
-    {"pp": 2, "schedule": "interleaved_zero_bubble"},
-    {"pp": 2, "schedule": "zbv_zero_bubble"},
-    {"pp": 2, "schedule": "dualpipev"},
-    {"pp": 2, "dp_shard": 2, "tp": 2, "schedule": "interleaved_1f1b"},
+    {"pp": 2, "pp_schedule": "gpipe"},
+    {"pp": 2, "pp_schedule": "1f1b"},
+    {"pp": 2, "pp_schedule": "looped_bfs"},
+    {"pp": 2, "pp_schedule": "interleaved_1f1b"},
+    {"pp": 2, "pp_schedule": "interleaved_zero_bubble"},
+    {"pp": 2, "pp_schedule": "zbv_zero_bubble"},
+    {"pp": 2, "pp_schedule": "dualpipev"},
+    {"pp": 2, "dp_shard": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"},
 ]
 SETTINGS = [
     {"dp_shard": 4, "reshard_after_forward": False},
@@ -165,15 +165,15 @@ SETTINGS = [
     {"dp_shard": 4, "zero_stage": 1},
     {"dp_shard": 4, "zero_stage": 2},
     {"dp_shard": 2, "tp": 2, "zero_stage": 3},
-    {"dp_shard": 2, "layers_per_unit": 2, "prefetch": 1},
+    {"dp_shard": 2, "layers_per_fsdp_unit": 2, "prefetch": 1},
     {"dp_shard": 2, "offload": "parameters"},
     {"dp_shard": 2, "offload": "optimizer"},
     {"pp": 2, "dp_shard": 2, "reshard_after_forward": True},
     {"pp": 2, "stage_layers": [1, 3]},
-    {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "stage_layers": [1, 1, 1, 1]},
-    *({"cp": size, "context": way} for size in (2, 4) for way in ("all_gather", "ring")),
-    {"cp": 2, "tp": 2, "context": "ring"},
-    {"pp": 2, "cp": 2, "context": "ring"},
+    {"pp": 2, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 2, "stage_layers": [1, 1, 1, 1]},
+    *({"cp": size, "cp_method": way} for size in (2, 4) for way in ("all_gather", "ring")),
+    {"cp": 2, "tp": 2, "cp_method": "ring"},
+    {"pp": 2, "cp": 2, "cp_method": "ring"},
 ]
 MESHES = [*ALONE, *PAIRS, *MORE, *SCHEDULES, *SETTINGS]
 # Where every family goes once, and every way of training.
@@ -181,8 +181,8 @@ CHOSEN = [
     {"dp_replicate": 2, "dp_shard": 2},
     {"tp": 2},
     {"cp": 2},
-    {"cp": 2, "context": "all_gather"},
-    {"cp": 2, "context": "ring"},
+    {"cp": 2, "cp_method": "all_gather"},
+    {"cp": 2, "cp_method": "ring"},
     {"pp": 2},
     {"dp_shard": 2, "ep": 2},
     {"pp": 2, "dp_shard": 2, "tp": 2},
@@ -260,7 +260,7 @@ def matrix() -> list[Case]:
     cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
-    cases.append(Case("capacity", "masked", {"cp": 2, "context": "all_gather"}))
+    cases.append(Case("capacity", "masked", {"cp": 2, "cp_method": "all_gather"}))
     cases += [Case("two_groups", "everything", mesh) for mesh in MORE_THAN_GROUPS]
     cases += [Case("few_experts", "everything", {"dp_shard": 8} | mesh) for mesh in ({}, {"ep": 2})]
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
@@ -279,7 +279,7 @@ SAMPLE = [
     Case("moe", "masked", {"dp_shard": 2, "ep": 2}),
     Case("gqa", "everything", {"pp": 2, "dp_shard": 2, "tp": 2}),
     Case("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
-    Case("capacity", "masked", {"cp": 2, "ep": 2, "context": "all_gather"}),
+    Case("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
@@ -287,7 +287,10 @@ JOURNEYS = [
     ("dense", [{"dp_shard": 4}, {}, {"dp_replicate": 2, "dp_shard": 2}]),
     ("moe", [{"pp": 2, "tp": 2}, {"dp_shard": 4}, {"cp": 2, "ep": 2}, {}]),
     ("tied", [{"pp": 4}, {"dp_shard": 2, "tp": 2}, {}, {"pp": 2, "cp": 2}, {"tp": 4}]),
-    ("gqa", [{"pp": 2, "schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "schedule": "interleaved_1f1b"}, {"tp": 2}]),
+    (
+        "gqa",
+        [{"pp": 2, "pp_schedule": "dualpipev"}, {"cp": 4}, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, {"tp": 2}],
+    ),
     ("deepseek_v3", [{"dp_shard": 4, "ep": 4}, {"tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2}]),
     ("gpt_oss", [{}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 2}, {"dp_shard": 4}]),
     ("few_experts", [{"dp_shard": 8, "ep": 2}, {}, {"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "ep": 2}]),

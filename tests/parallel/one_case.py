@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def parsed(text: str) -> dict:
-    """`tp=2,schedule=zbv` as keys of `parallel:`."""
+    """`tp=2,pp_schedule=zbv_zero_bubble` as keys of `parallel:`."""
     mesh: dict = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")

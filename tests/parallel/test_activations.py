@@ -226,7 +226,7 @@ ON_RANKS = [
     ("gqa", {"dp_shard": 2, "tp": 2}, "selective"),
     ("moe", {"dp_shard": 2, "ep": 2}, "selective"),
     ("moe", {"dp_shard": 2, "ep": 2}, "budget-0.5"),
-    ("gqa", {"pp": 2, "schedule": "zbv_zero_bubble"}, "budget-0.5"),
+    ("gqa", {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, "budget-0.5"),
 ]
 
 

@@ -207,7 +207,7 @@ def test_parameters_are_gathered_and_gradients_scattered_once_each(count):
         ({"zero_stage": 1}, {"reshard": False}),
         ({"zero_stage": 2}, {"reshard": False, "every": True}),
         ({"zero_stage": 3}, {"every": True}),
-        ({"layers_per_unit": 2}, {"unit": 2}),
+        ({"layers_per_fsdp_unit": 2}, {"unit": 2}),
         ({"prefetch": 1}, {}),
     ]
     for calls, (settings, form) in zip(
@@ -263,10 +263,10 @@ def test_tensor_ranks_gather_and_scatter_each_part_of_a_layer(count, checkpointi
 
 
 def test_context_ranks_exchange_heads_or_tell_keys_and_values(count):
-    (calls,) = count({"cp": 2, "context": "all_to_all"})
+    (calls,) = count({"cp": 2, "cp_method": "all_to_all"})
     assert_counts(calls, add(around("fsdp", "fsdp"), context("all_to_all", 2, axis="fsdp"), fsdp("fsdp", 2)))
     ways = ("all_gather", "ring")
-    for calls, way in zip(count(*({"cp": 4, "context": way} for way in ways)), ways, strict=True):
+    for calls, way in zip(count(*({"cp": 4, "cp_method": way} for way in ways)), ways, strict=True):
         assert_counts(calls, add(around("fsdp", "fsdp"), context(way, 4, axis="fsdp"), fsdp("fsdp", 4)), say=way)
 
 
@@ -275,7 +275,7 @@ def test_tokens_travel_to_experts_and_back(count):
     (calls,) = count({"dp_shard": 2, "ep": 2}, model=model)
     axes = around("ep", "ep", "ep")  # the experts' gradients and the others'
     assert_counts(calls, add(axes, experts(2, counted="ep"), fsdp("ep", 2, moe=True)))
-    calls, over_rows = count({"dp_shard": 4, "ep": 2}, {"cp": 4, "ep": 2, "context": "all_gather"}, model=model)
+    calls, over_rows = count({"dp_shard": 4, "ep": 2}, {"cp": 4, "ep": 2, "cp_method": "all_gather"}, model=model)
     axes = around("dp_shard", "dp_shard", "ep", "efsdp")
     assert_counts(calls, add(axes, experts(2, efsdp=2, counted="dp_shard"), fsdp("dp_shard", 4, moe=True)))
     axes = around("fsdp", "fsdp", "ep", "efsdp")
@@ -308,7 +308,7 @@ def test_stages_pass_on_each_micro_batch_once(count):
 
 
 def test_each_of_a_ranks_stages_passes_on_each_micro_batch_once(count):
-    (calls,) = count({"pp": 2, "schedule": "interleaved_1f1b"}, micro=4, model={"num_hidden_layers": 4})
+    (calls,) = count({"pp": 2, "pp_schedule": "interleaved_1f1b"}, micro=4, model={"num_hidden_layers": 4})
     forwards, backwards = 2 * 4, 1 * 4  # of the first rank, that has stages 0 and 2
     sent = sum(call.bytes for call in calls if call.kind == "send")
     assert sent == (forwards + backwards) * ROWS * SEQ * WIDTH * FLOAT32
@@ -322,7 +322,7 @@ def test_axes_together_send_what_each_does_of_its_part(count):
     parts = fsdp("dp_shard", 2, tp=2, item=BFLOAT16), tensor(2, item=BFLOAT16)
     assert_counts(calls, add(around("world", "dp_shard", "dp_shard", "tp"), *parts))
 
-    (calls,) = count({"dp_shard": 2, "cp": 2, "tp": 2, "context": "all_gather"})
+    (calls,) = count({"dp_shard": 2, "cp": 2, "tp": 2, "cp_method": "all_gather"})
     parts = fsdp("fsdp", 4, tp=2), context("all_gather", 2, tp=2), tensor(2, cp=2)
     assert_counts(calls, add(around("world", "fsdp", "fsdp", "tp"), *parts))
 
@@ -361,7 +361,7 @@ def test_what_comes_next_is_gathered_before_it_is_needed(count):
     [
         ({"dp_replicate": 2, "dp_shard": 2}, {}),
         ({"pp": 2, "tp": 2}, {"tie_word_embeddings": True}),
-        ({"cp": 2, "tp": 2, "ep": 2, "context": "all_gather"}, {"moe": MOE}),
+        ({"cp": 2, "tp": 2, "ep": 2, "cp_method": "all_gather"}, {"moe": MOE}),
     ],
     ids=str,
 )

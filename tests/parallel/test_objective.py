@@ -46,9 +46,9 @@ def one(runner):
     [
         ({}, 1, "Twice"),
         ({"dp_shard": 2, "cp": 2}, 3, "Twice"),
-        ({"cp": 2, "tp": 2, "context": "all_gather"}, 2, "Preference"),
+        ({"cp": 2, "tp": 2, "cp_method": "all_gather"}, 2, "Preference"),
         ({"pp": 2}, 2, "Preference"),
-        ({"pp": 2, "cp": 2, "schedule": "zbv_zero_bubble"}, 1, "Preference"),
+        ({"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}, 1, "Preference"),
     ],
     ids=str,
 )

@@ -53,7 +53,9 @@ def test_one_rank(yaml, tmp_path):
 def test_every_axis_of_a_mesh(yaml):
     mesh = ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
     sizes = [f"parallel.{axis}=2" for axis in mesh]
-    done = picture(yaml, *sizes, "training.compile=true", "parallel.context=all_gather", "training.micro_batch_size=1")
+    done = picture(
+        yaml, *sizes, "training.compile=true", "parallel.cp_method=all_gather", "training.micro_batch_size=1"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     text = done.stdout
     assert text.startswith("mesh: pp 2 x dp_replicate 2 x dp_shard 2 x cp 2 x tp 2 x ep 2; rank 0 of 32; ")

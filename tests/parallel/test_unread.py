@@ -23,8 +23,8 @@ class World:
     ("changes", "expected"),
     [
         ({}, [True, False, False, True]),
-        ({"parallel": {"pp": 4, "schedule": "interleaved_1f1b"}}, [True, False, False, True]),
-        ({"parallel": {"pp": 4, "schedule": "zbv_zero_bubble"}}, [True, False, False, False]),
+        ({"parallel": {"pp": 4, "pp_schedule": "interleaved_1f1b"}}, [True, False, False, True]),
+        ({"parallel": {"pp": 4, "pp_schedule": "zbv_zero_bubble"}}, [True, False, False, False]),
         ({"data": {"document_attention": True}}, [True] * 4),
         ({"model": {"moe": {"num_experts": 4, "num_experts_per_tok": 2}}}, [True] * 4),
     ],

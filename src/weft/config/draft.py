@@ -16,7 +16,7 @@ from weft.config.inherit import TYPES
 from weft.config.section import Component, Section
 from weft.config.sections import RunSections
 from weft.config.signature import MISSING
-from weft.config.suggest import meant_key, unknown_key
+from weft.config.suggest import RENAMED, meant_key, unknown_key
 from weft.config.tree import Node
 from weft.errors import Problem, UserError
 
@@ -294,6 +294,10 @@ class Draft(Generic[_Run]):
     def _unknown(self, mistake: Mistake) -> tuple[str, str | None]:
         """What to say about a key that does not exist, and what it was meant to be."""
         section, _, key = mistake.key.rpartition(".")
+        if (renamed := RENAMED.get(mistake.key)) is not None:
+            self.meant.add(renamed)
+            name = renamed.rpartition(".")[2]
+            return f"this key is now called {name!r}; rename it", name
         part = self._parts.get(section)
         fields = field_names(self._sections[section])
         known = [name for name in fields if part is None or name not in part.injected]

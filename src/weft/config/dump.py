@@ -12,6 +12,7 @@ from weft.config.components import find_part
 from weft.config.model import ModelSection
 from weft.config.section import Component
 from weft.config.sections import RunSections
+from weft.config.suggest import RENAMED
 from weft.config.tree import read_file, without_variables
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
@@ -98,7 +99,9 @@ def _quoted(text: str) -> str:
 
 
 def read_saved(path: str | Path) -> dict[str, Any]:
-    """A saved config as plain data, without checking it (another version of Weft may have written it).
+    """A saved config as plain data, not checked: another version of Weft may have written it.
+
+    Keys that an earlier version called otherwise have their names of today.
 
     Raises:
         ConfigError: it is not YAML.
@@ -107,4 +110,10 @@ def read_saved(path: str | Path) -> dict[str, Any]:
     node = read_file(Path(path), str(path), problems)
     if node is None or problems:
         raise ConfigError(problems)
-    return node.plain()
+    saved = node.plain()
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        keys = saved.get(section)
+        if isinstance(keys, dict) and key in keys:
+            keys[new.partition(".")[2]] = keys.pop(key)
+    return saved

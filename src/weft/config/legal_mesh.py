@@ -108,11 +108,11 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
             if value is not None:
                 yield Reason(f"parallel.{key}", f"{value}, and there is no pipeline (parallel.pp is 1); remove the key")
-    elif several not in (None, 2) and section.schedule in V_SHAPED:
-        what = f"{several}, and {section.schedule} has 2, one from each end of the model; remove the key"
+    elif several not in (None, 2) and section.pp_schedule in V_SHAPED:
+        what = f"{several}, and {section.pp_schedule} has 2, one from each end of the model; remove the key"
         yield Reason("parallel.stages_per_rank", what)
-    elif several not in (None, 1) and section.schedule in ONE_STAGE:
-        what = f"{several}, and {section.schedule} has one; remove the key, or set schedule: interleaved_1f1b"
+    elif several not in (None, 1) and section.pp_schedule in ONE_STAGE:
+        what = f"{several}, and {section.pp_schedule} has one; remove the key, or set pp_schedule: interleaved_1f1b"
         yield Reason("parallel.stages_per_rank", what)
     if counts is not None and min(counts, default=0) < 1:
         yield Reason("parallel.stage_layers", f"{counts}: every stage needs a layer; give each at least 1")
@@ -121,8 +121,6 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         yield Reason("parallel.stage_layers", what)
     if section.tp == 1 and section.async_tp:
         yield Reason("parallel.async_tp", "there are no tensor ranks to overlap (parallel.tp is 1); remove the key")
-    if section.pp != 1 and section.schedule in SPLIT_BACKWARD and needs.compiles:
-        what = (
-            f"{section.schedule} takes each backward in two parts, which compiled code does not have; set it to false"
-        )
-        yield Reason("training.compile", f"{what}, or parallel.schedule: interleaved_1f1b")
+    if section.pp != 1 and section.pp_schedule in SPLIT_BACKWARD and needs.compiles:
+        what = f"{section.pp_schedule} takes each backward in two parts, which compiled code does not have"
+        yield Reason("training.compile", f"{what}; set it to false, or parallel.pp_schedule: interleaved_1f1b")

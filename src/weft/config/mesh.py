@@ -60,7 +60,7 @@ class ParallelSection(Section):
         description="sum gradients over the ranks with the last micro-batch alone, which keeps them whole in between, "
         "or with every one. Default: last",
     )
-    layers_per_unit: int = Field(1, ge=1, le=MOST, description="layers that are gathered together (FSDP2)")
+    layers_per_fsdp_unit: int = Field(1, ge=1, le=MOST, description="layers that are gathered together (FSDP2)")
     prefetch: int = Field(0, ge=0, le=MOST, description="units gathered ahead of need; 0: as PyTorch does by itself")
     offload: Literal["none", "parameters", "optimizer"] = Field(
         "none", description="what lives on the host between uses: parameters with all their state, or the optimizer's"
@@ -71,12 +71,12 @@ class ParallelSection(Section):
         description="tp: overlap gathering and summing with matrix products; needs training.compile, and GPUs that "
         "reach one another's memory",
     )
-    context: Literal["auto", "all_to_all", "all_gather", "ring"] = Field(
+    cp_method: Literal["auto", "all_to_all", "all_gather", "ring"] = Field(
         "auto",
         description="cp: exchange heads for tokens (Ulysses), gather keys and values, or pass them round where "
         "causality is all that hides keys. auto: the first, where a tensor rank's heads divide by cp, else the second",
     )
-    schedule: Schedule = Field("1f1b", description="pp: the order of forwards and backwards")
+    pp_schedule: Schedule = Field("1f1b", description="pp: the order of forwards and backwards")
     stages_per_rank: int | None = Field(
         None, ge=1, le=MOST, description="pp: default: 2 for schedules with several stages a rank, 1 for the others"
     )
@@ -105,13 +105,13 @@ class ParallelSection(Section):
     @property
     def virtual_stages(self) -> int:
         """Stages on each pipeline rank."""
-        return self.stages_per_rank or (2 if self.schedule in SEVERAL_STAGES else 1)
+        return self.stages_per_rank or (2 if self.pp_schedule in SEVERAL_STAGES else 1)
 
     def orders(self, micro_batches: int, pp: int) -> bool:
         """Whether the schedule can order so many micro-batches a step over `pp` ranks: PyTorch's own conditions."""
-        if self.schedule in ("1f1b", "dualpipev"):
+        if self.pp_schedule in ("1f1b", "dualpipev"):
             return pp == 1 or micro_batches >= pp * self.virtual_stages
-        if self.schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        if self.pp_schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
             return micro_batches % max(1, micro_batches // pp) == 0  # equal rounds of about `pp`
         return True
 

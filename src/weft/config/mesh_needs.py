@@ -150,19 +150,21 @@ class Needs:
                 yield Reason(key, f"{what}; give the class a table, weft_sharding (docs/parallel-own-model.md)")
 
     def _exchange(self, shape: MeshShape) -> Iterator[Reason]:
-        if self.section.context != "all_to_all" or self.exchanges(shape):
+        if self.section.cp_method != "all_to_all" or self.exchanges(shape):
             return
         heads, groups = self.heads or (0, 0)
         what = f"{heads} attention" if heads // shape.tp % shape.cp else f"{groups} key-value"
         each = f" / tp {shape.tp}" if shape.tp > 1 else ""
-        yield Reason("parallel.context", f"all_to_all, and cp {shape.cp} does not divide {what} heads{each}; set auto")
+        yield Reason(
+            "parallel.cp_method", f"all_to_all, and cp {shape.cp} does not divide {what} heads{each}; set auto"
+        )
 
     def exchanges(self, shape: MeshShape) -> bool:
         """Whether the heads of a tensor rank can be exchanged for tokens."""
         return self.heads is None or exchangeable(self.heads, shape.tp, shape.cp)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
-        gathers = shape.cp > 1 and (self.section.context in ("all_gather", "ring") or not self.exchanges(shape))
+        gathers = shape.cp > 1 and (self.section.cp_method in ("all_gather", "ring") or not self.exchanges(shape))
         # Where keys and values are gathered, a rank has a piece from the front of a row and one from its end.
         unit = shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
         for key, length in self.lengths:
@@ -188,7 +190,7 @@ class Needs:
             return
         counts, stages = self.section.stage_layers, shape.pp * self.section.virtual_stages
         if counts is not None and len(counts) != stages:
-            what = f"{len(counts)} stages, and pp {shape.pp} with {self.section.schedule} has {stages}"
+            what = f"{len(counts)} stages, and pp {shape.pp} with {self.section.pp_schedule} has {stages}"
             yield Reason("parallel.stage_layers", f"{what}; give each its layers, or remove the key")
         if self.sequences and self.length:
             where = shape.pp, shape.data_ranks
@@ -224,9 +226,9 @@ class Needs:
             enough = next(number for number in range(count, count + 2 * pp + 1) if section.orders(number, pp))
             remedy = f"set training.batch_tokens: {enough * micro * shape.data_ranks * length}"
         wanted = f"less than {2 * pp} micro-batches, or a multiple of {pp}"
-        if section.schedule in (*V_SHAPED, "1f1b"):
+        if section.pp_schedule in (*V_SHAPED, "1f1b"):
             wanted = f"at least {pp * section.virtual_stages} micro-batches"
-        what = f"{section.schedule} over {pp} ranks needs {wanted}"
+        what = f"{section.pp_schedule} over {pp} ranks needs {wanted}"
         return Reason("parallel.pp", f"{what}, and a step has {count} ({rows} rows, {micro} at a time); {remedy}")
 
 

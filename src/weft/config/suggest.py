@@ -93,16 +93,22 @@ _WRITTEN = {
     "parallel.zero_stage": "zero zero_optimization sharding_strategy fsdp_sharding_strategy",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.reduce_gradients": "no_sync overlap_grad_reduce",
-    "parallel.layers_per_unit": "fsdp_wrap fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap block_names",
+    "parallel.layers_per_fsdp_unit": "fsdp_wrap fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap block_names",
     "parallel.prefetch": "fsdp_forward_prefetch backward_prefetch",
     "parallel.offload": "cpu_offload fsdp_offload_params offload_param offload_optimizer",
-    "parallel.context": "context_parallel_rotate_method cp_comm_type",
-    "parallel.schedule": "pipeline_parallel_schedule pp_schedule pp_schedule_name",
+    "parallel.cp_method": "context_parallel_rotate_method cp_comm_type",
+    "parallel.pp_schedule": "pipeline_parallel_schedule pp_schedule_name",
     "parallel.stages_per_rank": "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
     "parallel.stage_layers": "pipeline_parallel_split_points num_layers_per_stage",
     "samples.prompts": "prompts",
 }
 ELSEWHERE = {name: key for key, names in _WRITTEN.items() for name in names.split()}
+# Keys of earlier versions, and their names today.
+RENAMED = {
+    "parallel.schedule": "parallel.pp_schedule",
+    "parallel.context": "parallel.cp_method",
+    "parallel.layers_per_unit": "parallel.layers_per_fsdp_unit",
+}
 # What is not just another name.
 NOTES = {
     "training.batch_tokens": "tokens per step over all ranks, sequences x sequence_length",
@@ -112,9 +118,9 @@ NOTES = {
     "training.activation_checkpointing": "none, full, selective, every-N or budget-F",
     "parallel.tp": "ranks; sequence and loss parallelism come with it",
     "parallel.zero_stage": "1, 2 or 3",
-    "parallel.layers_per_unit": "layers are the units; how many of them together",
+    "parallel.layers_per_fsdp_unit": "layers are the units; how many of them together",
     "parallel.offload": "none, parameters or optimizer",
-    "parallel.context": "auto, all_to_all, all_gather or ring",
+    "parallel.cp_method": "auto, all_to_all, all_gather or ring",
     "parallel.reduce_gradients": "last or every",
     "parallel.stages_per_rank": "how many of the stages",
     "parallel.stage_layers": "a list, as [8, 8, 9, 7]",

@@ -49,7 +49,7 @@ def _validation(config: RunSections) -> Iterator[str]:
 
 def _mesh(config: RunSections, mesh: MeshShape) -> Iterator[str]:
     parallel = config.parallel
-    for key, axis in (("schedule", "pp"), ("context", "cp")):
+    for key, axis in (("pp_schedule", "pp"), ("cp_method", "cp")):
         if mesh.sizes[axis] == 1 and _stated(config, f"parallel.{key}"):
             yield f"parallel.{key}: no effect, for parallel.{axis} is 1; remove the key, or set {axis}"
     after = parallel.reshard_after_forward

@@ -60,13 +60,13 @@ def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:
     """The numbers of a pipeline rank's stages: every so-manieth, or one from each end."""
-    if parallel.schedule in V_SHAPED:
+    if parallel.pp_schedule in V_SHAPED:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * turn for turn in range(parallel.virtual_stages)]
 
 
 def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
     """The pipeline rank that has a stage."""
-    if parallel.schedule in V_SHAPED:
+    if parallel.pp_schedule in V_SHAPED:
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks

@@ -152,7 +152,7 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
     if world.shape.pp > 1 and not config.parallel.orders(count, world.shape.pp):
         raise UserError(
             f"training.micro_batch_size: a rank's {samples} samples a step are {count} micro-batches, which "
-            f"{config.parallel.schedule} cannot order over {world.shape.pp} ranks; set another"
+            f"{config.parallel.pp_schedule} cannot order over {world.shape.pp} ranks; set another"
         )
     return replace(
         length,

@@ -173,7 +173,7 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
     if mesh.pp > 1:
         section = config.parallel.model_copy(update={"pp": mesh.pp})
         layers = ", ".join(str(len(stage)) for stage in stage_ranges(config.model, section, sequence_length(config)))
-        words["pp"] = f"stages of {layers} layers, by {section.schedule}"
+        words["pp"] = f"stages of {layers} layers, by {section.pp_schedule}"
     filled = [axis for axis in AXES if getattr(config.parallel, axis) == -1]
     more = f"or a multiple: {filled[0]} fills" if filled and not known else ""
     return [f"{counted(ranks, 'rank')}{', ' * bool(more)}{more}"] + [

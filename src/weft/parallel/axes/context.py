@@ -39,7 +39,7 @@ from weft.parallel.randomness import WeightsDropout, share_row
 
 
 def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
-    """What `parallel.context` comes to; auto: keys and values are gathered where heads cannot be exchanged."""
+    """What `parallel.cp_method` comes to; auto: keys and values are gathered where heads cannot be exchanged."""
     if chosen != "auto":
         return chosen
     groups = config.num_attention_heads if config.mla else config.kv_heads
@@ -54,7 +54,7 @@ def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
     """
     world = state.world
     if world.shape.cp > 1 and isinstance(model, Decoder):
-        way = way_of(model.config, state.plan.parallel.context, world.shape.cp, world.shape.tp)
+        way = way_of(model.config, state.plan.parallel.cp_method, world.shape.cp, world.shape.tp)
         known = state.context  # of a pipeline's stage before
         state.context = context = known if isinstance(known, Context) else Context(model.config, world.group("cp"), way)
         context.apply(model, state)

@@ -65,7 +65,7 @@ class _Scalar(torch.autograd.Function):
 
 
 def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
-    """Wrap units of `layers_per_unit` blocks, and the rest, by FSDP2, with its policy of dtypes; also on a mesh of one.
+    """Wraps units of `layers_per_fsdp_unit` blocks, and the rest, by FSDP2 with its mixed-precision policy.
 
     Assumes that all other transformations are done: what they put around forwards stays inside of FSDP2's hooks.
     Leaves every parameter but scalars a DTensor that is sharded over `dp_shard` x `cp`, and gradients that are sums
@@ -82,7 +82,8 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
     narrow = replace(policy, output_dtype=None)
     inner = policy if isinstance(model, Decoder) else narrow
     units = [
-        blocks[first : first + parallel.layers_per_unit] for first in range(0, len(blocks), parallel.layers_per_unit)
+        blocks[first : first + parallel.layers_per_fsdp_unit]
+        for first in range(0, len(blocks), parallel.layers_per_fsdp_unit)
     ]
     # Backward begins with the rest and the last unit: freeing them before it would be for nothing.
     last = {module for block in units[-1] for module in block.modules()} if units else set()

@@ -223,7 +223,7 @@ class PipelinePasses(Passes):
                 )
                 for number, stage in self.stages.items()
             ]
-            name = self.parallel.schedule
+            name = self.parallel.pp_schedule
             several = name in SEVERAL_STAGES
             logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.WARNING)  # not: which it is
             self.schedules[key] = get_schedule_class(SCHEDULES[name])(
