@@ -72,7 +72,7 @@ def weft(store: Path, samples: int, first: int):
     from weft.data.sequences.windows import StoreDataset
     from weft.data.stores.store import TokenStore
 
-    source = BatchSource(StoreDataset(TokenStore(store), LENGTH), rows=ROWS, seed=1)
+    source = BatchSource(StoreDataset(TokenStore(store), LENGTH), batch_size=ROWS, seed=1)
     return source.iterate(first, samples // ROWS)
 
 

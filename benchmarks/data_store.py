@@ -104,7 +104,7 @@ class Weft:
         from weft.data.batches.loader import BatchSource
         from weft.data.sequences.windows import StoreDataset
 
-        return BatchSource(StoreDataset(self.store, LENGTH), rows=ROWS, seed=1).batch(0)
+        return BatchSource(StoreDataset(self.store, LENGTH), batch_size=ROWS, seed=1).batch(0)
 
 
 class Megatron:

@@ -5,14 +5,14 @@ from fractions import Fraction
 import pytest
 from config_cases import load
 
-from weft.data.batches.mixture_plan import plan
+from weft.data.batches.mixture_plan import plan_mixture
 from weft.mixing import (
     BLOCK,
     Stage,
-    from_sizes,
+    find_empty_share,
     largest_remainders,
     phases,
-    unheard,
+    temperature_weights,
 )  # fmt: skip
 
 
@@ -107,18 +107,18 @@ def test_stages_begin_at_their_sample():
 def test_temperature_is_a_power_of_the_sizes():
     sizes = [1000, 100, 10]
     for temperature in (1.0, 2.0, 5.0):
-        weights = [float(w) for w in from_sizes(sizes, temperature)]
+        weights = [float(w) for w in temperature_weights(sizes, temperature)]
         closed = [size ** (1 / temperature) for size in sizes]
         assert [w / sum(weights) for w in weights] == pytest.approx([c / sum(closed) for c in closed], rel=1e-12)
-    assert from_sizes(sizes, 1.0) == fractions(1, 0.1, 0.01)
+    assert temperature_weights(sizes, 1.0) == fractions(1, 0.1, 0.01)
 
 
 def test_a_share_below_one_in_a_block_is_found():
-    assert unheard([Stage(fractions(1, 0.0001))], BLOCK) is None
-    assert unheard([Stage(fractions(0, 1))], BLOCK) is None
-    stage, source, what = unheard([Stage(fractions(1, 1)), Stage(fractions(1, 0.00001))], BLOCK)
+    assert find_empty_share([Stage(fractions(1, 0.0001))], BLOCK) is None
+    assert find_empty_share([Stage(fractions(0, 1))], BLOCK) is None
+    stage, source, what = find_empty_share([Stage(fractions(1, 1)), Stage(fractions(1, 0.00001))], BLOCK)
     assert (stage, source) == (1, 1)
-    assert "one of the 10,000 sequences" in what
+    assert "1 of the 10,000 sequences" in what
 
 
 RUN = """\
@@ -144,7 +144,7 @@ def test_a_mixture_from_a_file():
 
 def test_the_plan_says_what_a_run_takes_of_each():
     data = load(RUN).data
-    told = plan(data, [1000, 200], 64, 1600)
+    told = plan_mixture(data, [1000, 200], 64, 1600)
     assert told.total == (1200, 400)
     assert told.as_dict()["sources"]["books"] == {"share": 0.25, "tokens": 25_600, "epochs": 2.0}
     lines = told.lines()
@@ -155,10 +155,10 @@ def test_the_plan_says_what_a_run_takes_of_each():
         RUN.replace(", weight: 0.75", "").replace(", weight: 0.25", ""),
         "data.curriculum=[{tokens: 51200, weights: {a: 1}}, {weights: {a: 1, books: 1}}]",
     ).data
-    told = plan(staged, [1000, 200], 64, 1600)
+    told = plan_mixture(staged, [1000, 200], 64, 1600)
     assert told.stages == ((0, (800, 0)), (800, (400, 400)))
     assert told.lines()[-1] == "  from token 51,200: a 50.00%, books 50.00%"
     joined = load(RUN.replace(", weight: 0.75", "").replace(", weight: 0.25, max_epochs: 2", "")).data
-    told = plan(joined, [1000, 200], 64, 1200)
+    told = plan_mixture(joined, [1000, 200], 64, 1200)
     assert told.total == (1000, 200)
     assert told.block is None

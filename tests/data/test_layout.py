@@ -6,7 +6,7 @@ import torch
 
 from weft.data.batches.layout import Field, Layout
 from weft.data.batches.loader import BatchSource, ValidationBatches
-from weft.data.batches.mixture import Joined
+from weft.data.batches.mixture import ConcatDataset
 from weft.data.batches.samples import read_samples
 from weft.errors import UserError
 
@@ -44,7 +44,7 @@ def fits(batch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
 def test_a_sample_is_one_ranks_whatever_the_number_of_ranks(ranks):
-    source = {"rows": 7, "ranks": ranks, "seed": 3, "layout": LAYOUT}
+    source = {"batch_size": 7, "ranks": ranks, "seed": 3, "layout": LAYOUT}
     parts = [BatchSource(Groups(), rank=rank, **source).batch(1) for rank in range(ranks)]
     assert all(fits(part) for part in parts)
     real = [part.samples >= 0 for part in parts]
@@ -57,15 +57,15 @@ def test_a_sample_is_one_ranks_whatever_the_number_of_ranks(ranks):
 
 
 def test_micro_batches_padding_and_short_rows_keep_samples_together():
-    batch = BatchSource(Groups(), rows=5, layout=LAYOUT).batch(0)
+    batch = BatchSource(Groups(), batch_size=5, layout=LAYOUT).batch(0)
     pieces = batch.split(6)
     assert [len(piece.tokens) for piece in pieces] == [6, 6, 3]
     assert all(fits(piece) for piece in pieces)
-    padded = pieces[-1].padded(3)
+    padded = pieces[-1].pad(3)
     assert fits(padded)
     assert padded.samples.tolist()[3:] == [-1] * 3
     assert padded.weight[3:].sum() == 0
-    short = batch.cut(4)
+    short = batch.split_sequences(4)
     assert short.tokens.shape == (30, 4)
     assert fits(short)
     first = short.by_sample(short.tokens)[:2]  # the front and the rear of the first sample
@@ -76,14 +76,14 @@ def test_micro_batches_padding_and_short_rows_keep_samples_together():
 
 
 def test_validation_and_mixtures_read_the_same_samples():
-    joined = Joined(["a", "b"], [Groups(3), Groups(4, start=3)], LAYOUT)
-    found = list(ValidationBatches(joined, rows=4, rank=1, ranks=2, layout=LAYOUT))
+    joined = ConcatDataset(["a", "b"], [Groups(3), Groups(4, start=3)], LAYOUT)
+    found = list(ValidationBatches(joined, batch_size=4, rank=1, ranks=2, layout=LAYOUT))
     assert all(fits(batch) for batch in found)
     assert [batch.by_sample(batch.samples)[:, 0].tolist() for batch in found] == [[2, 3], [6, -1]]
 
 
 def test_fields_travel_to_workers_and_devices():
-    source = BatchSource(Groups(), rows=4, layout=LAYOUT)
+    source = BatchSource(Groups(), batch_size=4, layout=LAYOUT)
     (read,) = source.iterate(0, 1, workers=1)
     assert fits(read.to(torch.device("cpu")))
     assert read.extra["image"].dtype == torch.uint8
@@ -109,9 +109,9 @@ TOKENS = np.arange(6).reshape(3, 2)
         ({"tokens": [1, 2], "a": 0.5}, Layout({"a": Field(dtype="int64")}), "a must be int64, and is float64"),
         ({"tokens": TOKENS, "a": 1}, Layout({"a": Field()}, 3), "a has shape (); its first dimension must be"),
         ({"tokens": TOKENS, "a": TOKENS[:, :1]}, Layout({"a": Field(seq_dim=0)}, 3), "dimension 1 must have 2 tokens"),
-        ({"tokens": [1, 2], "b": 1, "a": 1}, Layout({"a": Field()}), "unknown part 'b'"),
+        ({"tokens": [1, 2], "b": 1, "a": 1}, Layout({"a": Field()}), "unknown key 'b'"),
         ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has 9 among its labels; ids are 0 to 8"),
-        ({"tokens": [1, -2]}, Layout(), "-2 is no token's number"),
+        ({"tokens": [1, -2]}, Layout(), "-2 is neither a token id"),
     ],
 )
 def test_what_does_not_fit_is_one_line_with_the_samples_number(sample, layout, told):

@@ -55,12 +55,12 @@ def batch(request, tmp_path):
         dataset = PackedDataset(store, 32)
     else:
         dataset = StoreDataset(store, 32, document_attention=request.param == "apart")
-    return collate(dataset, [0, 3, 1, 2], np.array([9, 8, 7, 6]), rows=5, real=4)
+    return collate(dataset, [0, 3, 1, 2], np.array([9, 8, 7, 6]), batch_size=5, real=4)
 
 
 @pytest.mark.parametrize("length", [1, 4, 16, 32])
 def test_cutting_keeps_tokens_labels_weights_and_their_order(batch, length):
-    short = batch.cut(length)
+    short = batch.split_sequences(length)
     each = 32 // length
     assert short.tokens.shape == (5 * each, length)
     for part in ("tokens", "labels", "weight"):
@@ -70,7 +70,7 @@ def test_cutting_keeps_tokens_labels_weights_and_their_order(batch, length):
 
 @pytest.mark.parametrize("length", [1, 4, 16, 32])
 def test_positions_begin_anew_with_every_row_and_every_document(batch, length):
-    short = batch.cut(length)
+    short = batch.split_sequences(length)
     for row, positions in enumerate(short.positions.tolist()):
         segments = [0] * length if short.segments is None else short.segments[row].tolist()
         expected = []
@@ -80,5 +80,5 @@ def test_positions_begin_anew_with_every_row_and_every_document(batch, length):
 
 
 def test_rows_that_do_not_come_out_even_are_refused(batch):
-    with pytest.raises(ValueError, match="cut"):
-        batch.cut(5)
+    with pytest.raises(ValueError, match=r"32 tokens .* split into sequences of 5"):
+        batch.split_sequences(5)

@@ -35,8 +35,8 @@ def dataset(tiny_store):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_share_what_one_rank_gets(dataset, ranks):
-    whole = BatchSource(dataset, rows=7, seed=3).batch(11)
-    parts = [BatchSource(dataset, rows=7, seed=3, rank=r, ranks=ranks).batch(11) for r in range(ranks)]
+    whole = BatchSource(dataset, batch_size=7, seed=3).batch(11)
+    parts = [BatchSource(dataset, batch_size=7, seed=3, rank=r, ranks=ranks).batch(11) for r in range(ranks)]
     assert len({part.tokens.shape for part in parts}) == 1
     samples = torch.cat([part.samples for part in parts])
     tokens, weight = torch.cat([part.tokens for part in parts]), torch.cat([part.weight for part in parts])
@@ -46,7 +46,7 @@ def test_ranks_share_what_one_rank_gets(dataset, ranks):
 
 
 def test_every_sample_comes_once_an_epoch_also_where_a_batch_crosses_epochs(dataset):
-    source = BatchSource(dataset, rows=7, seed=3)
+    source = BatchSource(dataset, batch_size=7, seed=3)
     n = source.samples_per_epoch
     seen = np.concatenate([source.order(source.samples(step)) for step in range(2 * n // 7 + 1)])
     assert sorted(seen[:n]) == sorted(seen[n : 2 * n]) == list(range(n))
@@ -55,7 +55,7 @@ def test_every_sample_comes_once_an_epoch_also_where_a_batch_crosses_epochs(data
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_iterating_gives_what_asking_directly_gives(dataset, workers):
-    source = BatchSource(dataset, rows=4, seed=1)
+    source = BatchSource(dataset, batch_size=4, seed=1)
     for step, batch in zip(range(5, 9), source.iterate(5, 9, workers), strict=True):
         assert torch.equal(batch.tokens, source.batch(step).tokens)
         assert torch.equal(batch.samples, source.batch(step).samples)
@@ -63,7 +63,7 @@ def test_iterating_gives_what_asking_directly_gives(dataset, workers):
 
 def test_labels_are_the_next_tokens_of_the_store(dataset, tiny_store):
     tokens = TokenStore(tiny_store).tokens
-    batch = BatchSource(dataset, rows=3, seed=None).batch(0)
+    batch = BatchSource(dataset, batch_size=3, seed=None).batch(0)
     assert batch.tokens.flatten().tolist() == tokens[:48].tolist()
     assert batch.labels.flatten().tolist() == tokens[1:49].tolist()
 
@@ -72,7 +72,7 @@ def test_labels_are_the_next_tokens_of_the_store(dataset, tiny_store):
 def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
     seen = []
     for rank in range(ranks):
-        for batch in ValidationBatches(dataset, rows=rows, rank=rank, ranks=ranks, limit=limit):
+        for batch in ValidationBatches(dataset, batch_size=rows, rank=rank, ranks=ranks, limit=limit):
             real = batch.samples >= 0
             assert bool((batch.weight.sum(1) > 0).eq(real).all())
             seen += batch.samples[real].tolist()
@@ -82,13 +82,13 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
 @pytest.mark.parametrize(
     ("sample", "told"),
     [
-        ([1, 2], "mapping"),
+        ([1, 2], "not a dict with .tokens."),
         ({"tokens": ["a"]}, "integers"),
         ({"tokens": [1, 2], "labels": [1]}, "labels"),
         ({"tokens": [1, 2], "mask": [1, 1]}, "'mask'"),
         ({"tokens": [1, 2], "positions": [0.0, 1.5]}, "positions must be integers, and are float64"),
-        ({"tokens": [1, -2]}, "-2 is no token's number"),
-        ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is no token's number, nor -100"),
+        ({"tokens": [1, -2]}, "-2 is neither a token id nor -100"),
+        ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is neither a token id nor -100"),
         ({"tokens": [1, 2], "weight": [1, -1]}, "a weight must be 0 or more"),
         ({"tokens": [1, 2], "weight": [1, float("nan")]}, "a weight must be 0 or more"),
     ],
@@ -103,11 +103,11 @@ def test_a_users_dataset_that_gives_no_sample_is_told_with_its_index(sample, tol
             return sample
 
     with pytest.raises(UserError, match=rf"Mine\[\d\].*{told}"):
-        list(BatchSource(Mine(), rows=2).iterate(0, 1, workers))
+        list(BatchSource(Mine(), batch_size=2).iterate(0, 1, workers))
 
 
 def test_the_label_that_everyone_leaves_out_has_no_weight():
-    (batch,) = BatchSource([{"tokens": [5, 6, 7], "labels": [-100, 7, -100]}], rows=1).iterate(0, 1, 0)
+    (batch,) = BatchSource([{"tokens": [5, 6, 7], "labels": [-100, 7, -100]}], batch_size=1).iterate(0, 1, 0)
     assert batch.labels.tolist() == [[0, 7, 0]]
     assert batch.weight.tolist() == [[0, 1, 0]]
 

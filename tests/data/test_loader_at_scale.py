@@ -24,7 +24,7 @@ from weft.data.batches.loader import BatchSource
 from weft.data.stores.store import TokenStore
 from weft.data.sequences.windows import StoreDataset
 
-source = BatchSource(StoreDataset(TokenStore(sys.argv[1]), 2048), rows=64, rank=1, ranks=4, seed=3)
+source = BatchSource(StoreDataset(TokenStore(sys.argv[1]), 2048), batch_size=64, rank=1, ranks=4, seed=3)
 batch = source.batch(1_000_000)
 seconds, grown = time.perf_counter() - began, resident() - before
 assert batch.tokens.shape == (16, 2048)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weft.data.batches.loader import BatchSource
-from weft.data.batches.mixture import Joined, MixtureOrder, interleave
+from weft.data.batches.mixture import ConcatDataset, MixtureOrder, interleave
 from weft.data.batches.samples import collate
 from weft.errors import UserError
 from weft.mixing import Stage, phases
@@ -33,7 +33,7 @@ class Rows:
 
 def mixture(sizes, stages, limits=None, block=100, seed=3, shuffle=True):
     names = [f"source{number}" for number in range(len(sizes))]
-    joined = Joined(names, [Rows(number, size) for number, size in enumerate(sizes)])
+    joined = ConcatDataset(names, [Rows(number, size) for number, size in enumerate(sizes)])
     stages = [Stage(tuple(Fraction(str(w)) for w in weights), samples) for weights, samples in stages]
     found = phases(stages, limits or [None] * len(sizes), block)
     return joined, MixtureOrder(joined, found, seed=seed, shuffle=shuffle)
@@ -106,8 +106,8 @@ def test_any_order_of_asking_gives_the_same():
 def test_ranks_share_what_one_rank_gets(ranks):
     joined, order = mixture([37, 230], [((0.3, 0.7), None)])
     for step in (0, 13, 999):
-        whole = BatchSource(joined, rows=7, order=order).batch(step)
-        parts = [BatchSource(joined, rows=7, order=order, rank=r, ranks=ranks).batch(step) for r in range(ranks)]
+        whole = BatchSource(joined, batch_size=7, order=order).batch(step)
+        parts = [BatchSource(joined, batch_size=7, order=order, rank=r, ranks=ranks).batch(step) for r in range(ranks)]
         tokens, samples = (torch.cat([getattr(part, key) for part in parts]) for key in ("tokens", "samples"))
         assert torch.equal(tokens[samples >= 0], whole.tokens)
 
@@ -130,7 +130,7 @@ def test_behind_all_limits_there_is_nothing():
     joined, order = mixture([60, 100], [((0.5, 0.5), None)], limits=[60, 200])
     sources, _ = read(joined, order, np.arange(260))
     assert np.bincount(sources).tolist() == [60, 200]
-    with pytest.raises(UserError, match="used up"):
+    with pytest.raises(UserError, match="exhausted"):
         order(np.array([260]))
 
 
@@ -150,21 +150,21 @@ def test_interleaving_puts_each_item_in_its_own_stretch():
 
 
 def test_sources_of_unequal_length_and_empty_ones_are_told_by_name():
-    joined = Joined(["web", "books"], [Rows(0, 10), Rows(1, 10, length=8)])
-    with pytest.raises(UserError, match="books has sequences of 8 tokens where others have 4"):
+    joined = ConcatDataset(["web", "books"], [Rows(0, 10), Rows(1, 10, length=8)])
+    with pytest.raises(UserError, match="books has sequences of 8 tokens, others have 4"):
         joined.read(np.array([0, 10]))
     with pytest.raises(UserError, match="the dataset books has no samples"):
-        Joined(["web", "books"], [Rows(0, 10), Rows(1, 0)])
+        ConcatDataset(["web", "books"], [Rows(0, 10), Rows(1, 0)])
 
 
 def test_where_a_step_reads_names_all_its_sources():
-    joined = Joined(["web", "books", "code"], [Rows(0, 3), Rows(1, 4), Rows(2, 5)])
-    source = BatchSource(joined, rows=6, seed=None)
+    joined = ConcatDataset(["web", "books", "code"], [Rows(0, 3), Rows(1, 4), Rows(2, 5)])
+    source = BatchSource(joined, batch_size=6, seed=None)
     assert source.where(0) == (
         "samples 0 to 5 (of web, books): the first is sample 0 of web, the last sample 2 of books"
     )
     assert source.where(1).startswith("samples 6 to 11 (of books, code): the first is sample 3 of books")
-    assert BatchSource(joined, rows=1, seed=None).where(2) == "sample 2: sample 2 of web"
+    assert BatchSource(joined, batch_size=1, seed=None).where(2) == "sample 2: sample 2 of web"
 
 
 def test_rows_that_do_not_tell_documents_apart_are_one_document_among_those_that_do():
@@ -172,8 +172,8 @@ def test_rows_that_do_not_tell_documents_apart_are_one_document_among_those_that
         def __getitem__(self, index):
             return super().__getitem__(index) | {"segments": np.array([0, 0, 1, 1])}
 
-    joined = Joined(["a", "b"], [Rows(0, 3), Apart(1, 3)])
-    batch = collate(joined, np.array([0, 4]), np.array([0, 1]), rows=3, real=2)
+    joined = ConcatDataset(["a", "b"], [Rows(0, 3), Apart(1, 3)])
+    batch = collate(joined, np.array([0, 4]), np.array([0, 1]), batch_size=3, real=2)
     assert batch.segments.tolist()[:2] == [[0, 0, 0, 0], [0, 0, 1, 1]]
     assert batch.weight[2].sum() == 0
 

@@ -233,7 +233,7 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(tmp_path, shap
         loss.backward()
         return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    batch = collate(dataset, range(len(dataset)), np.arange(len(dataset)), rows=len(dataset), real=len(dataset))
+    batch = collate(dataset, range(len(dataset)), np.arange(len(dataset)), batch_size=len(dataset), real=len(dataset))
     batch.weight = batch.weight.double()
     together = objective.loss(model(**objective.inputs(batch)), batch)
     alone = torch.zeros((), dtype=torch.float64)

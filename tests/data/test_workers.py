@@ -32,9 +32,9 @@ class Deadly:
         return {"tokens": np.arange(8)}
 
 
-@pytest.mark.parametrize(("how", "said"), [("killed", "killed by SIGKILL"), ("exit", "ended with exit code 7")])
+@pytest.mark.parametrize(("how", "said"), [("killed", "killed by SIGKILL"), ("exit", "exited with code 7")])
 def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
-    source = BatchSource(Deadly(22, how), rows=4, seed=None)
+    source = BatchSource(Deadly(22, how), batch_size=4, seed=None)
     seen = []
     with pytest.raises(UserError) as told:
         seen.extend(int(batch.samples[0]) for batch in source.iterate(2, 20, workers=2))
@@ -48,21 +48,21 @@ def test_a_worker_that_dies_is_told_with_what_it_read(how, said):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_that_raises_is_told_with_its_sample_and_line(workers):
-    source = BatchSource(Deadly(9, "raise"), rows=4, seed=None)
+    source = BatchSource(Deadly(9, "raise"), batch_size=4, seed=None)
     with pytest.raises(UserError, match=r"test_workers.py:\d+: Deadly\[9\] raised KeyError: .no such.nrow.; ") as told:
         list(source.iterate(0, 5, workers))
     assert "\n" not in str(told.value)
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_to_the_trainer():
-    batches = BatchSource(Deadly(-1, ""), rows=4, seed=None).iterate(0, 40, workers=1)
+    batches = BatchSource(Deadly(-1, ""), batch_size=4, seed=None).iterate(0, 40, workers=1)
     next(batches)
     (worker,) = multiprocessing.active_children()
     stranger = subprocess.Popen(["sh", "-c", f"kill -TERM {worker.pid}; kill -INT {worker.pid}"])
     assert stranger.wait() == 0
     assert sum(len(batch.samples) for batch in batches) == 39 * 4
 
-    batches = BatchSource(Deadly(-1, ""), rows=4, seed=None).iterate(0, 40, workers=1)
+    batches = BatchSource(Deadly(-1, ""), batch_size=4, seed=None).iterate(0, 40, workers=1)
     next(batches)
     (worker,) = multiprocessing.active_children()
     worker.terminate()  # as this process does with one that is stuck
@@ -73,11 +73,11 @@ def test_a_signal_to_all_processes_leaves_the_workers_to_the_trainer():
 def test_a_temporary_folder_of_too_long_a_path_is_told_before_a_batch_is_waited_for(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
     with pytest.raises(UserError, match="TMPDIR"):
-        next(BatchSource(Deadly(-1, ""), rows=4).iterate(0, 3, workers=1))
+        next(BatchSource(Deadly(-1, ""), batch_size=4).iterate(0, 3, workers=1))
 
 
 def test_no_handler_is_left_that_raises_in_the_middle_of_other_work():
     before = signal.getsignal(signal.SIGCHLD)
-    source = BatchSource(Deadly(-1, ""), rows=4)
+    source = BatchSource(Deadly(-1, ""), batch_size=4)
     next(iter(source.iterate(0, 3, workers=1)))
     assert signal.getsignal(signal.SIGCHLD) == before

@@ -85,7 +85,7 @@ def test_the_objective_is_pretraining_where_gamma_is_0(page):
     from weft.objectives.pretrain import Pretrain
 
     data, focal = (importlib.import_module(f"my_{name}") for name in ("data", "objective"))
-    batch = BatchSource(data.Sums(), rows=4).batch(0)
+    batch = BatchSource(data.Sums(), batch_size=4).batch(0)
     outputs = torch.log_softmax(torch.randn(4, 16, 8), -1)[..., 0]
     plain, ours = Pretrain(), focal.Focal(gamma=0)
     assert ours.inputs(batch).keys() == plain.inputs(batch).keys()

@@ -7,7 +7,7 @@ import pytest
 
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
-from weft.data.sequences.placeholder import UnreadDataset
+from weft.data.sequences.placeholder import PlaceholderDataset
 from weft.train.data import needs_rows, open_train
 
 
@@ -42,7 +42,7 @@ def test_only_ends_read_rows(run_yaml, changes, expected):
 def test_what_is_not_read_has_the_shape_of_what_is(run_yaml):
     config = RunConfig.load(run_yaml("run.yaml"))
     train, _ = open_train(config)
-    unread, indices = UnreadDataset(train, config.data.sequence_length), np.array([3, 0])
+    unread, indices = PlaceholderDataset(train, config.data.sequence_length), np.array([3, 0])
     one, other = train.read(indices), unread.read(indices)
     assert len(unread) == len(train)
     for name, part in other.items():

@@ -66,7 +66,7 @@ class Known(torch.nn.Module):
 def bits(dataset, store, limit=None):
     info = store.info
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
-    batches = ValidationBatches(dataset, rows=3, limit=limit)
+    batches = ValidationBatches(dataset, batch_size=3, limit=limit)
     model = Known()
     passes = Passes(model, Pretrain(), WORLD, ParallelSection())
     return validate(model, passes, [HeldOut("", batches, batches, each)], WORLD, whole=True)

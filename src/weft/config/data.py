@@ -10,7 +10,7 @@ from annotated_types import Ge, MinLen
 from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from weft.config.section import Component, Folder, Section
-from weft.mixing import BLOCK, Phase, Stage, as_written, from_sizes, phases
+from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperature_weights
 
 
 class DatasetSection(Component):
@@ -176,20 +176,20 @@ class DataSection(Section):
         """
         if not self.curriculum:
             if all(source.weight is None for source in self.sources):
-                return [Stage(from_sizes(sizes, self.temperature or 1.0))]
-            return [Stage(tuple(as_written(source.weight or 0.0) for source in self.sources))]
+                return [Stage(temperature_weights(sizes, self.temperature or 1.0))]
+            return [Stage(tuple(decimal_fraction(source.weight or 0.0) for source in self.sources))]
         stages = []
         for number, stage in enumerate(self.curriculum):
             last = number == len(self.curriculum) - 1
             samples = None if last or stage.tokens is None else -(-stage.tokens // length)
-            weights = (as_written(stage.weights.get(source.label, 0.0)) for source in self.sources)
+            weights = (decimal_fraction(stage.weights.get(source.label, 0.0)) for source in self.sources)
             stages.append(Stage(tuple(weights), samples))
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
         """The phases of a weighted mixture."""
         limits = [
-            None if source.max_epochs is None else int(as_written(source.max_epochs) * size)
+            None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)
         ]
         return phases(self.stages(sizes, length), limits, self.mixture_block or BLOCK)

@@ -13,7 +13,7 @@ from weft.config.signature import method_signature
 from weft.config.suggest import did_you_mean
 from weft.config.training import TrainingSection
 from weft.formatting import counted
-from weft.mixing import BLOCK, unheard
+from weft.mixing import BLOCK, find_empty_share
 
 MEASUREMENTS = ("loss", "bits_per_byte", "perplexity")  # a held-out set of this name would read as one
 MIXING = ("temperature", "curriculum", "mixture_block")
@@ -163,7 +163,7 @@ def check_shares(draft: Draft, sizes: list[int], length: int) -> None:
     section = data_section(draft)
     if "data.mixture_block" not in draft.values:
         return
-    found = unheard(section.stages(sizes, length), section.mixture_block or BLOCK)
+    found = find_empty_share(section.stages(sizes, length), section.mixture_block or BLOCK)
     if found is None:
         return
     stage, place, what = found

@@ -14,20 +14,20 @@ from weft.config.data import DatasetSection, DatasetSource
 from weft.config.derive import RunLength, derive, sequence_length
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.data.batches.layout import PARTS, PLAIN, Field, Layout
+from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Field, Layout
 from weft.data.batches.loader import BatchSource, ValidationBatches
-from weft.data.batches.mixture import Joined, MixtureOrder
-from weft.data.batches.mixture_plan import Plan, plan
+from weft.data.batches.mixture import ConcatDataset, MixtureOrder
+from weft.data.batches.mixture_plan import MixturePlan, plan_mixture
 from weft.data.batches.order import Order
 from weft.data.batches.samples import Dataset, read_samples
 from weft.data.sequences.length_warmup import LengthWarmup
 from weft.data.sequences.packed import PackedDataset
-from weft.data.sequences.placeholder import UnreadDataset
+from weft.data.sequences.placeholder import PlaceholderDataset
 from weft.data.sequences.windows import StoreDataset
 from weft.data.stores.store import StoreInfo, TokenStore
 from weft.errors import UserError
 from weft.evaluation.bits import BytesPerToken, bytes_per_token
-from weft.mixing import BLOCK, shortfall, unheard
+from weft.mixing import BLOCK, find_empty_share, shortfall
 from weft.observe.console import Console
 from weft.parallel.stages import stages_of_rank
 from weft.parallel.world import World
@@ -62,7 +62,7 @@ class Data:
     source: BatchSource
     held_out: tuple[HeldOut, ...]
     digests: dict[str, str]
-    plan: Plan | None = None
+    plan: MixturePlan | None = None
 
 
 def layout_of(objective: object, config: RunConfig) -> Layout:
@@ -75,7 +75,7 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
     name = type(objective).__name__
     if not isinstance(fields, Mapping) or not all(isinstance(field, Field) for field in fields.values()):
         raise UserError(f"objective: {name}.fields must map names to weft.objectives.Field")
-    if taken := set(fields) & {*PARTS, "samples"}:
+    if taken := set(fields) & {*TOKEN_KEYS, "samples"}:
         raise UserError(f"objective: {name}.fields has {sorted(taken)[0]!r}, a part that every batch has; rename it")
     if not isinstance(sequences, int) or sequences < 1:
         raise UserError(f"objective: {name}.sequences_per_sample must be an integer of 1 or more, and is {sequences!r}")
@@ -98,14 +98,14 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
     size = {} if mixed else {"train_tokens": sequences * sequence_length(config), "train_samples": sequences}
     length = in_samples(derive(config, **size, mesh=world.shape), layout.sequences, config, world)
     order, planned = None, None
-    if isinstance(train, Joined):
+    if isinstance(train, ConcatDataset):
         samples = length.steps * length.sequences_per_step // layout.sequences
         order = mixture_order(config, train, samples) if mixed else None
-        planned = plan(config.data, train.sizes, length.sequence_length, samples)
+        planned = plan_mixture(config.data, train.sizes, length.sequence_length, samples)
     warmup = config.data.length_warmup
     source = BatchSource(
-        train if needs_rows(train, config, world) else UnreadDataset(train, length.sequence_length),
-        rows=length.sequences_per_step // layout.sequences,
+        train if needs_rows(train, config, world) else PlaceholderDataset(train, length.sequence_length),
+        batch_size=length.sequences_per_step // layout.sequences,
         rank=world.data_rank,
         ranks=world.data_ranks,
         seed=config.run.seed if config.data.shuffle else None,
@@ -120,7 +120,8 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         batches = partial(
             ValidationBatches,
             dataset,
-            rows=(config.validation.micro_batch_size or length.micro_batch_size // layout.sequences) * world.data_ranks,
+            batch_size=(config.validation.micro_batch_size or length.micro_batch_size // layout.sequences)
+            * world.data_ranks,
             rank=world.data_rank,
             ranks=world.data_ranks,
             layout=layout,
@@ -168,7 +169,7 @@ def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
     In a pipeline the first stage has one for tokens, the last for labels, and all of them where attention keeps
     documents apart or experts are balanced by how much a row counts.
     """
-    parts = train.datasets if isinstance(train, Joined) else [train]
+    parts = train.datasets if isinstance(train, ConcatDataset) else [train]
     plain = all(isinstance(part, StoreDataset) for part in parts) and not config.data.document_attention
     if world.shape.pp == 1 or not plain or not isinstance(config.model, ModelSection) or config.model.moe is not None:
         return True
@@ -180,7 +181,7 @@ def _raise_if_other_length(key: str, dataset: Dataset, config: RunConfig, world:
     """Where rows are cut over ranks, samples of the user's own must be what `data.sequence_length` says they are."""
     if world.shape.cp * world.shape.tp == 1 or not len(dataset):
         return
-    for part in dataset.datasets if isinstance(dataset, Joined) else [dataset]:
+    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]:
         if not getattr(part, "complete", False):
             found = read_samples(part, np.zeros(1, np.int64), layout)["tokens"].shape[-1]
             expected = config.data.sequence_length
@@ -206,7 +207,7 @@ def open_train(
     ]
     names = [source.label for source in sources]
     digests = {f"train/{name}": info.digest for name, (_, info) in zip(names, opened, strict=True) if info}
-    return Joined(names, [dataset for dataset, _ in opened], layout), digests
+    return ConcatDataset(names, [dataset for dataset, _ in opened], layout), digests
 
 
 def open_source(
@@ -230,14 +231,14 @@ def open_source(
     return StoreDataset(store, length, document_attention=data.document_attention), store.info
 
 
-def mixture_order(config: RunConfig, train: Joined, samples: int) -> Order:
+def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Order:
     """The order of a weighted mixture.
 
     Raises:
         UserError: a share too small to be heard, or limits that a run of `samples` sequences passes.
     """
     data, length = config.data, sequence_length(config)
-    quiet = unheard(data.stages(train.sizes, length), data.mixture_block or BLOCK)
+    quiet = find_empty_share(data.stages(train.sizes, length), data.mixture_block or BLOCK)
     if quiet is not None:
         raise UserError(f"data.train: {train.names[quiet[1]]} has {quiet[2]}")
     found = data.phases(train.sizes, length)

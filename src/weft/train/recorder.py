@@ -17,7 +17,7 @@ from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
-from weft.data.batches.mixture_plan import Plan
+from weft.data.batches.mixture_plan import MixturePlan
 from weft.formatting import amount, counted, duration
 from weft.models.build import matmul_parameters
 from weft.observe.flop_count import flops_per_token
@@ -99,7 +99,7 @@ class Recorder:
                 "missing from its curves and its report; stop and bring the file back from a copy if there is one"
             )
 
-    def _introduce(self, parameters: int, step: int, plan: Plan | None) -> None:
+    def _introduce(self, parameters: int, step: int, plan: MixturePlan | None) -> None:
         training, length = self.config.training, self.length
         threads = training.threads if self.world.device.type == "cpu" else None
         self.console.line(

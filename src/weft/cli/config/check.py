@@ -55,7 +55,7 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
         open_data: read the headers of the token stores.
     """
     from weft.config.derive import derive, sequence_length
-    from weft.data.batches.mixture_plan import plan
+    from weft.data.batches.mixture_plan import plan_mixture
     from weft.errors import UserError
 
     found, tokens = _model(config.model), None
@@ -81,7 +81,7 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
         + (f" ({length.epochs:.3g} epochs)" if length.epochs else "")
     )
     if sizes is not None:
-        planned = plan(config.data, sizes, length.sequence_length, length.steps * length.sequences_per_step)
+        planned = plan_mixture(config.data, sizes, length.sequence_length, length.steps * length.sequences_per_step)
         found["data"] = f"\n{'':14}".join(planned.lines())
     found["batch"] = (
         f"{counted(length.sequences_per_step, 'sequence')} = {counted(mesh.data_ranks, 'rank')} x "

@@ -1,4 +1,4 @@
-"""Several datasets as one, and the order in which a mixture reads them. The shares are `weft.mixing`'s."""
+"""Concatenates datasets, and maps the samples of a mixture to them. `weft.mixing` computes the shares."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 
 from weft.data.batches.layout import PLAIN, Layout
 from weft.data.batches.order import Epochs
-from weft.data.batches.samples import Dataset, raise_unless_alike, read_samples
+from weft.data.batches.samples import Dataset, check_same_shape, read_samples
 from weft.data.permutation import mix
 from weft.errors import UserError
 from weft.mixing import Phase
 
 
-class Joined:
-    """Datasets end to end: the samples of the first, then those of the second, ...
+class ConcatDataset:
+    """Concatenated datasets: the samples of the first, then those of the second, and so on.
 
     Args:
-        names: what to call them.
-        layout: what their samples consist of.
+        names: of the datasets, for messages and to key their orders.
+        layout: contents of the samples.
     """
 
     complete = True
@@ -37,60 +37,63 @@ class Joined:
         return int(self.starts[-1])
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {key: part[0] for key, part in self.read(np.array([index])).items()}
+        return {key: array[0] for key, array in self.read(np.array([index])).items()}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The parts of samples, stacked `[n, seq]`, or `[n, sequences, seq]`; and their fields.
+        """Reads samples, stacked `[n, seq]` or `[n, sequences, seq]`, with their fields.
 
-        Where only some sources tell documents apart, the rows of the others are one document each.
+        If only some datasets have `segments`, each sequence of the others is one document.
 
         Raises:
-            UserError: the sources' sequences are not equally long.
+            UserError: datasets with sequences of different lengths.
         """
-        chosen = np.searchsorted(self.starts, indices, side="right") - 1
+        sources = self._sources_of(indices)
         result: dict[str, np.ndarray] = {}
-        for source in np.unique(chosen):
-            here = np.flatnonzero(chosen == source)
-            found = read_samples(self.datasets[source], indices[here] - self.starts[source], self.layout)
-            for key, part in found.items():
+        for source in np.unique(sources):
+            positions = np.flatnonzero(sources == source)
+            arrays = read_samples(self.datasets[source], indices[positions] - self.starts[source], self.layout)
+            for key, array in arrays.items():
                 if key not in result:
-                    result[key] = np.zeros((len(indices), *part.shape[1:]), part.dtype)
-                told = f"{self.names[source]} has{' sequences of' * (key == 'tokens')}"
-                raise_unless_alike(told, key, part[0], result[key][0])
-                result[key][here] = part
+                    result[key] = np.zeros((len(indices), *array.shape[1:]), array.dtype)
+                subject = f"{self.names[source]} has{' sequences of' * (key == 'tokens')}"
+                check_same_shape(subject, key, array[0], result[key][0])
+                result[key][positions] = array
         return result
 
     def sources(self, indices: np.ndarray) -> list[str]:
-        """The names of the datasets that samples are of, in their order."""
-        return [self.names[source] for source in np.unique(np.searchsorted(self.starts, indices, side="right") - 1)]
+        """Returns the names of the datasets of these samples, in the order of the datasets."""
+        return [self.names[source] for source in np.unique(self._sources_of(indices))]
 
     def where(self, index: int) -> str:
-        """Where a sample comes from, in words."""
-        source = int(np.searchsorted(self.starts, index, side="right")) - 1
-        within = index - int(self.starts[source])
-        told = getattr(self.datasets[source], "where", None)
-        return told(within) if told is not None else f"sample {within} of {self.names[source]}"
+        """Describes the origin of a sample, for messages."""
+        source = int(self._sources_of(np.array([index]))[0])
+        inner = index - int(self.starts[source])
+        describe = getattr(self.datasets[source], "where", None)
+        return describe(inner) if describe is not None else f"sample {inner} of {self.names[source]}"
+
+    def _sources_of(self, indices: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.starts, indices, side="right") - 1
 
 
 class MixtureOrder:
-    """Which source each sample of a run comes from, and which of its samples: an `Order` over a `Joined` dataset.
+    """Maps each sample of a run to a sample of a `ConcatDataset`, by the phases of a mixture.
 
-    The block that a sample is in says how many of each source it holds (`Phase`); a source's samples are spread evenly
-    over the block, each shifted at random within its own stretch. So the shares are exact over blocks, and nearly so
-    over any few samples. The `k`-th sample of a source in the run is the `k`-th of that source's own epochs, whatever
-    the other sources are.
+    Each block has the number of samples of each source that its phase says (`Phase`). The samples of a source are
+    spread evenly over the block, each at a random position in its own interval, so shares are exact over blocks and
+    close to exact over any few samples. The `k`-th sample of a source in the run is the `k`-th sample of the source's
+    own shuffled epochs, independent of the other sources.
 
     Args:
-        seed: keys all orders; a source's epochs are keyed by its name as well.
-        shuffle: False: every source in its own order (they are mixed all the same).
+        seed: keys all orders; a source's epochs are also keyed by its name.
+        shuffle: False keeps the order within each source.
     """
 
-    def __init__(self, joined: Joined, found: Sequence[Phase], *, seed: int = 0, shuffle: bool = True):
-        self.phases, self.seed = list(found), seed
-        self.first = np.array([phase.start for phase in found], np.int64)
-        self.starts = joined.starts
+    def __init__(self, dataset: ConcatDataset, phases: Sequence[Phase], *, seed: int = 0, shuffle: bool = True):
+        self.phases, self.seed = list(phases), seed
+        self.first = np.array([phase.start for phase in phases], np.int64)
+        self.starts = dataset.starts
         self.orders = [
-            Epochs(size, seed, name, shuffle=shuffle) for name, size in zip(joined.names, joined.sizes, strict=True)
+            Epochs(size, seed, name, shuffle=shuffle) for name, size in zip(dataset.names, dataset.sizes, strict=True)
         ]
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -98,35 +101,35 @@ class MixtureOrder:
         sources, numbers = self.locate(samples)
         result = np.empty_like(numbers)
         for source in np.unique(sources):
-            chosen = sources == source
-            result[chosen] = self.starts[source] + self.orders[source](numbers[chosen])
+            selected = sources == source
+            result[selected] = self.starts[source] + self.orders[source](numbers[selected])
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each sample's source, and its number among that source's samples in the run, both `[n]`.
+        """Returns each sample's source, and its number among the source's samples in the run, both `[n]`.
 
         Raises:
-            UserError: a sample after the sources' limits.
+            UserError: a sample beyond the sources' limits.
         """
         samples = np.asarray(samples, np.int64)
         sources, numbers = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
         in_phase = np.searchsorted(self.first, samples, side="right") - 1
         for which in np.unique(in_phase):
-            phase, here = self.phases[which], np.flatnonzero(in_phase == which)
-            blocks, slots = np.divmod(samples[here] - phase.start, phase.block)
-            if phase.stop is not None and int(samples[here].max()) >= phase.stop:
-                raise UserError("the sources of data.train are used up; raise max_epochs or shorten the run")
+            phase, positions = self.phases[which], np.flatnonzero(in_phase == which)
+            blocks, slots = np.divmod(samples[positions] - phase.start, phase.block)
+            if phase.stop is not None and int(samples[positions].max()) >= phase.stop:
+                raise UserError("the sources of data.train are exhausted; raise max_epochs or shorten the run")
             counts, before = np.array(phase.counts, np.int64), np.array(phase.before, np.int64)
             for block in np.unique(blocks):
-                rows = blocks == block
-                table_sources, table_numbers = self._block(phase, int(block))
-                source = table_sources[slots[rows]]
-                sources[here[rows]] = source
-                numbers[here[rows]] = before[source] + block * counts[source] + table_numbers[slots[rows]]
+                selected = blocks == block
+                block_sources, block_numbers = self._block(phase, int(block))
+                source = block_sources[slots[selected]]
+                sources[positions[selected]] = source
+                numbers[positions[selected]] = before[source] + block * counts[source] + block_numbers[slots[selected]]
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """A block's slots `[block]`: which source, and which of its samples in this block."""
+        """Returns the source of each slot of a block, and its number among the source's slots in it, `[block]`."""
         first = phase.start + block * phase.block
         if first not in self._blocks:
             if len(self._blocks) >= 4:
@@ -136,18 +139,18 @@ class MixtureOrder:
 
 
 def interleave(counts: Sequence[int], *key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spread `counts[s]` items of each source `s` evenly over one block, shifted at random.
+    """Spreads `counts[s]` items of each source `s` evenly over one block, with random jitter.
 
-    Item `k` of `count` falls, at random, into the `k`-th of `count` equal stretches of the block.
+    Item `k` of `count` gets a random position in the `k`-th of `count` equal intervals of the block.
 
     Returns:
-        Source of each slot, and its number among that source's items, in rising order; both int64 `[sum(counts)]`.
+        Source of each slot, and its ascending number among that source's items; both int64 `[sum(counts)]`.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts]).astype(np.int64)
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
     salt, golden = np.frombuffer(digest, "<u8"), np.uint64(0x9E3779B97F4A7C15)
-    noise = mix(np.arange(len(sources), dtype=np.uint64) * golden + salt)  # arrays wrap around, and say nothing
-    shift = (noise >> np.uint64(11)) * 2.0**-53
-    order = np.argsort((numbers + shift) / np.asarray(counts)[sources], kind="stable")
+    noise = mix(np.arange(len(sources), dtype=np.uint64) * golden + salt)  # arrays overflow without a warning
+    jitter = (noise >> np.uint64(11)) * 2.0**-53
+    order = np.argsort((numbers + jitter) / np.asarray(counts)[sources], kind="stable")
     return sources[order], numbers[order]

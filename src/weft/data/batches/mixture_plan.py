@@ -1,6 +1,6 @@
-"""What a run takes from each source of a mixture, for people and for the manifest.
+"""A summary of what a run reads from each source of a mixture, for the console and the manifest.
 
-No numpy here: `weft config check` shows the plan. `weft.data.batches.mixture` follows it, sample by sample.
+Does not import numpy, because `weft config check` prints the plan.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from weft.mixing import BLOCK, largest_remainders
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run takes from each source.
+class MixturePlan:
+    """What a run reads from each source.
 
     Attributes:
         names: of the sources.
-        sizes: sequences in each.
+        sizes: sequences in each source.
         length: tokens per sequence.
-        stages: for each stage that the run reaches, its first sample and each source's samples in it.
-        block: sequences over which the shares are exact; None: the sources are read as one.
+        stages: first sample, and samples of each source, for each stage that the run reaches.
+        block: sequences over which the shares are exact; None if the sources are read as one dataset.
     """
 
     names: tuple[str, ...]
@@ -33,24 +33,24 @@ class Plan:
 
     @property
     def total(self) -> tuple[int, ...]:
-        """Each source's samples in the whole run."""
+        """Samples of each source in the run."""
         return tuple(sum(counts[i] for _, counts in self.stages) for i in range(len(self.names)))
 
     def as_dict(self) -> dict:
-        """For the manifest."""
+        """Returns the plan for the manifest."""
 
-        def told(counts: Sequence[int]) -> dict:
-            whole = sum(counts) or 1
+        def describe(counts: Sequence[int]) -> dict:
+            total = sum(counts) or 1
             return {
-                name: {"share": count / whole, "tokens": count * self.length, "epochs": count / size}
+                name: {"share": count / total, "tokens": count * self.length, "epochs": count / size}
                 for name, count, size in zip(self.names, counts, self.sizes, strict=True)
             }
 
-        stages = [{"first_token": start * self.length, "sources": told(counts)} for start, counts in self.stages]
-        return {"block": self.block, "sources": told(self.total), "stages": stages}
+        stages = [{"first_token": start * self.length, "sources": describe(counts)} for start, counts in self.stages]
+        return {"block": self.block, "sources": describe(self.total), "stages": stages}
 
     def lines(self) -> list[str]:
-        """As text: a line that says what follows, and one for each source (and, with a curriculum, each stage)."""
+        """Returns the plan as text: a title, a line for each source and, with a curriculum, for each stage."""
         exact = f"shares exact over every {self.block:,} sequences" if self.block else "read as one"
         lines = [f"{len(self.names)} sources in sequences of {self.length:,}, {exact}:"]
         widest = max(map(len, self.names))
@@ -68,20 +68,20 @@ class Plan:
         return lines
 
 
-def plan(data: DataSection, sizes: Sequence[int], length: int, samples: int) -> Plan:
-    """What a run of `samples` sequences takes from each of `data.train`'s sources."""
+def plan_mixture(data: DataSection, sizes: Sequence[int], length: int, samples: int) -> MixturePlan:
+    """Plans a run of `samples` sequences over the sources of `data.train`."""
     names = tuple(source.label for source in data.sources)
     if not data.weighted:
-        return Plan(names, tuple(sizes), length, ((0, tuple(largest_remainders(samples, sizes))),), None)
+        return MixturePlan(names, tuple(sizes), length, ((0, tuple(largest_remainders(samples, sizes))),), None)
     reached: dict[int, tuple[int, list[int]]] = {}
     for phase in data.phases(sizes, length):
-        here = min(samples, samples if phase.stop is None else phase.stop) - phase.start
-        if here <= 0:
+        count = min(samples, samples if phase.stop is None else phase.stop) - phase.start
+        if count <= 0:
             break
         _, counts = reached.setdefault(phase.stage, (phase.start, [0] * len(names)))
-        whole, part = divmod(here, phase.block)
-        rest = largest_remainders(part, phase.counts)
-        for i, (count, more) in enumerate(zip(phase.counts, rest, strict=True)):
-            counts[i] += whole * count + more
+        blocks, remainder = divmod(count, phase.block)
+        partial = largest_remainders(remainder, phase.counts)
+        for i, (per_block, more) in enumerate(zip(phase.counts, partial, strict=True)):
+            counts[i] += blocks * per_block + more
     stages = tuple((start, tuple(counts)) for start, counts in reached.values())
-    return Plan(names, tuple(sizes), length, stages, data.mixture_block or BLOCK)
+    return MixturePlan(names, tuple(sizes), length, stages, data.mixture_block or BLOCK)

@@ -1,4 +1,4 @@
-"""Reading samples of a dataset, checking what a custom one returns, and stacking them to batches."""
+"""Reads and checks samples of a dataset, and stacks them to batches."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import numpy as np
 import torch
 
 from weft.data.batches.batch import Batch
-from weft.data.batches.layout import PARTS, PLAIN, Layout
+from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Layout
 from weft.errors import UserError
 
-IGNORED = -100  # as a label: what torch, and with it everyone, leaves out of the loss
+IGNORED = -100  # a label without loss, as in PyTorch's `ignore_index`
+
+Arrays = dict[str, np.ndarray]
 
 
 class Dataset(Protocol):
-    """What can be trained on.
+    """A map-style dataset to train on.
 
-    A class with `complete = True` gives every part as arrays of one length, unchecked but for its ids. It may also have
-    `read(indices)`, which gives many samples at once, each part stacked `[n, ...]`; and `where(index)`, which says in
-    words where a sample comes from.
+    A class with `complete = True` returns all keys as arrays of one length, of which only the ids are checked. It may
+    also have `read(indices)`, which returns several samples stacked `[n, ...]`. Any dataset may have `where(index)`,
+    which describes the origin of a sample for messages.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """`tokens` `[seq]`; optionally `labels` (default: the next token), `weight`, `positions`, `segments`.
+        """Returns `tokens` `[seq]`, and optionally `labels` (default: the next token), `weight`, `positions` and
+        `segments`.
 
-        A sample of several sequences has each part as `[sequences, seq]`. Fields that the objective declares stand
-        beside these parts.
+        In a sample of several sequences, each of these is `[sequences, seq]`. The mapping also has the fields that the
+        objective declares.
         """
         ...
 
@@ -41,85 +44,85 @@ def collate(
     indices: Sequence[int] | np.ndarray,
     samples: np.ndarray,
     *,
-    rows: int,
+    batch_size: int,
     real: int,
     layout: Layout = PLAIN,
 ) -> Batch:
-    """Read samples and stack them to a batch of `rows` samples, of which the first `real` count.
+    """Reads samples and stacks them to a batch of `batch_size` samples. Only the first `real` have a weight.
 
     Raises:
-        UserError: the dataset gave something that is no sample; says which.
+        UserError: an invalid sample, with its index.
     """
-    parts = read_samples(dataset, np.asarray(indices, np.int64), layout)
-    if missing := rows - len(indices):
-        parts = {key: np.concatenate([part, part[:1].repeat(missing, 0)]) for key, part in parts.items()}
-    parts["weight"][real:] = 0
-    numbers = torch.full((rows,), -1, dtype=torch.int64)
+    arrays = read_samples(dataset, np.asarray(indices, np.int64), layout)
+    if missing := batch_size - len(indices):
+        arrays = {key: np.concatenate([array, array[:1].repeat(missing, 0)]) for key, array in arrays.items()}
+    arrays["weight"][real:] = 0
+    numbers = torch.full((batch_size,), -1, dtype=torch.int64)
     numbers[:real] = torch.from_numpy(np.asarray(samples[:real], np.int64))
-    # From samples to rows: [samples, sequences, ...] to [rows, ...].
-    parts = {key: part.reshape(-1, *part.shape[1 + len(layout.lead) :]) for key, part in parts.items()}
-    stacked = {key: torch.from_numpy(part) for key, part in parts.items()}
-    extra = {name: stacked.pop(name) for name in layout.fields}
+    # [samples, sequences, ...] -> [batch, ...]
+    arrays = {key: array.reshape(-1, *array.shape[1 + len(layout.lead) :]) for key, array in arrays.items()}
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    extra = {name: tensors.pop(name) for name in layout.fields}
     numbers = numbers.repeat_interleave(layout.sequences)
-    return Batch(**{"segments": None, **stacked}, samples=numbers, extra=extra, layout=layout)
+    return Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
 
 
-def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) -> dict[str, np.ndarray]:
-    """The parts of samples, each `[n, seq]`, or `[n, sequences, seq]`: tokens, labels, weight, positions and, if any
-    sample has them, segments; and the layout's fields.
+def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) -> Arrays:
+    """Reads samples: tokens, labels, weight, positions, segments (if any sample has them) and the layout's fields.
+
+    Returns:
+        Arrays `[n, seq]`, or `[n, sequences, seq]`.
 
     Raises:
-        UserError: something that is no sample, or samples that are not equally long; says which.
+        UserError: an invalid sample, or samples of different lengths, with the index.
     """
     if getattr(dataset, "complete", False) and (read := getattr(dataset, "read", None)) is not None:
-        return _checked(dataset, indices, read(indices), layout)
-    samples = [_sample(dataset, int(index), layout) for index in indices]
+        return _check_ids(dataset, indices, read(indices), layout)
+    samples = [_read_sample(dataset, int(index), layout) for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         for name in ("tokens", *layout.fields):
-            raise_unless_alike(f"sample {index} has", name, sample[name], samples[0][name])
-    parts = ("tokens", "labels", "weight", "positions", *layout.fields)
-    stacked = {key: np.stack([sample[key] for sample in samples]) for key in parts}
+            check_same_shape(f"sample {index} has", name, sample[name], samples[0][name])
+    keys = ("tokens", "labels", "weight", "positions", *layout.fields)
+    stacked = {key: np.stack([sample[key] for sample in samples]) for key in keys}
     if any("segments" in sample for sample in samples):
         one_document = np.zeros_like(samples[0]["tokens"])
         stacked["segments"] = np.stack([sample.get("segments", one_document) for sample in samples])
-    return _checked(dataset, indices, stacked, layout)
+    return _check_ids(dataset, indices, stacked, layout)
 
 
-def raise_unless_alike(told: str, name: str, part: np.ndarray, other: np.ndarray) -> None:
-    """Raises UserError if two samples' parts are not of one shape; `told` is how its line begins."""
-    if part.shape == other.shape:
+def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarray) -> None:
+    """Raises UserError if two samples' arrays differ in shape. `subject` begins the message."""
+    if array.shape == other.shape:
         return
-    if name == "tokens":
-        raise UserError(f"{told} {part.shape[-1]} tokens where others have {other.shape[-1]}; all must be as long")
-    raise UserError(f"{told} {name} of shape {part.shape} where others have {other.shape}; all must have one shape")
+    if key == "tokens":
+        raise UserError(f"{subject} {array.shape[-1]} tokens, others have {other.shape[-1]}; all must have one length")
+    raise UserError(f"{subject} {key} of shape {array.shape}, others have {other.shape}; all must have one shape")
 
 
-def _checked(
-    dataset: Dataset, indices: np.ndarray, parts: dict[str, np.ndarray], layout: Layout
-) -> dict[str, np.ndarray]:
-    """The same parts. One pass over the ids on the host: on a GPU an id beyond the embedding breaks the device.
+def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
+    """Checks on the host that the model has an embedding for each id: on a GPU, another id breaks the device.
 
     Raises:
-        UserError: an id that the model has no embedding for; names the sample.
+        UserError: an id outside the vocabulary, with its sample.
     """
-    most = layout.vocab_size or 2**63  # as unsigned numbers, negative ids are beyond every vocabulary
+    limit = layout.vocab_size or 2**63  # as unsigned numbers, negative ids are above every limit
     for key in ("tokens", "labels"):
-        if key not in parts or not (wrong := parts[key].astype(np.int64, copy=False).view(np.uint64) >= most).any():
+        if key not in arrays or not (wrong := arrays[key].astype(np.int64, copy=False).view(np.uint64) >= limit).any():
             continue
-        if key == "labels" and (ignored := parts[key] == IGNORED).any():
-            parts["weight"][ignored] = parts[key][ignored] = 0
+        if key == "labels" and (ignored := arrays[key] == IGNORED).any():
+            arrays["weight"][ignored] = arrays[key][ignored] = 0
             wrong &= ~ignored
         if wrong.any():
-            place, known = tuple(np.argwhere(wrong)[0]), layout.vocab_size
-            ids = f"ids are 0 to {known - 1}, as model.vocab_size is {known}" if known else "ids are 0 or more"
+            place, size = tuple(np.argwhere(wrong)[0]), layout.vocab_size
+            ids = f"ids are 0 to {size - 1}, as model.vocab_size is {size}" if size else "ids are 0 or more"
             raise UserError(
-                f"{type(dataset).__name__}[{indices[place[0]]}] has {parts[key][place]} among its {key}; {ids}"
+                f"{type(dataset).__name__}[{indices[place[0]]}] has {arrays[key][place]} among its {key}; {ids}"
             )
-    return parts
+    return arrays
 
 
-def _sample(dataset: Dataset, index: int, layout: Layout) -> dict[str, np.ndarray]:
-    """One sample with all its parts, as arrays of one length."""
+def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
+    """Reads one sample and completes it to arrays of one length."""
     if getattr(dataset, "complete", False):
         return dataset[index]
     name = type(dataset).__name__
@@ -128,65 +131,66 @@ def _sample(dataset: Dataset, index: int, layout: Layout) -> dict[str, np.ndarra
     except UserError:
         raise
     except Exception as error:
-        raise UserError(*_in_users_code(error, dataset, index)) from error
+        raise UserError(*_describe_error(error, dataset, index)) from error
     if not isinstance(given, dict) or "tokens" not in given:
-        raise UserError(f"{name}[{index}] is no mapping with 'tokens'; return {{'tokens': integers [seq], ...}}")
-    if unknown := given.keys() - {*PARTS, *layout.fields}:
+        raise UserError(f"{name}[{index}] is not a dict with 'tokens'; return {{'tokens': integers [seq], ...}}")
+    if unknown := given.keys() - {*TOKEN_KEYS, *layout.fields}:
         declared = f", and the objective's {', '.join(layout.fields)}" if layout.fields else ""
         raise UserError(
-            f"{name}[{index}] has an unknown part {sorted(unknown)[0]!r}; a sample has tokens and optionally "
-            f"labels, weight, positions and segments{declared}; an objective declares further parts in `fields`"
+            f"{name}[{index}] has the unknown key {sorted(unknown)[0]!r}; a sample has tokens and optionally "
+            f"labels, weight, positions and segments{declared}; an objective declares further keys in `fields`"
         )
     if missing := layout.fields.keys() - given.keys():
         raise UserError(f"{name}[{index}] has no {sorted(missing)[0]!r}, which the objective declares in `fields`")
     try:
-        sample = _parts(given, layout)
+        sample = _complete(given, layout)
         for key, declared_field in layout.fields.items():
             try:
                 sample[key] = declared_field.convert(given[key], sample["tokens"].shape[-1], layout.lead)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{key} {error}") from None
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name}[{index}] is no sample: {error}") from None
+        raise UserError(f"{name}[{index}] is not a valid sample: {error}") from None
     return sample
 
 
-def _parts(given: dict[str, Any], layout: Layout) -> dict[str, np.ndarray]:
-    """The parts that every sample has, completed and checked; raises ValueError."""
+def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
+    """Returns the arrays of `TOKEN_KEYS` with defaults; `segments` only if given. Raises ValueError."""
     tokens, lead = np.asarray(given["tokens"]), layout.lead
     if tokens.ndim == 0 or tokens.shape[:-1] != lead or tokens.dtype.kind not in "iu" or tokens.size == 0:
         raise ValueError(f"tokens must be integers of shape [{''.join(f'{size}, ' for size in lead)}seq]")
     positions = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     sample = {"tokens": tokens, "labels": np.roll(tokens, -1, axis=-1), "positions": positions}
-    sample |= {key: np.asarray(given[key]) for key in PARTS if key in given and key != "weight"}
-    for key, part in sample.items():
-        if part.dtype.kind not in "iu":
-            raise ValueError(f"{key} must be integers, and are {part.dtype}")
-    sample = {key: part.astype(np.int64) for key, part in sample.items()}
+    sample |= {key: np.asarray(given[key]) for key in TOKEN_KEYS if key in given and key != "weight"}
+    for key, array in sample.items():
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"{key} must be integers, and are {array.dtype}")
+    sample = {key: array.astype(np.int64) for key, array in sample.items()}
     sample["weight"] = np.array(given.get("weight", np.ones(tokens.shape)), np.float32)
-    for key, part in sample.items():
-        if part.shape != tokens.shape:
-            raise ValueError(f"{key} has shape {part.shape}, tokens {tokens.shape}")
+    for key, array in sample.items():
+        if array.shape != tokens.shape:
+            raise ValueError(f"{key} has shape {array.shape}, tokens {tokens.shape}")
     if not (sample["weight"] >= 0).all():
         raise ValueError("a weight must be 0 or more")
     if "labels" not in given:
-        sample["weight"][..., -1] = 0  # what follows the last token is not known
-    unlabelled = sample["labels"] == IGNORED
-    sample["weight"][unlabelled] = sample["labels"][unlabelled] = 0
+        sample["weight"][..., -1] = 0  # the token after the last one is unknown
+    ignored = sample["labels"] == IGNORED
+    sample["weight"][ignored] = sample["labels"][ignored] = 0
     if (lowest := min(sample["tokens"].min(), sample["labels"].min())) < 0:
-        raise ValueError(f"{lowest} is no token's number, nor {IGNORED}, a label that does not count")
+        raise ValueError(f"{lowest} is neither a token id nor {IGNORED}, a label without loss")
     return sample
 
 
-def _in_users_code(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
-    """What a dataset of the user's own raised, in one line, and where in its file."""
+def _describe_error(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
+    """Describes an exception of a custom dataset in one line, with the file and line of the dataset."""
     name = type(dataset).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == inspect.getsourcefile(type(dataset))]
-    place = (own or frames)[-1]
-    what = " ".join(str(error).split())
+    custom = [frame for frame in frames if frame.filename == inspect.getsourcefile(type(dataset))]
+    place = (custom or frames)[-1]
+    message = " ".join(str(error).split())
     return (
-        f"{name}[{index}] raised {type(error).__name__}{': ' if what else ''}{what}; mend it and run the command again",
+        f"{name}[{index}] raised {type(error).__name__}{': ' if message else ''}{message}; "
+        "fix it and run the command again",
         place.filename,
         place.lineno,
     )

@@ -1,4 +1,4 @@
-"""Processes that read batches ahead, and what is said when one of them dies."""
+"""Worker processes that prefetch batches, and the report when one of them dies."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ class Source(Protocol):
     def where(self, step: int) -> str: ...
 
 
-# A socket's path has at most 107 bytes; below the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
+# A socket's path has at most 107 bytes; in the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TMPDIR = 107 - 32
 
 
-def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[Batch]:
-    """The batches of steps `start` to `stop - 1`, in order, read by `workers` processes.
+def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Batch]:
+    """Yields the batches of steps `start` to `stop - 1` in order, read by `workers` processes.
 
     Raises:
-        UserError: what a worker raised; or that one was killed, by what, and which samples it was reading.
+        UserError: an error of a worker; or a worker was killed, with the signal and the samples it was reading.
     """
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:  # else the first batch would be waited for for ever
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:  # the first batch would never arrive
         raise UserError(
             f"the path of the temporary folder, {tempfile.gettempdir()}, is too long for the sockets of data workers; "
             f"set TMPDIR to one of at most {LONGEST_TMPDIR} bytes, or data.workers to 0"
         )
-    reading = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # of each worker: process and step
+    reading = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # process id and step of each worker
     loader = DataLoader(
         _Steps(source, reading),
         batch_size=None,
         sampler=range(start, stop),
         num_workers=workers,
-        worker_init_fn=_begin_quietly,
+        worker_init_fn=_initialize_worker,
         pin_memory=torch.cuda.is_available(),
     )
     before = multiprocessing.active_children()
-    watch = _Watch()
-    # Workers inherit what is blocked here: a signal that comes while they start must not end them.
+    watch = _WorkerWatch()
+    # Workers inherit blocked signals, so a signal that arrives while they start does not kill them.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         batches = iter(loader)
@@ -68,29 +68,29 @@ def read_ahead(source: Source, start: int, stop: int, workers: int) -> Iterator[
     died = None
     try:
         while True:
-            batch = watch.during(lambda: next(batches, None))
+            batch = watch.wait(lambda: next(batches, None))
             if batch is None or isinstance(batch, UserError):
                 break
             yield batch
-    except _Died:
-        died = _what_died(source, reading, watch.dead)
+    except _WorkerDied:
+        died = _describe_death(source, reading, watch.dead)
     finally:
         watch.end()
-        batches = iter(())  # ends the workers now, not when an exception's frames are forgotten
+        batches = iter(())  # ends the workers now, not when the frames of an exception are freed
     if died is not None:
         raise UserError(died)
     if isinstance(batch, UserError):
         raise batch
 
 
-class _Died(Exception):
-    """A worker is gone."""
+class _WorkerDied(Exception):
+    """A worker process has died."""
 
 
-class _Watch:
-    """Learns at once of a worker's death, but speaks of it only where a batch is waited for.
+class _WorkerWatch:
+    """Detects the death of a worker, but raises only while a batch is being waited for.
 
-    PyTorch's own handler of SIGCHLD raises wherever the main process happens to be: in the middle of an update, say.
+    PyTorch's own SIGCHLD handler raises anywhere in the main process, for example in the middle of an update.
     """
 
     def __init__(self) -> None:
@@ -101,46 +101,46 @@ class _Watch:
 
     @property
     def dead(self) -> list[multiprocessing.process.BaseProcess]:
-        """Workers that ended otherwise than in peace."""
+        """Workers that crashed, were killed, or exited with an error."""
         return [child for child in self.children if not child.is_alive() and child.exitcode]
 
     def begin(self, children: list[multiprocessing.process.BaseProcess]) -> None:
-        """Take the signal over."""
+        """Replaces the SIGCHLD handler."""
         self.children = children
         if self.main:
-            signal.signal(signal.SIGCHLD, self._told)
+            signal.signal(signal.SIGCHLD, self._on_sigchld)
 
     def end(self) -> None:
-        """Give it back."""
+        """Restores the SIGCHLD handler."""
         if self.main:
             signal.signal(signal.SIGCHLD, self.before or signal.SIG_DFL)
 
-    def during(self, act: Callable[[], T]) -> T:
-        """Do what waits for workers.
+    def wait(self, function: Callable[[], T]) -> T:
+        """Calls a function that waits for workers.
 
         Raises:
-            _Died: one is gone.
+            _WorkerDied: a worker has died.
         """
         self.waiting = True
         try:
             if self.dead:
-                raise _Died
-            return act()
+                raise _WorkerDied
+            return function()
         except (RuntimeError, OSError, EOFError):
-            # What PyTorch makes of it; or a batch was announced, and its memory went with the worker that had it.
+            # Raised by PyTorch, or because a batch's shared memory went away with its worker.
             self.waiting = False
             ended = multiprocessing.connection.wait([child.sentinel for child in self.children], timeout=1)
             for child in self.children:
                 child.join(1 if child.sentinel in ended else 0)
             if not self.dead:
                 raise
-            raise _Died from None
+            raise _WorkerDied from None
         finally:
             self.waiting = False
 
-    def _told(self, number: int, frame: object) -> None:
+    def _on_sigchld(self, number: int, frame: object) -> None:
         if self.waiting and self.dead:
-            raise _Died
+            raise _WorkerDied
 
 
 class _Steps(TorchDataset):
@@ -157,38 +157,37 @@ class _Steps(TorchDataset):
             return error  # raised in the training process: DataLoader would wrap it in a traceback
 
 
-def _begin_quietly(worker: int) -> None:
-    # Ctrl-C and SIGTERM may reach the whole group; the trainer needs its batches until it has saved, and ends its
-    # workers itself.
+def _initialize_worker(worker: int) -> None:
+    # Ctrl-C and SIGTERM may reach the process group. The trainer needs batches until it has saved a checkpoint, and
+    # ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_leave_when_told, args=(os.getppid(),), daemon=True).start()
-    sys.excepthook = _say_unless_unplugged
+        threading.Thread(target=_exit_at_sigterm, args=(os.getppid(),), daemon=True).start()
+    sys.excepthook = _print_unless_disconnected
 
 
-def _leave_when_told(trainer: int) -> None:
-    """Only the trainer's own SIGTERM counts: it ends so a worker that is stuck in a sample."""
+def _exit_at_sigterm(trainer: int) -> None:
+    """Exits at a SIGTERM of the trainer only, which is how the trainer ends a worker that is stuck in a sample."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)
 
 
-def _say_unless_unplugged(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The training process may leave while a batch is being handed over: that is nothing to print a traceback for."""
+def _print_unless_disconnected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Prints no traceback if the training process exits while a worker sends a batch."""
     if not isinstance(error, (OSError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
-def _what_died(source: Source, reading: torch.Tensor, dead: list[multiprocessing.process.BaseProcess]) -> str:
+def _describe_death(source: Source, reading: torch.Tensor, dead: list[multiprocessing.process.BaseProcess]) -> str:
     steps = dict(reading.tolist())
-    parts = []
+    deaths = []
     for child in dead:
         code = child.exitcode or 0
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         step = steps.get(child.pid or -1, -1)
-        what = f"; it last read step {step + 1:,}, {source.where(step)}" if step >= 0 else ""
-        parts.append(f"a data worker (process {child.pid}) was {how}{what}")
-    said = " and ".join(parts) or "a data worker is gone"
-    advice = "if memory ran out, lower data.workers; run the same command again to go on from the last checkpoint"
-    return f"{said}; {advice}"
+        last = f"; it last read step {step + 1:,}, {source.where(step)}" if step >= 0 else ""
+        deaths.append(f"a data worker (process {child.pid}) {how}{last}")
+    remedy = "if memory ran out, lower data.workers; run the same command again to continue from the last checkpoint"
+    return f"{' and '.join(deaths) or 'a data worker died'}; {remedy}"

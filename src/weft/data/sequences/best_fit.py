@@ -1,9 +1,9 @@
-"""Best-fit decreasing by counts: which sizes share a sequence, for any number of documents.
+"""Best-fit decreasing bin packing of documents into sequences, computed on counts of document sizes.
 
-Ding et al., "Fewer Truncations Improve Language Modeling", 2024: whole documents, longest first, each into the fullest
-sequence that still has room. Documents of one size are interchangeable, so sequences alike are kept as one pattern with
-a count (Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021): the work grows with the number
-of sizes, not of documents, and the result is that of placing one document after the other.
+Ding et al., "Fewer Truncations Improve Language Modeling", 2024: places documents, longest first, each into the fullest
+sequence with enough room. Documents of one size are interchangeable, so equal sequences are one pattern with a count
+(Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021). The work grows with the number of sizes,
+not of documents, and the result is the same as placing documents one by one.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A pattern while it grows: what it was before, and so many items of a size more.
+# A growing pattern as a linked list: the previous pattern, and the size and number of the items added to it.
 _Pattern = tuple["_Pattern | None", int, int]
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """Sequences, as many of a kind as there are, and what each holds. `p` numbers patterns, `t` their parts.
+    """Packed sequences, grouped by pattern. A pattern has one entry for each size of item in it.
 
-    The `b`-th sequence of pattern `p` holds, for each part `t` in `offsets[p] .. offsets[p + 1] - 1`, the items
-    `firsts[t] + b * repeats[t]` to `firsts[t] + (b + 1) * repeats[t] - 1` among those of size `sizes[t]`.
+    The `b`-th sequence of pattern `p` holds, for each entry `t` in `offsets[p] .. offsets[p + 1] - 1`, the items
+    `firsts[t] + b * repeats[t]` to `firsts[t] + (b + 1) * repeats[t] - 1` of size `sizes[t]`.
 
     Attributes:
-        bins: sequences of each pattern, int64 `[patterns]`.
-        offsets: where each one's parts begin, int64 `[patterns + 1]`.
-        sizes, repeats, firsts: int64 `[parts]`; a pattern's sizes descend.
+        bins: number of sequences of each pattern, int64 `[patterns]`.
+        offsets: first entry of each pattern, int64 `[patterns + 1]`.
+        sizes, repeats, firsts: int64 `[entries]`; the sizes of a pattern are descending.
     """
 
     bins: np.ndarray
@@ -39,12 +39,12 @@ class Patterns:
 
 
 def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Patterns:
-    """Put items into sequences of at most `capacity`.
+    """Packs items into sequences of at most `capacity`.
 
     Args:
-        counts: `counts[s]` items have size `s`; those of size 0 are left out. No size is above `capacity`.
+        counts: number of items of each size; items of size 0 are ignored. No size is above `capacity`.
     """
-    spaces: list[int] = []  # ascending: free space for which there are open sequences
+    spaces: list[int] = []  # ascending free spaces of the open sequences
     open_: dict[int, list[tuple[_Pattern, int]]] = {}
     full: list[tuple[_Pattern, int]] = []
 
@@ -69,8 +69,8 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
                     del open_[space], spaces[at]
             else:
                 space, pattern, bins = capacity, None, -(-left // (capacity // size))
-            # The sequence that just took an item is now the fullest with room for the next, until it has none: so each
-            # takes as many as fit, and one may get the few that are left.
+            # A sequence that just got an item is the fullest one with room for the next item of this size. So each
+            # sequence gets as many items as fit, and the last one may get fewer.
             each = space // size
             filled = min(bins, left // each)
             if filled:
@@ -81,25 +81,25 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
                 put((pattern, size, left), 1, space - left * size)
                 left, bins = 0, bins - 1
             if bins:
-                assert pattern is not None  # new sequences are as many as are needed
+                assert pattern is not None  # there are no more new sequences than needed
                 put(pattern, bins, space)
     for space in spaces:
         full += open_[space]
-    return _numbered(full, len(counts))
+    return _number_items(full, len(counts))
 
 
-def _numbered(patterns: list[tuple[_Pattern, int]], sizes: int) -> Patterns:
-    """Flatten the patterns, and give each its items: those of a size in order, the first pattern's first."""
-    offsets, parts, used = [0], [], [0] * sizes
+def _number_items(patterns: list[tuple[_Pattern, int]], sizes: int) -> Patterns:
+    """Flattens the patterns, and numbers the items of each size in the order of the patterns."""
+    offsets, entries, used = [0], [], [0] * sizes
     for pattern, bins in patterns:
-        own = []
+        reverse = []
         link: _Pattern | None = pattern
         while link is not None:
             link, size, repeat = link
-            own.append((size, repeat, used[size]))
+            reverse.append((size, repeat, used[size]))
             used[size] += bins * repeat
-        parts += reversed(own)
-        offsets.append(len(parts))
-    columns = np.array(parts, np.int64).reshape(-1, 3).T
+        entries += reversed(reverse)
+        offsets.append(len(entries))
+    columns = np.array(entries, np.int64).reshape(-1, 3).T
     bins = np.array([bins for _, bins in patterns], np.int64)
     return Patterns(bins, np.array(offsets, np.int64), *map(np.ascontiguousarray, columns))

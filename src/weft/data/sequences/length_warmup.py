@@ -1,4 +1,4 @@
-"""Sequence-length warm-up: short rows first, for a steadier start at high learning rates.
+"""Sequence-length warm-up: begins with short sequences, for a more stable start at high learning rates.
 
 Li, Zhang & He, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022.
 """
@@ -9,19 +9,20 @@ from weft.errors import UserError
 
 
 class LengthWarmup:
-    """How long the rows of each step are: `length(step)`, which grows to `sequence_length` in stages.
+    """The sequence length of each step, `length(step)`, which grows to `sequence_length` in stages.
 
-    The length aimed at grows linearly over the first `steps` steps, as in the paper; the stage is the longest that is
-    not above it. Full sequences are cut into rows of that length (`Batch.cut`), so a step keeps its tokens.
+    The target length grows linearly over the first `steps` steps, as in the paper. A step has the longest stage that is
+    not above the target. Full sequences are split into sequences of that length (`Batch.split_sequences`), so a step
+    keeps its tokens.
 
     Args:
         sequence_length: of the full sequences.
-        start: the first stage is the shortest of at least so many tokens.
-        steps: from this step on (counted from 0) rows are full.
+        start: minimum length of the first stage.
+        steps: the first step (counted from 0) with full sequences.
 
     Attributes:
-        stages: the lengths, ascending; each divides the next, the last is `sequence_length`. For a power of two they
-            double.
+        stages: ascending lengths, each a divisor of the next; the last is `sequence_length`. For a power of two, each
+            is twice the previous one.
 
     Raises:
         UserError: `start` or `steps` out of range, or no stage below `sequence_length`.
@@ -34,24 +35,24 @@ class LengthWarmup:
                 "set it lower"
             )
         if steps < 0:
-            raise UserError(f"data.length_warmup.steps: {steps} is negative; set how many steps the warm-up takes")
+            raise UserError(f"data.length_warmup.steps: {steps} is negative; set the number of steps of the warm-up")
         stages = [sequence_length]
         while (shorter := stages[0] // _smallest_factor(stages[0])) >= start and shorter < stages[0]:
             stages.insert(0, shorter)
         if len(stages) == 1 and start < sequence_length:
             raise UserError(
-                f"data.length_warmup.start: no length from {start} up divides the sequence length, {sequence_length}; "
+                f"data.length_warmup.start: no length from {start} on divides the sequence length, {sequence_length}; "
                 "set it lower, or data.sequence_length to a power of two"
             )
         self.sequence_length, self.start, self.steps, self.stages = sequence_length, start, steps, stages
 
     def length(self, step: int) -> int:
-        """Tokens a row in `step`, counted from 0; a divisor of `sequence_length`."""
+        """Returns the sequence length of `step`, counted from 0; a divisor of `sequence_length`."""
         if step >= self.steps:
             return self.sequence_length
         first = self.stages[0]
-        aimed = first + (self.sequence_length - first) * step // self.steps
-        return max(stage for stage in self.stages if stage <= aimed)
+        target = first + (self.sequence_length - first) * step // self.steps
+        return max(stage for stage in self.stages if stage <= target)
 
 
 def _smallest_factor(number: int) -> int:

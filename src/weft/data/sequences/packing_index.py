@@ -1,7 +1,7 @@
-"""Which documents share a sequence: made once per store and sequence length, kept beside the store, memory-mapped.
+"""The packing index: assigns documents to sequences. Built once per store and sequence length, and memory-mapped.
 
-A document of n tokens gives n - 1 inputs, each with the next token as its label: its last token is only ever a label. A
-document of more inputs than a sequence holds is cut into full sequences and a rest; rests are packed by best fit.
+A document of n tokens has n - 1 inputs, each with the next token as its label. A document with more inputs than a
+sequence holds is split into full-length slices and a remainder. Remainders are packed by best fit.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from weft.files import hidden_folder, publish, sync_tree
 from weft.observe.console import Console
 
 VERSION = 1
-BLOCK = 1 << 22  # documents looked at together: some 200 MB
+BLOCK = 1 << 22  # documents processed at once: about 200 MB
 
 
 @dataclass(frozen=True)
 class PackingIndex:
-    """Sequences `0 .. full - 1` are pieces of long documents; the others are made of rests.
+    """Sequences `0 .. full - 1` are full-length slices of long documents; the others hold remainders.
 
     Attributes:
-        documents: of the store; unlearnable: those of at most one token, which are in no sequence.
-        inputs: tokens that are not padding, in all sequences together.
-        full, sequences: numbers of sequences, full pieces and all.
-        long, long_firsts: documents with full pieces, and how many full pieces come before each; int64.
-        order: documents with a rest, by the rest's size and then by number.
-        bin_firsts: how many sequences of rests come before each pattern's, and behind the last, int64.
-        patterns: as `best_fit_decreasing` gives them, but `firsts` are places in `order`.
+        documents: number of documents of the store.
+        unlearnable: documents of at most one token, which are in no sequence.
+        inputs: tokens in all sequences without padding.
+        full, sequences: number of full-length slices, and of all sequences.
+        long, long_firsts: documents with full-length slices, and the number of slices before each; int64.
+        order: documents with a remainder, sorted by its size and then by number.
+        bin_firsts: first sequence of each pattern, counted from `full`, and their total, int64.
+        patterns: of `best_fit_decreasing`, but with `firsts` as positions in `order`.
     """
 
     documents: int
@@ -56,30 +57,30 @@ class PackingIndex:
     patterns: Patterns
 
     def documents_of(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """What a sequence holds: documents, how many inputs of each (their last ones), and, for a piece of a long
-        document, which piece it is (else -1)."""
+        """Returns the documents of a sequence, the number of inputs of each (its last ones), and the slice number of a
+        long document's full-length slice (else -1)."""
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1
             return self.long[at : at + 1], np.array([length]), sequence - int(self.long_firsts[at])
         number = sequence - self.full
         pattern = int(np.searchsorted(self.bin_firsts, number, side="right")) - 1
         number -= int(self.bin_firsts[pattern])
-        parts = slice(*self.patterns.offsets[pattern : pattern + 2].tolist())
-        repeats = self.patterns.repeats[parts]
-        firsts = (self.patterns.firsts[parts] + number * repeats).tolist()
+        entries = slice(*self.patterns.offsets[pattern : pattern + 2].tolist())
+        repeats = self.patterns.repeats[entries]
+        firsts = (self.patterns.firsts[entries] + number * repeats).tolist()
         documents = [self.order[first : first + n] for first, n in zip(firsts, repeats.tolist(), strict=True)]
-        return np.concatenate(documents), np.repeat(self.patterns.sizes[parts], repeats), -1
+        return np.concatenate(documents), np.repeat(self.patterns.sizes[entries], repeats), -1
 
 
 def packing_index(store: TokenStore, length: int, console: Console | None = None) -> PackingIndex:
-    """Open the store's index for sequences of `length`; make it first if there is none.
+    """Opens the store's index for sequences of `length`, and builds it first if there is none.
 
-    It is written to `STORE/packing/best_fit-<length>`, or, where the store cannot be written to, below the user's cache
-    folder. It appears whole, by one rename. Of several processes that ask at once, one makes it and the others wait; on
-    a file system without locks each makes its own, all alike, and the first stays.
+    Writes it to `STORE/packing/best_fit-<length>`, or to the user's cache folder if the store is read-only. The index
+    appears by one rename. Of several processes, one builds it and the others wait. On a file system without locks, each
+    builds the same index, and the first one is kept.
 
     Raises:
-        UserError: there is no room for it, or nowhere to write.
+        UserError: the index cannot be written.
     """
     name = f"best_fit-{length}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -90,13 +91,13 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(place.parent / f".{name}.lock") as alone:
-                return _open(place, store, length) or _make(place, store, length, alone, console or Console(False))
+            with _locked(place.parent / f".{name}.lock") as locked:
+                return _open(place, store, length) or _build(place, store, length, locked, console or Console(False))
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or place is places[-1]:
                 raise UserError(
                     f"the index of packed sequences cannot be written: {error.strerror}; make room, or set "
-                    "data.packing to concatenate, which needs none",
+                    "data.packing to concatenate, which needs no index",
                     place,
                 ) from None
     raise AssertionError("unreachable")
@@ -104,21 +105,21 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Wait for the lock and hold it; gives False where the file system has none."""
+    """Waits for a lock and holds it. Yields whether the file system has locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            alone = True
+            locked = True
         except OSError:
-            alone = False
-        yield alone
+            locked = False
+        yield locked
     finally:
         os.close(handle)
 
 
 def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
-    """The index in `folder`, if it is whole and this store's."""
+    """Opens the index in `folder` if it is complete and of this store."""
     try:
         about = json.loads((folder / "index.json").read_bytes())
         if (about["version"], about["store"], about["length"]) != (VERSION, store.info.idx_sha256, length):
@@ -130,44 +131,44 @@ def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
                 return None
             arrays[name] = map_file(file, np.dtype(dtype), 0, count)
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not there, or damaged: it is made (again)
+        return None  # missing or damaged: it is built (again)
     patterns = Patterns(*(arrays.pop(name) for name in ("bins", "offsets", "sizes", "repeats", "firsts")))
     return PackingIndex(**about["counts"], **arrays, patterns=patterns)
 
 
-def _make(place: Path, store: TokenStore, length: int, alone: bool, console: Console) -> PackingIndex:
-    """Write the index beside its place, then rename it."""
-    if alone:  # nobody else is at work here: what lies about was left by a process that was killed
+def _build(place: Path, store: TokenStore, length: int, locked: bool, console: Console) -> PackingIndex:
+    """Writes the index to a temporary folder and renames it."""
+    if locked:  # no other process is writing, so partial folders were left by killed processes
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
     with hidden_folder(place, uuid.uuid4().hex) as partial:
         _write(partial, store, length, console)
         sync_tree(partial)
-        try:  # what is there already is another store's, or damaged
+        try:  # an existing index that cannot be opened is damaged, or of another store
             publish(partial, place, replace=_open(place, store, length) is None)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # those: somebody else's, and alike
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process has published the same index
                 raise
-    made = _open(place, store, length)
-    if made is None:
-        raise OSError(errno.EIO, "it was changed while it was made")
-    return made
+    index = _open(place, store, length)
+    if index is None:
+        raise OSError(errno.EIO, "it was changed while it was being built")
+    return index
 
 
 def _write(folder: Path, store: TokenStore, length: int, console: Console) -> None:
-    """Two passes over the documents' lengths: count the sizes, then list the documents by size."""
+    """Writes the index in two passes over the documents' lengths: counts the sizes, then sorts documents by size."""
     documents = store.num_documents
     counts = np.zeros(length, np.int64)
     long = full = unlearnable = 0
     with console.progress(2 * documents, "packing into sequences", unit="document") as bar:
-        for start, rests, at, pieces in _rests(store, length):
-            counts += np.bincount(rests, minlength=length)
-            long, full = long + len(pieces), full + int(pieces.sum())
-            unlearnable += int(np.count_nonzero(rests == 0) - np.count_nonzero(rests[at] == 0))
-            bar.update(start + len(rests))
+        for start, remainders, at, slices in _remainders(store, length):
+            counts += np.bincount(remainders, minlength=length)
+            long, full = long + len(slices), full + int(slices.sum())
+            unlearnable += int(np.count_nonzero(remainders == 0) - np.count_nonzero(remainders[at] == 0))
+            bar.update(start + len(remainders))
         counts[0] = 0
         patterns = best_fit_decreasing(counts, length)
-        begins = np.cumsum(counts) - counts  # where in the order each size begins
+        begins = np.cumsum(counts) - counts  # position of each size in the order
         small = {
             "bins": patterns.bins,
             "offsets": patterns.offsets,
@@ -178,15 +179,15 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console) -> No
         }
         for name, array in small.items():
             array.astype("<i8").tofile(folder / f"{name}.bin")
-        order = _Scattered(folder / "order.bin", "<u4" if documents <= 1 << 32 else "<i8", int(counts.sum()))
+        order = _DocumentsBySize(folder / "order.bin", "<u4" if documents <= 1 << 32 else "<i8", int(counts.sum()))
         before = 0
         with open(folder / "long.bin", "wb") as long_file, open(folder / "long_firsts.bin", "wb") as firsts_file:
-            for start, rests, at, pieces in _rests(store, length):
-                order.put(start, rests, begins)
+            for start, remainders, at, slices in _remainders(store, length):
+                order.put(start, remainders, begins)
                 long_file.write((start + at).astype("<i8").tobytes())
-                firsts_file.write((before + np.cumsum(pieces) - pieces).astype("<i8").tobytes())
-                before += int(pieces.sum())
-                bar.update(documents + start + len(rests))
+                firsts_file.write((before + np.cumsum(slices) - slices).astype("<i8").tobytes())
+                before += int(slices.sum())
+                bar.update(documents + start + len(remainders))
     about = {
         "version": VERSION,
         "store": store.info.idx_sha256,
@@ -204,39 +205,39 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console) -> No
     (folder / "index.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
-def _rests(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Block by block: its first document, all rests, which documents are long, and their full pieces."""
+def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """Yields for each block its first document, all remainders, the long documents, and their full-length slices."""
     for start in range(0, store.num_documents, BLOCK):
-        rests = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
-        at = np.flatnonzero(rests >= length)
-        pieces, rests[at] = np.divmod(rests[at], length)
+        remainders = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
+        at = np.flatnonzero(remainders >= length)
+        slices, remainders[at] = np.divmod(remainders[at], length)
         release_pages(store.lengths)
-        yield start, rests, at, pieces.astype(np.int64)
+        yield start, remainders, at, slices.astype(np.int64)
 
 
-class _Scattered:
-    """A file of documents by size, filled a block at a time: each size's next ones go behind its last ones."""
+class _DocumentsBySize:
+    """A file of document numbers sorted by size, filled in blocks."""
 
     def __init__(self, path: Path, dtype: str, count: int):
         self.path, self.dtype, self.count = path, dtype, count
         with open(path, "wb") as file:
             size = count * np.dtype(dtype).itemsize
             if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a fault while writing
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS while writing
             else:
                 file.truncate(size)
 
-    def put(self, start: int, rests: np.ndarray, begins: np.ndarray) -> None:
-        """Place documents `start, start + 1, ...`, and move `begins` on."""
+    def put(self, start: int, sizes: np.ndarray, begins: np.ndarray) -> None:
+        """Writes the documents `start, start + 1, ...` and advances `begins`, the next position of each size."""
         if len(begins) <= 1 << 16:
-            rests = rests.astype(np.uint16)  # sorted by radix, ten times faster
-        counts = np.bincount(rests, minlength=len(begins))
-        order = np.argsort(rests, kind="stable")[counts[0] :]
+            sizes = sizes.astype(np.uint16)  # radix sort, ten times faster
+        counts = np.bincount(sizes, minlength=len(begins))
+        order = np.argsort(sizes, kind="stable")[counts[0] :]
         counts[0] = 0
         if len(order) == 0:
             return
-        places = np.arange(len(order)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        # Mapped anew for every block: pages that were written would otherwise stay this process's memory.
+        positions = np.arange(len(order)) + np.repeat(begins - (np.cumsum(counts) - counts), counts)
+        # A new map for each block frees the pages that were written.
         target = np.memmap(self.path, self.dtype, mode="r+", shape=(self.count,))
-        target[places] = order + start
+        target[positions] = order + start
         begins += counts

@@ -1,4 +1,4 @@
-"""Samples whose contents nobody here needs: those of a pipeline's ranks that have neither embedding nor head."""
+"""Samples without content, for pipeline ranks that have neither the embedding nor the head."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from weft.data.batches.samples import Dataset
 
 
-class UnreadDataset:
-    """As many samples as another dataset, each whole rows that count in full: nothing of them is read.
+class PlaceholderDataset:
+    """A dataset of the same size as another one, without reading it: all ids are 0, all weights are 1.
 
     Args:
-        dataset: whose length and places these are.
+        dataset: provides the number and the origin of samples.
         sequence_length: of every sample.
     """
 
@@ -27,10 +27,10 @@ class UnreadDataset:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: part[0] for name, part in self.read(np.array([index])).items()}
+        return {name: array[0] for name, array in self.read(np.array([index])).items()}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """`tokens`, `labels`, `weight` and `positions` of the right shape, `[samples, sequence_length]`."""
+        """Returns `tokens`, `labels`, `weight` and `positions` `[n, sequence_length]`."""
         shape = (len(indices), self.sequence_length)
         zeros = np.zeros(shape, np.int64)
         positions = np.broadcast_to(np.arange(self.sequence_length), shape).copy()

@@ -1,4 +1,4 @@
-"""A token store as samples: its tokens end to end, cut into windows of one length."""
+"""A token store as samples: consecutive windows of its concatenated tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weft.formatting import counted
 
 
 class StoreDataset:
-    """The windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`, end to end.
+    """The windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`.
 
-    A label's weight is the loss mask of that label's token; without a mask, 1.
+    The weight of a label is its token's loss mask, or 1 without a mask.
 
     Args:
-        document_attention: keep the documents of a window apart: samples also have `segments` (the document's number
-            within the window, from 0), positions begin anew with each document, and the label behind a document's last
-            token, which is the next document's first, has weight 0. What a window cuts off of a document counts as a
-            document of its own, with positions from 0.
+        document_attention: limit attention to documents. Samples also have `segments` (the number of the document in
+            the window, from 0), positions restart at each document, and the label of a document's last token, which is
+            the first token of the next document, has weight 0. A document that a window splits counts as separate
+            documents, with positions from 0.
 
     Raises:
         UserError: the store is shorter than one window.
@@ -47,59 +47,59 @@ class StoreDataset:
         mask = self.store.loss_mask
         weight = np.ones(self.length, np.float32) if mask is None else mask[begin + 1 : end + 1].astype(np.float32)
         sample = {"tokens": window[:-1], "labels": window[1:], "weight": weight}
-        places = np.arange(self.length, dtype=np.int64)
+        positions = np.arange(self.length, dtype=np.int64)
         if not self.document_attention:
-            return sample | {"positions": places}
-        # The places in 1 .. length at which another document begins; at `length` it begins with the last label.
+            return sample | {"positions": positions}
+        # Positions in 1 .. length at which another document begins; at `length` it begins with the last label.
         starts = document_starts(self.store, begin + 1, end + 1) - begin
         weight[starts - 1] = 0
         inside = starts[starts < self.length]
         begins = np.zeros(self.length, np.int64)
         begins[inside] = 1
         segments = begins.cumsum()
-        return sample | {"segments": segments, "positions": places - np.concatenate(([0], inside))[segments]}
+        return sample | {"segments": segments, "positions": positions - np.concatenate(([0], inside))[segments]}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Many samples at once, each part stacked `[n, seq]`."""
+        """Reads samples, stacked `[n, seq]`."""
         if self.document_attention:
             samples = [self[index] for index in indices.tolist()]
             return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-        rows, length, mask = len(indices), self.length, self.store.loss_mask
-        stored = np.asarray(self.store.tokens)  # a slice of a plain array costs a tenth of one of a memory map
-        tokens, labels = np.empty((rows, length), np.int64), np.empty((rows, length), np.int64)
-        weight = np.empty((rows, length), np.float32)
+        count, length, mask = len(indices), self.length, self.store.loss_mask
+        stored = self.store.tokens
+        tokens, labels = np.empty((count, length), np.int64), np.empty((count, length), np.int64)
+        weight = np.empty((count, length), np.float32)
         weight.fill(1)
-        for row, begin in enumerate((indices * length).tolist()):
-            tokens[row] = stored[begin : begin + length]
-            labels[row] = stored[begin + 1 : begin + length + 1]
+        for i, begin in enumerate((indices * length).tolist()):
+            tokens[i] = stored[begin : begin + length]
+            labels[i] = stored[begin + 1 : begin + length + 1]
             if mask is not None:
-                weight[row] = mask[begin + 1 : begin + length + 1]
-        positions = np.empty((rows, length), np.int64)
+                weight[i] = mask[begin + 1 : begin + length + 1]
+        positions = np.empty((count, length), np.int64)
         positions[:] = np.arange(length)
         return {"tokens": tokens, "labels": labels, "weight": weight, "positions": positions}
 
     def where(self, index: int) -> str:
-        """Where a sample comes from, in words."""
+        """Describes the origin of a sample, for messages."""
         begin = index * self.length
         document = first_at_or_after(self.store.offsets, begin * self.store.tokens.dtype.itemsize + 1) - 1
         return f"document {document:,} of {self.store.path} (token {begin:,})"
 
 
 def document_starts(store: TokenStore, begin: int, end: int) -> np.ndarray:
-    """The numbers of the tokens in `begin .. end - 1` with which documents begin; int64, ascending, each once.
+    """Returns the unique ascending numbers of the tokens in `begin .. end - 1` that begin a document, int64.
 
-    Two binary searches in the index: what is read does not grow with the store.
+    Two binary searches in the index, so the time hardly grows with the store.
     """
     size = store.tokens.dtype.itemsize
     first, last = (first_at_or_after(store.offsets, place * size) for place in (begin, end))
     starts = store.offsets[first:last].astype(np.int64) // size
-    return starts[np.diff(starts, prepend=-1) > 0]  # documents of no tokens begin where the next one does
+    return starts[np.diff(starts, prepend=-1) > 0]  # a document without tokens begins where the next one does
 
 
 def first_at_or_after(values: np.ndarray, least: int) -> int:
-    """How many of the ascending `values` are below `least`.
+    """Returns the number of ascending `values` below `least`.
 
-    `np.searchsorted` would first copy the whole map: an index's numbers are not aligned in their file.
+    `np.searchsorted` would copy the entire memory map first, because numbers are not aligned in an index file.
     """
     low, high = 0, len(values)
     while low < high:

@@ -97,7 +97,7 @@ class Context:
             batch.map_tokens(lambda t, dim: t.index_select(dim, places)),
             segments=batch.segments,
             share=1 / self.group.size(),
-            add_up=partial(sum_parts, group=self.group),
+            sum_over_ranks=partial(sum_parts, group=self.group),
         )
 
     def extra(self, batch: Batch) -> dict[str, Any]:

@@ -294,4 +294,4 @@ class TiedHead:
 def filled(batch: Batch, rows: int) -> Batch:
     """A batch of so many rows: those that are missing are copies of the first that count for nothing."""
     missing = rows - len(batch.tokens)
-    return batch.padded(missing) if missing else batch
+    return batch.pad(missing) if missing else batch
