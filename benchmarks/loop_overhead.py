@@ -118,13 +118,13 @@ def bare_step_of(loop):
 
 def measure(size: str, steps: int, threads: int) -> dict:
     import weft
+    from weft.config.components import make_component
     from weft.objectives.pretrain import Pretrain
     from weft.observe.console import Console
     from weft.parallel.gradients.scaling import LossScale
     from weft.parallel.world import start_world
     from weft.train import trainer
-    from weft.train.custom_metrics import Metrics
-    from weft.train.loop import Learner, Loop
+    from weft.train.loop import Loop
     from weft.train.recorder import Recorder
 
     work = HERE / "work"
@@ -137,9 +137,9 @@ def measure(size: str, steps: int, threads: int) -> dict:
         job = trainer.prepare(checked, world, Console(speaks=True), fresh=False)
         data = trainer.open_data(job.config, world)
         model, optimizer = trainer.build(job.config, world)
-        metrics, schedule = Metrics([], Pretrain()), trainer.make_schedule(job.config, data)
-        learner = Learner(model, metrics, optimizer, schedule, LossScale(job.config.training))
-        loop = Loop(job, data, learner, Recorder(job, data, model, 0))
+        schedule = make_component(job.config.schedule, "schedule", data.length.steps)
+        scale, recorder = LossScale(job.config.training), Recorder(job, data, model, 0)
+        loop = Loop(job, data, model, Pretrain(), optimizer, schedule, scale, recorder)
         Turns.bare_step = staticmethod(bare_step_of(loop))
         loop.run(0)
         world.close()

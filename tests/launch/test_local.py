@@ -68,11 +68,11 @@ def test_a_running_run_is_not_disturbed_and_leaves_saved_on_sigint(run_yaml, tmp
     assert f"stopped after step {left_at}, saved" in errors
     assert none_left_in(tmp_path)
 
-    # The same command goes on from there, on as many ranks as it likes, and says when there is nothing left to do.
+    # The same command resumes from there, on as many ranks as it likes, and says when there is nothing left to do.
     monkeypatch.chdir(tmp_path)
     end = f"training.steps={left_at + 2}"
     assert train(file, end) == 0
-    assert f"goes on after step {left_at}" in capsys.readouterr().err
+    assert f"resumes after step {left_at}" in capsys.readouterr().err
     assert [step for step, *_ in losses(run)] == list(range(1, left_at + 3))
     assert train(file, end) == 0
     assert "this run is finished" in capsys.readouterr().err

@@ -26,10 +26,9 @@ from weft.data.batches.batch import Batch
 from weft.observe.console import Console
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.world import World, start_world
-from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.job import Job
-from weft.train.loop import Learner, Loop
+from weft.train.loop import Loop
 from weft.train.trainer import build
 
 # ---- a world
@@ -142,7 +141,11 @@ def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module,
     loop = Steps(
         Job(config, world, SimpleNamespace(path=Path()), Console(speaks=False)),
         Data(length, rows, (), {}),
-        Learner(model, Metrics([], objective), optimizer, schedule, LossScale(config.training)),
+        model,
+        objective,
+        optimizer,
+        schedule,
+        LossScale(config.training),
         Beginnings(wire),
     )
     loop.wire = wire

@@ -142,14 +142,14 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     said = capsys.readouterr().err
     for step in (4, 6):
         assert f"step-{step:08} is damaged (" in said
-        assert f"it is now damaged-step-{step:08}, and the run goes on from step-00000002" in said
+        assert f"it is now damaged-step-{step:08}, and the run resumes from step-00000002" in said
         assert (run / "checkpoints" / f"damaged-step-{step:08}").is_dir()
-    assert f"{run}/metrics.jsonl has no line, and the run goes on after step 2" in said
+    assert f"{run}/metrics.jsonl has no line, and the run resumes after step 2" in said
     assert losses(run) == losses(straight)[2:]
     assert_same_weights(straight, run)
     assert train(file, "--from-last-good", "training.steps=7") == 0  # nothing is damaged any more
     said = capsys.readouterr().err
-    assert "goes on after step 6" in said
+    assert "resumes after step 6" in said
     assert "warning" not in said.replace("warning: changed since the run last trained: training.steps", "")
     assert "removed" not in said  # one goes for another: 2 for 7
 

@@ -69,7 +69,7 @@ def bits(dataset, store, limit=None):
     batches = ValidationBatches(dataset, batch_size=3, limit=limit)
     model = Known()
     passes = Passes(model, Pretrain(), WORLD, ParallelSection())
-    return validate(model, passes, [HeldOut("", batches, batches, each)], WORLD, whole=True)
+    return validate(model, passes, [HeldOut("", batches, batches, each)], WORLD, full=True)
 
 
 @pytest.mark.parametrize("way", ["end to end", "kept apart", "best fit"])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.cli.on_ranks import add_run_arguments, run_on_ranks
 from weft.errors import UserError
@@ -118,23 +119,23 @@ def default_out(config: RunConfig) -> Path:
 
 
 def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] | None) -> Outcome:
-    """Profiles in this process and prints the tables."""
+    """Profiles in this process; the first rank prints the tables."""
     from weft.train.capture import Request
-    from weft.train.profile import profile as take
+    from weft.train.profile import profile as run_profile
 
     request = Request(Path(args.out) if args.out else default_out(config), args.steps, args.warmup, ranks)
-    outcome, found = take(config, request)
-    if found and outcome.status != "stopped":
-        show(found, request.out)
+    outcome = run_profile(config, request)
+    if outcome.status == "finished" and int(os.environ.get("RANK", 0)) == 0:
+        show(request.out)
     return outcome
 
 
-def show(found: dict[str, Any], out: Path) -> None:
-    """Prints the tables."""
+def show(out: Path) -> None:
+    """Prints the tables of a profile."""
     from weft.observe.console import Console
     from weft.observe.profile_page import shares_text, tables, warmup_text
 
-    console = Console()
+    console, found = Console(), json.loads((out / "profile.json").read_text(encoding="utf-8"))
     for header, rows in tables(found).values():
         if rows:
             console.table(header, rows)

@@ -283,3 +283,8 @@ def load_class(chosen: str | Component, room: str) -> type:
         what = f"has no method {missing[0]}, which every {room} needs; see docs/own-components.md"
         raise UserError(f"{type_!r}: {name} {what}", place)
     return found
+
+
+def make_component(section: Component, kind: str, *arguments: Any) -> Any:
+    """Makes the component of a section: its class, with the keys of the section as keyword arguments."""
+    return load_class(section, kind)(*arguments, **section.arguments)

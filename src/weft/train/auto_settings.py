@@ -1,6 +1,6 @@
-"""What Weft chooses by itself, once a run: the dtype of computing, CPU threads, the allocator's habits.
+"""Settings that Weft chooses once per run: dtype, CPU threads, and the allocator's behavior.
 
-Results depend on the first two to the last bit, so they are saved in the run's config and taken from there on resume.
+Results depend on the first two to the last bit, so they are saved in the config of the run and reused on resume.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DTYPES = {
 
 
 def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
-    """`training` with `dtype: auto` and `threads` filled in for this device."""
-    threads = training.threads
+    """Returns `training` with `dtype: auto` and `threads` chosen for this device."""
+    threads, given = training.threads, os.environ.get("OMP_NUM_THREADS", "")
     if threads is None and device.type == "cpu":
         share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        threads = int(os.environ["OMP_NUM_THREADS"]) if os.environ.get("OMP_NUM_THREADS", "").isdigit() else share
+        threads = int(given) if given.isdigit() else share
     dtype = training.dtype
     if dtype == "auto":
         dtype = "bfloat16" if bfloat16_is_faster(device) else "float32"
@@ -34,14 +34,14 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
 
 
 def apply_choices(training: TrainingSection) -> None:
-    """Make this process work as chosen."""
+    """Sets the threads and the allocator of this process."""
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     keep_freed_memory()
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
-    """True where matrix products take clearly less time in bfloat16 than in float32 (AMX, tensor cores)."""
+    """Whether matmuls are clearly faster in bfloat16 than in float32 (AMX, tensor cores)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
 
@@ -58,17 +58,17 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory in the process: a step's activations come back at the same places.
+    """Has glibc keep freed memory, so that the activations of a step reuse the same addresses.
 
-    Otherwise every large tensor is a fresh mapping that the kernel clears page by page, in each step anew.
+    Otherwise every large tensor is a new mapping that the kernel clears page by page, in each step.
 
     Returns:
-        False where the C library is not glibc.
+        False if the C library is not glibc.
     """
     m_mmap_max, m_trim_threshold = -4, -1
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch asks for huge pages: fewer faults and table walks
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch requests huge pages: fewer faults and table walks
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1))  # -1: never give back
+    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1))  # -1: never return memory to the system

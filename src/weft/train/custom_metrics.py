@@ -1,4 +1,4 @@
-"""Custom metrics (`log.metrics`): numbers of a step, from the run's state or from each micro-batch's outputs."""
+"""Custom metrics (`log.metrics`), computed from the state of a run or from the outputs of each micro-batch."""
 
 from __future__ import annotations
 
@@ -8,51 +8,49 @@ from typing import Any, Protocol, cast
 import torch
 
 from weft.config.component_sections import MetricSection
-from weft.config.components import load_class
+from weft.config.components import make_component
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.parallel.objective import Loss, Objective, Pair, quotients
 from weft.parallel.world import World
+from weft.train.callbacks import Callback
 from weft.train.state import State, raise_if_taken
 
 
 class Metric(Protocol):
-    """What a metric is: `scalars` and one of the methods, or both.
-
-    Attributes:
-        scalars: the names that it logs.
-    """
+    """The interface of metrics: `scalars`, the names that it logs, and one or both of the methods."""
 
     scalars: Sequence[str]
 
     def step(self, state: State) -> Mapping[str, float | Pair]:
-        """Of a step that is logged, on every rank: a number, the first rank's; or a sum and a weight, which are added
-        up over the ranks with different rows."""
+        """Returns metrics of a step that is logged, on every rank: numbers, of which the first rank's are written, or
+        (sum, weight), which are summed over the data-parallel ranks."""
         ...
 
     def outputs(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, Pair]:
-        """Of each micro-batch, of validations too: a sum and a weight. Without gradient, with what the objective's
-        `loss` gets."""
+        """Returns (sum, weight) for each micro-batch, also of validations. Gets the arguments of the objective's
+        `loss`, without gradient."""
         ...
 
 
-class Metrics:
-    """The metrics of `log.metrics`.
+class Metrics(Callback):
+    """The callback that logs the metrics of `log.metrics`.
 
     Args:
-        sections: of the run file.
-        objective: reports scalars, too; none of the names are the same.
+        sections: of the config.
+        objective: its scalars have other names.
 
     Attributes:
-        objective: reports what metrics find in outputs as well.
+        objective: reports the metrics of outputs, too.
     """
 
-    def __init__(self, sections: Sequence[MetricSection], objective: Objective):
+    def __init__(self, sections: Sequence[MetricSection], objective: Objective, world: World):
+        self.world = world
         self.found: dict[str, Any] = {}
         taken = tuple(getattr(objective, "scalars", ()))
         raise_if_taken(f"objective: {type(objective).__name__}", taken)
         for number, section in enumerate(sections):
-            metric = load_class(section, "metric")(**section.arguments)
+            metric = make_component(section, "metric")
             label = f"log.metrics[{number}] ({section.type})"
             names = getattr(metric, "scalars", None)
             if isinstance(names, str) or not isinstance(names, Sequence) or not names:
@@ -60,14 +58,14 @@ class Metrics:
             raise_if_taken(label, tuple(names), taken)
             taken += tuple(names)
             self.found[label] = metric
-        looking = {label: metric for label, metric in self.found.items() if hasattr(metric, "outputs")}
-        if looking and hasattr(objective, "compute"):
-            first = next(iter(looking))
+        observers = {label: metric for label, metric in self.found.items() if hasattr(metric, "outputs")}
+        if observers and hasattr(objective, "compute"):
+            first = next(iter(observers))
             raise UserError(f"{first}: the objective has `compute` and keeps its outputs; have it report the scalars")
-        self.objective = cast(Objective, Observed(objective, looking)) if looking else objective
+        self.objective = cast(Objective, ObservedObjective(objective, observers)) if observers else objective
 
-    def step(self, state: State, world: World) -> None:
-        """Log what metrics find in the state, in one collective."""
+    def step(self, state: State) -> None:
+        """Logs the metrics of the state, with one all-reduce."""
         if not state.logged:
             return
         pairs: dict[str, Pair] = {}
@@ -80,23 +78,22 @@ class Metrics:
                 state.log({name: value for name, value in values.items() if not isinstance(value, tuple)})
             pairs |= {name: value for name, value in values.items() if isinstance(value, tuple)}
         if pairs:
-            sums = world.sum(*(part for pair in pairs.values() for part in pair))
+            sums = self.world.sum(*(part for pair in pairs.values() for part in pair))
             state.log(quotients(tuple(pairs), sums))
 
 
-class Observed:
-    """An objective whose outputs are looked at by metrics."""
+class ObservedObjective:
+    """An objective that reports the metrics of its outputs among its scalars."""
 
     def __init__(self, objective: Objective, metrics: Mapping[str, Any]):
         self._objective, self._metrics = objective, metrics
-        own = tuple(getattr(objective, "scalars", ()))
-        self.scalars = own + tuple(name for metric in metrics.values() for name in metric.scalars)
+        names = tuple(name for metric in metrics.values() for name in metric.scalars)
+        self.scalars = (*getattr(objective, "scalars", ()), *names)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._objective, name)
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """The objective's, and what metrics find."""
         found = self._objective.loss(outputs, batch)
         loss = found if isinstance(found, Loss) else Loss(found)
         scalars = dict(loss.scalars)

@@ -1,4 +1,4 @@
-"""From `data:` to batches: stores and datasets opened, joined, mixed, and measured against the run's length."""
+"""Opens the training and validation data of a config, and derives the length of the run from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from weft.config.components import load_class
+from weft.config.components import make_component
 from weft.config.data import DatasetSection, DatasetSource
 from weft.config.derive import RunLength, derive, sequence_length
 from weft.config.model import ModelSection
@@ -35,27 +35,27 @@ from weft.parallel.world import World
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One of the data sets that `data.validation` names.
+    """One of the data sets of `data.validation`.
 
     Attributes:
-        name: among several; "" for the only one.
-        whole, some: all of it, and as much as `validation.tokens` says.
-        bytes_per_token: of a store that knows.
+        name: "" for a single set.
+        full, subset: all of the set, and as much as `validation.tokens` sets.
+        bytes_per_token: None if the store does not have it.
     """
 
     name: str
-    whole: ValidationBatches
-    some: ValidationBatches
+    full: ValidationBatches
+    subset: ValidationBatches
     bytes_per_token: BytesPerToken | None
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is learned from and measured on, as functions of the step.
+    """The data of a run, as functions of the step.
 
     Attributes:
         digests: of the stores: "train" or, for a mixture, "train/NAME"; "validation" or "validation/NAME".
-        plan: what the run takes from each source of a mixture; None for one source.
+        plan: the samples that the run takes from each source of a mixture; None for a single source.
     """
 
     length: RunLength
@@ -66,10 +66,10 @@ class Data:
 
 
 def layout_of(objective: object, config: RunConfig) -> Layout:
-    """What samples consist of, as the objective declares it.
+    """Returns the layout of samples that the objective declares.
 
     Raises:
-        UserError: a field that is none, or has a name that every batch uses.
+        UserError: an invalid field, or one with the name of a built-in part.
     """
     fields, sequences = getattr(objective, "fields", {}), getattr(objective, "sequences_per_sample", 1)
     name = type(objective).__name__
@@ -83,16 +83,13 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:
-    """Open the stores (or the user's datasets) and work out the run's length.
-
-    Args:
-        layout: what samples consist of.
+    """Opens the token stores and custom datasets, and derives the length of the run.
 
     Raises:
-        UserError: a damaged store, sources that cannot feed the run, no sample.
+        UserError: a damaged store, sources too small for the run, or no sample.
     """
     train, digests = open_train(config, console, layout)
-    _raise_if_other_length("data.train", train, config, world, layout)
+    _raise_if_wrong_length("data.train", train, config, world, layout)
     mixed = config.data.weighted
     sequences = len(train) * layout.sequences
     size = {} if mixed else {"train_tokens": sequences * sequence_length(config), "train_samples": sequences}
@@ -114,9 +111,11 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         layout=layout,
     )
     held_out = []
+    limit = config.validation.tokens
+    limit = limit and max(1, limit // length.sequence_length // layout.sequences)
     for name, chosen in config.data.held_out.items():
         dataset, info = open_source(chosen, config, console, layout)
-        _raise_if_other_length("data.validation" + f".{name}" * bool(name), dataset, config, world, layout)
+        _raise_if_wrong_length("data.validation" + f".{name}" * bool(name), dataset, config, world, layout)
         batches = partial(
             ValidationBatches,
             dataset,
@@ -126,33 +125,31 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
             ranks=world.data_ranks,
             layout=layout,
         )
-        most = config.validation.tokens
-        most = most and max(1, most // length.sequence_length // layout.sequences)
         text = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id) if info is not None else None
-        held_out.append(HeldOut(name, batches(), batches(limit=most), text))
+        held_out.append(HeldOut(name, batches(), batches(limit=limit), text))
         digests |= {"validation" + f"/{name}" * bool(name): info.digest} if info is not None else {}
     return Data(length, source, tuple(held_out), digests, planned)
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
-    """The same run in whole samples of so many sequences: a micro-batch of `n` holds `n` samples.
+    """Rounds the length to samples of `sequences` each: a micro-batch size of `n` then means `n` samples.
 
     Raises:
-        UserError: a step of no whole number of samples, or one that the pipeline's schedule cannot order.
+        UserError: a step is not a multiple of a sample, or the pipeline's schedule cannot order its micro-batches.
     """
     if sequences == 1:
         return length
     if length.sequences_per_step % sequences:
         raise UserError(
-            f"training.batch_tokens: a step's {length.sequences_per_step} sequences are no whole number of samples, "
-            f"which have {sequences} each; set a multiple of {sequences * length.sequence_length}"
+            f"training.batch_tokens: the {length.sequences_per_step} sequences of a step are not a multiple of the "
+            f"{sequences} sequences of a sample; set a multiple of {sequences * length.sequence_length}"
         )
     samples = math.ceil(length.sequences_per_step // sequences / world.shape.data_ranks)
     micro = config.training.micro_batch_size or max(1, length.micro_batch_size // sequences)
     count = math.ceil(samples / min(micro, samples))
     if world.shape.pp > 1 and not config.parallel.orders(count, world.shape.pp):
         raise UserError(
-            f"training.micro_batch_size: a rank's {samples} samples a step are {count} micro-batches, which "
+            f"training.micro_batch_size: the {samples} samples of a rank and step are {count} micro-batches, which "
             f"{config.parallel.pp_schedule} cannot order over {world.shape.pp} ranks; set another"
         )
     return replace(
@@ -164,78 +161,76 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
 
 
 def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
-    """Whether this rank has a use for what is in the rows of a step.
+    """Whether this rank needs the content of the sequences.
 
-    In a pipeline the first stage has one for tokens, the last for labels, and all of them where attention keeps
-    documents apart or experts are balanced by how much a row counts.
+    In a pipeline the first stage needs tokens, and the last stage labels. All stages need them if attention stays
+    within documents, or if experts are balanced by the weight of a sequence.
     """
-    parts = train.datasets if isinstance(train, ConcatDataset) else [train]
-    plain = all(isinstance(part, StoreDataset) for part in parts) and not config.data.document_attention
+    datasets = train.datasets if isinstance(train, ConcatDataset) else [train]
+    plain = all(isinstance(one, StoreDataset) for one in datasets) and not config.data.document_attention
     if world.shape.pp == 1 or not plain or not isinstance(config.model, ModelSection) or config.model.moe is not None:
         return True
     stages = stages_of_rank(config.parallel, world.place("pp"), world.shape.pp)
     return 0 in stages or world.shape.pp * config.parallel.virtual_stages - 1 in stages
 
 
-def _raise_if_other_length(key: str, dataset: Dataset, config: RunConfig, world: World, layout: Layout) -> None:
-    """Where rows are cut over ranks, samples of the user's own must be what `data.sequence_length` says they are."""
+def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world: World, layout: Layout) -> None:
+    """If sequences are sharded over ranks, samples of custom datasets must have `data.sequence_length` tokens."""
     if world.shape.cp * world.shape.tp == 1 or not len(dataset):
         return
-    for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]:
-        if not getattr(part, "complete", False):
-            found = read_samples(part, np.zeros(1, np.int64), layout)["tokens"].shape[-1]
+    for one in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]:
+        if not getattr(one, "complete", False):
+            found = read_samples(one, np.zeros(1, np.int64), layout)["tokens"].shape[-1]
             expected = config.data.sequence_length
             if found != expected:
                 raise UserError(
-                    f"{key}: {type(part).__name__}'s samples have {found} tokens, and rows of data.sequence_length "
-                    f"{expected} are cut over the ranks of parallel.cp and tp; set data.sequence_length: {found}"
+                    f"{key}: {type(one).__name__}'s samples have {found} tokens, and parallel.cp and tp shard "
+                    f"sequences of data.sequence_length {expected}; set data.sequence_length: {found}"
                 )
 
 
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, dict[str, str]]:
-    """What is learned from, several sources joined; and the digests of the stores."""
+    """Returns the training data, several sources joined, and the digests of its stores."""
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)
         return dataset, {"train": info.digest} if info else {}
-    sources = config.data.sources
-    opened = [
-        open_source(source if isinstance(source, DatasetSource) else source.store, config, console, layout)
-        for source in sources
-    ]
-    names = [source.label for source in sources]
-    digests = {f"train/{name}": info.digest for name, (_, info) in zip(names, opened, strict=True) if info}
-    return ConcatDataset(names, [dataset for dataset, _ in opened], layout), digests
+    datasets, digests = {}, {}
+    for source in config.data.sources:
+        given = source if isinstance(source, DatasetSource) else source.store
+        datasets[source.label], info = open_source(given, config, console, layout)
+        digests |= {f"train/{source.label}": info.digest} if info else {}
+    return ConcatDataset(list(datasets), list(datasets.values()), layout), digests
 
 
 def open_source(
     chosen: str | DatasetSection, config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, StoreInfo | None]:
-    """A token store's sequences, packed as `data.packing` says, or a dataset of the user's own."""
+    """Opens a token store as sequences by `data.packing`, or a custom dataset."""
     if isinstance(chosen, DatasetSection):
-        return load_class(chosen, "dataset")(**chosen.arguments), None
+        return make_component(chosen, "dataset"), None
     if layout.fields or layout.sequences > 1:
-        lacks = (
+        need = (
             f"the field {next(iter(layout.fields))!r}" if layout.fields else f"samples of {layout.sequences} sequences"
         )
         raise UserError(
-            f"the objective {config.objective.type} asks for {lacks}, and a token store has none; name a dataset of "
-            "your own",
+            f"the objective {config.objective.type} needs {need}, which a token store does not have; give a custom "
+            "dataset",
             chosen,
         )
-    store, data, length = TokenStore(chosen), config.data, sequence_length(config)
-    if data.packing == "best_fit":
+    store, length = TokenStore(chosen), sequence_length(config)
+    if config.data.packing == "best_fit":
         return PackedDataset(store, length, console=console), store.info
-    return StoreDataset(store, length, document_attention=data.document_attention), store.info
+    return StoreDataset(store, length, document_attention=config.data.document_attention), store.info
 
 
 def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Order:
-    """The order of a weighted mixture.
+    """Returns the order of a weighted mixture.
 
     Raises:
-        UserError: a share too small to be heard, or limits that a run of `samples` sequences passes.
+        UserError: a weight is too small to have an effect, or a run of `samples` samples exceeds `max_epochs`.
     """
     data, length = config.data, sequence_length(config)
     quiet = find_empty_share(data.stages(train.sizes, length), data.mixture_block or BLOCK)

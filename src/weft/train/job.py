@@ -1,24 +1,34 @@
-"""What all parts of a training session know: the run file, the ranks, the run directory, the console."""
+"""The context of a training session: config, ranks, run directory and console."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from weft.config.run import RunConfig
+from weft.config.training import TrainingSection
 from weft.observe.console import Console
 from weft.parallel.world import World
-from weft.train.run_directory import RunDirectory
+from weft.train.auto_settings import apply_choices, choose
+from weft.train.run_directory import RunDirectory, claim
 
 
 @dataclass(frozen=True)
 class Job:
-    """One session of a run, seen from one rank.
-
-    Attributes:
-        config: the run file, with what Weft chooses filled in.
-    """
+    """One session of a run on one rank. `config` has the automatic settings filled in."""
 
     config: RunConfig
     world: World
     run: RunDirectory
     console: Console
+
+
+def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
+    """Claims the run directory, and fills in the automatic settings: once per run, equal on all ranks."""
+    path = config.run_directory
+    lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
+    run = RunDirectory(path, lock if world.rank == 0 else None)
+    config = run.with_choices(config)
+    chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
+    config = config.model_copy(update={"training": TrainingSection(**chosen)})
+    apply_choices(config.training)
+    return Job(config, world, run, console)

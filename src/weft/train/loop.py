@@ -1,4 +1,4 @@
-"""The training loop: batch, loss, backward, clip, update, record, validate, save. One loop for every objective."""
+"""The training loop: batch, forward, backward, clip, update, record, validate, save. One loop for all objectives."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.gradients.frozen_rows import OldRows
 from weft.parallel.gradients.scaling import LossScale
-from weft.parallel.objective import quotients
+from weft.parallel.objective import Objective, quotients
 from weft.parallel.passes import Passes
-from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
@@ -42,12 +41,12 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite", at a loss or gradient
-            that is no number.
-        step: updates made, or skipped for the loss's scale; a checkpoint of them exists.
+        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite", by a loss or gradient
+            that is not finite.
+        step: updates made, or skipped for the loss scale; a checkpoint of this step exists.
         loss: of the last update, in nats per token; None if this session made none.
-        validation: the last measurements on held-out data.
-        signal: the number of the signal that stopped it.
+        validation: the metrics of the last validation.
+        signal: the signal that stopped it.
         reason: why a callback stopped it.
     """
 
@@ -60,42 +59,32 @@ class Outcome:
 
 
 @dataclass
-class Learner:
-    """What an update needs: what computes gradients, and what makes a step of them.
-
-    Attributes:
-        metrics: those of the run file, around the objective.
-        compress: sums gradients over the copies of the model, if FSDP2 is not to.
-    """
-
-    model: nn.Module
-    metrics: Metrics
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    scale: LossScale
-    compress: PowerSGD | None = None
-
-
-@dataclass
 class Loop:
-    """All parts of a run, and the order in which they work. `run(step)` goes on after `step` updates."""
+    """The training loop.
+
+    Args:
+        objective: with the metrics of outputs among its scalars.
+        compress: all-reduces gradients over replicas in place of FSDP2.
+        replay: the checkpoint was written before the validation of its step.
+    """
 
     job: Job
     data: Data
-    learner: Learner
+    model: nn.Module
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scale: LossScale
     recorder: Recorder
+    callbacks: Callbacks = field(default_factory=Callbacks)
     sampler: Sampler | None = None
-    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
-    replay: bool = False  # the checkpoint is of a step whose validation came after it
+    compress: PowerSGD | None = None
+    replay: bool = False
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
-        self.model, self.optimizer = self.learner.model, self.learner.optimizer
-        self.scale, self.objective = self.learner.scale, self.learner.metrics.objective
-        if isinstance(self.model, Stages):
-            self.passes: Passes = PipelinePasses(self.model, self.objective, self.world, self.config.parallel)
-        else:
-            self.passes = Passes(self.model, self.objective, self.world, self.config.parallel)
+        passes = PipelinePasses if isinstance(self.model, Stages) else Passes
+        self.passes: Passes = passes(self.model, self.objective, self.world, self.config.parallel)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
@@ -104,21 +93,20 @@ class Loop:
         self.saved_at = self.validated_at = 0
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
-        """Train from `step` updates to the end, to a number that is none, or to what `stop` or a callback asks for on
-        any rank."""
+        """Trains from `step` updates to the end, to a non-finite loss, or to a request to stop on any rank."""
         stop = stop or StopRequest()
         state = self.begin(step, stop)
         batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
         with self.recorder.progress(step):
             self.callbacks.call("begin", state)
             missed = self.replay and self.data.held_out and step % self.length.validation_every == 0
-            if missed and self.callbacks.hear_validations:
-                self.validate(step, whole=False)
+            if missed and self.callbacks.depend_on_validations:
+                self.validate(step)
             while state.step < self.length.steps:
                 doing(f"step {state.step + 1:,}")
                 self.recorder.begin_step()
                 batch = self.next_batch(batches)
-                # All ranks learn of a request to stop at the same step, in the sum that the loss needs anyway.
+                # The votes to stop share the all-reduce that the loss needs, so all ranks stop at the same step.
                 weight, learned, *votes = self.world.sum(
                     self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
                 )
@@ -133,7 +121,7 @@ class Loop:
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
-        """Get ready to go on after `step` updates."""
+        """Prepares to continue after `step` updates."""
         self.saved_at, self.measured = step, {}
         self.state = State(
             config=self.config,
@@ -151,28 +139,28 @@ class Loop:
         return self.state
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """This rank's rows of the next global batch."""
+        """Returns this rank's sequences of the next global batch."""
         try:
             batch = next(batches)
         except UserError as mistake:
-            mistake.quiet = not self.world.first_of_rows  # all that have these rows find it
+            mistake.quiet = not self.world.first_of_rows  # all ranks with these sequences raise it
             raise
         self.recorder.data_arrived()
         return batch
 
     def update(self, batch: Batch, weight: float, learned: float) -> bool:
-        """Make a step: gradients, their norm, new weights, and a line of metrics.
+        """Makes one step: gradients, clipping, update, metrics.
 
         Returns:
-            Whether the loss and the gradient were numbers, or may have been too large for float16: False ends the run.
+            False if the loss or gradient is not finite and the run must end; float16 may skip an update instead.
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
         loss, scalars = self.accumulate_gradients(batch, weight, learned, step)
         self.old_rows.clear_gradients()
         self.scale.unscale(self.parameters)
-        if self.learner.compress is not None:
-            self.learner.compress.reduce(step)
+        if self.compress is not None:
+            self.compress.reduce(step)
         norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
@@ -191,54 +179,55 @@ class Loop:
         self.optimizer.zero_grad()
         balance = self.balance.update()
         state.step, state.loss, state.updated = step + 1, loss, finite
-        row = self.length.sequence_length // self.pieces(batch)
-        state.metrics = self.recorder.end_step(state.step, row, loss=loss, lr=lr, grad_norm=norm, learned_tokens=weight)
+        sequence = self.length.sequence_length // self.pieces(batch)
+        state.metrics = self.recorder.end_step(
+            state.step, sequence, loss=loss, lr=lr, grad_norm=norm, learned_tokens=weight
+        )
         for found in (balance, scaling, scalars):
             state.log(found)
         return True
 
     def after_update(self, step: int) -> None:
-        """What follows an update: metrics, callbacks, a checkpoint, a validation, samples, a line of metrics."""
-        self.learner.metrics.step(self.state, self.world)
+        """Calls callbacks, and saves, validates, samples and writes metrics if they are due."""
         self.callbacks.call("step", self.state)
         if self.due(step, self.length.checkpoint_every):
             self.save(step)
         if self.data.held_out and self.due(step, self.length.validation_every):
-            self.validate(step, whole=step == self.length.steps)
+            self.validate(step)
         if self.sampler is not None and self.due(step, self.length.samples_every):
             doing(f"step {step:,}, writing samples", "samples", LONG)
             self.sampler.write(step, self.recorder)
         self.recorder.write(self.state)
 
     def leave(self, status: str, *, signal: int | None = None, reason: str | None = None) -> Outcome:
-        """The end of the session, with a checkpoint of where it is."""
+        """Ends the session, with a checkpoint."""
         step = self.state.step
         if self.saved_at != step:
             self.save(step)
-        doing("ending the run", "end", LONG)  # callbacks' and trackers' last words, the report
+        doing("ending the run", "end", LONG)  # callbacks, trackers, the report
         self.state.status = status
         self.callbacks.call("ended", self.state)
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether something that happens every so many steps, and at the end, happens now."""
+        """Whether an action of every N-th step, and of the last one, is due."""
         return step % every == 0 or step == self.length.steps
 
     def accumulate_gradients(
         self, batch: Batch, weight: float, learned: float, step: int
     ) -> tuple[float, dict[str, float]]:
-        """Gradients of the global batch's mean loss, summed over micro-batches and, in the last one's backward, ranks.
+        """Computes the gradients of the mean loss of the global batch, summed over micro-batches and ranks.
 
         Args:
-            weight: the *global* batch's; the loss is divided by it before the first backward.
-            learned: its number of tokens that are learned from, by which the balance of experts is shared out.
+            weight: of the *global* batch; the loss is divided by it before the first backward.
+            learned: its number of learned tokens, the weight of load balancing losses.
 
         Returns:
-            The mean loss, in nats per token (or whatever the objective weighs), and the objective's scalars.
+            The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
         """
         if weight == 0:
             self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
-        # Length warm-up cuts sequences into rows: a micro-batch has as many more of them.
+        # Length warm-up splits each sequence, so a micro-batch has as many more of them.
         micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
         total = self.passes.train(
             micro_batches,
@@ -251,53 +240,53 @@ class Loop:
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
 
     def pieces(self, batch: Batch) -> int:
-        """Rows that each sequence of the batch is cut into."""
+        """Returns into how many shorter ones length warm-up splits each sequence of the batch."""
         return max(1, len(batch.tokens) // self.length.rows_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
-        """Randomness (dropout) is a function of seed, step and sample: nothing to save, nothing that knows of ranks."""
+        """Seeds dropout by run seed, step and sample, so that nothing random is saved or depends on ranks."""
         key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 
     def set_learning_rate(self, step: int) -> float:
-        """Scale every group's own learning rate by the schedule; returns that of the config."""
-        factor = self.learner.schedule(step)
+        """Scales the learning rate of each parameter group by the schedule; returns the scaled rate of the config."""
+        factor = self.schedule(step)
         for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * factor
         return self.optimizer.defaults["lr"] * factor
 
-    def validate(self, step: int, whole: bool) -> None:
-        """The loss on the held-out data: the whole at the end, before it as much as `validation.tokens` says."""
+    def validate(self, step: int) -> None:
+        """Evaluates the held-out data: all of it after the last step, else as much as `validation.tokens` sets."""
         show = partial(self.recorder.validating, step)
+        full = step == self.length.steps
         with self.callbacks.validating(self.state):
-            held_out = self.data.held_out
-            self.measured = validate(self.model, self.passes, held_out, self.world, whole=whole, show=show)
+            self.measured = validate(self.model, self.passes, self.data.held_out, self.world, full=full, show=show)
         self.state.metrics |= self.measured
         self.recorder.validated(step, self.measured)
         self.validated_at = step
         self.callbacks.call("validated", self.state)
 
     def save(self, step: int) -> None:
-        """A checkpoint of `step` updates: weights, optimizer state, the loss's scale, and the step for all else."""
-        settings, compress = self.config.checkpoint, self.learner.compress
-        architecture: dict[str, Any] = self.config.model.model_dump(mode="json", by_alias=True)
-        values, tensors = self.callbacks.state()
-        to_come = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step
+        """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step for all else."""
+        settings, compress = self.config.checkpoint, self.compress
+        values, tensors = self.callbacks.state_dict()
+        pending = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step
+        state: dict[str, Any] = {
+            "step": step,
+            "tokens": step * self.length.tokens_per_step,
+            "seed": self.config.run.seed,
+            **self.scale.state(),
+            **({"callbacks": values, "validated": not pending} if self.callbacks.found else {}),
+        }
         with self.recorder.saving(step):
             save(
                 self.job.run.path,
                 step,
                 model=self.model,
                 optimizer=self.optimizer,
-                state={
-                    "step": step,
-                    "tokens": step * self.length.tokens_per_step,
-                    "seed": self.config.run.seed,
-                    **self.scale.state(),
-                    **({"callbacks": values, "validated": not to_come} if self.callbacks.found else {}),
-                },
+                state=state,
                 others={**(compress.state() if compress is not None else {}), **tensors},
-                architecture=architecture,
+                architecture=self.config.model.model_dump(mode="json", by_alias=True),
                 keep=Keep(settings.keep_last, settings.keep_every),
             )
         self.saved_at = step

@@ -1,12 +1,24 @@
-"""What is found before any work: what this device, this PyTorch or this model cannot do."""
+"""Checks before the first step: equal runs on all ranks, and what this device, PyTorch or model does not support."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
+import weft
 from weft.config.model import ModelSection
+from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection, notices
+from weft.data.stores.store import TokenStore
 from weft.errors import UserError
+from weft.formatting import flat
+from weft.headers import read_tokenizer_header
 from weft.kernels.flash import flash_usable
 from weft.kernels.masks import flex_usable
 from weft.models.trial import try_components
@@ -14,11 +26,52 @@ from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 
 
-def examine_decoder(job: Job) -> None:
-    """Say what the chosen attention cannot do on this device; try the parts that are the user's own, each alone.
+def run_facts(config: RunConfig) -> dict[str, str]:
+    """Returns what all ranks must have in common: config, versions and data, as a message shows them.
+
+    Stores and tokenizers are compared by digest, not by path: each machine may have its own copy.
+    """
+    tree = config.as_dict()
+    data = tree["data"]
+    if isinstance(data["train"], list):
+        data["train"] = [source | {"store": _store(source.get("store"))} for source in data["train"]]
+    else:
+        data["train"] = _store(data["train"])
+    if tree.get("tokenizer"):
+        tree["tokenizer"] = _digest(lambda: read_tokenizer_header(tree["tokenizer"]).digest)
+    tree = flat(tree) | {key: _store(store) for key, store in config.data.held_out_stores.items()}
+    return {
+        **{key: value if isinstance(value, str) else json.dumps(value) for key, value in tree.items()},
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of torch": torch.__version__,
+        "version of weft": weft.__version__,
+    }
+
+
+def _store(source: Any) -> Any:
+    """Returns the digest of a token store; other values (a custom dataset, None) unchanged."""
+    if not isinstance(source, str):
+        return source
+
+    def digest() -> str:
+        info = TokenStore(source).info
+        return hashlib.sha256(f"{info.bin_sha256} {info.idx_sha256} {info.mask_sha256}".encode()).hexdigest()
+
+    return _digest(digest)
+
+
+def _digest(read: Callable[[], str]) -> str:
+    try:
+        return f"digest {read()[:12]}"
+    except UserError as error:  # opening the data raises it again, on all ranks
+        return str(error)
+
+
+def check_decoder(job: Job) -> None:
+    """Checks the attention implementation on this device, and tries each custom component.
 
     Raises:
-        UserError: flash-attn cannot be called here, or a part gives what the decoder cannot use.
+        UserError: flash-attn cannot be used here, or the decoder cannot use the result of a component.
     """
     config, world, model = job.config, job.world, job.config.model
     if not isinstance(model, ModelSection):
@@ -28,8 +81,8 @@ def examine_decoder(job: Job) -> None:
         world.agree(lambda: flash_usable(device, dtype))
     if model.attention_implementation == "flex" and not flex_usable(device, dtype, model.qk_head_dim):
         job.console.warning(
-            "model.attention_implementation: flex attention is for GPUs, with 16 or 32 bits and heads of 16 or more; "
-            "here the same masks are applied whole"
+            "model.attention_implementation: flex attention needs a GPU, 16 or 32 bits and a head size of 16 or more; "
+            "here the same masks are applied as dense tensors"
         )
     documents, seq = config.data.document_attention, config.data.sequence_length or 16
     world.agree(
@@ -37,11 +90,11 @@ def examine_decoder(job: Job) -> None:
     )
 
 
-def examine_transformers_model(job: Job, model: nn.Module) -> None:
-    """Say once what a model of transformers does without here, and try whether it can be trained on these batches.
+def check_transformers_model(job: Job, model: nn.Module) -> None:
+    """Prints the restrictions of a Transformers model, and tries whether it can be trained on these batches.
 
     Raises:
-        UserError: it looks ahead, or documents are to be kept apart and it cannot.
+        UserError: its attention is not causal, or it cannot keep documents apart as configured.
     """
     config = job.config
     if not isinstance(config.model, TransformersModelSection):
@@ -53,8 +106,8 @@ def examine_transformers_model(job: Job, model: nn.Module) -> None:
         job.console.line(line)
     lacks = missing_capability(model, documents=config.data.document_attention or config.data.packing == "best_fit")
 
-    def tell() -> None:
+    def raise_if_lacking() -> None:
         if lacks is not None:
             raise UserError(f"model: {name}: {lacks}")
 
-    job.world.agree(tell)
+    job.world.agree(raise_if_lacking)

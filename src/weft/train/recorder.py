@@ -1,4 +1,4 @@
-"""Everything a run says: metrics, trackers, the console, the rank's log. Only the first rank speaks and writes."""
+"""Output of a run: metrics, trackers, console and the log of the rank. Only the first rank prints and writes files."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from weft.train.state import State
 
 log = logging.getLogger("weft.train")
 
-VALIDATION_LINE = 20.0  # seconds from one line of a long validation to the next
+VALIDATION_LINE = 20.0  # seconds between two lines of a long validation
 
 
 class Recorder:
-    """Times the steps and writes down what happened in them.
+    """Times the steps and records what happens in them.
 
     Args:
-        data: its digests and the plan of a mixture are kept in the manifest.
-        step: updates made by earlier sessions; what they wrote after it is taken back, for those steps are made again.
+        data: its digests and mixture plan are kept in the manifest.
+        step: updates of earlier sessions; records of later steps are dropped, because those steps are repeated.
     """
 
     def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
@@ -55,12 +55,12 @@ class Recorder:
         log_to_file(path, world.rank)
         self.speaks = world.rank == 0
         self.warned: set[str] = set()
-        self.skips = 0  # updates of this session that were not made
+        self.skips = 0  # skipped updates of this session
         parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
         matmul = matmul_parameters(model)
-        flops_of_row = partial(flops_per_token, matmul, *_layers_and_width(config, model))
+        flops = partial(flops_per_token, matmul, *_layers_and_width(config, model))
         peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
-        self.clock = StepClock(world.device, data.length.tokens_per_step, flops_of_row, peak.flops_per_second)
+        self.clock = StepClock(world.device, data.length.tokens_per_step, flops, peak.flops_per_second)
         if not self.speaks:
             return
         self.metrics, self.written_samples = MetricsFile(path), SamplesFile(path)
@@ -76,7 +76,7 @@ class Recorder:
             mesh=world.shape.sizes,
             parameters=parameters,
             matmul_parameters=matmul,
-            flops_per_token=flops_of_row(config.data.sequence_length or 0),
+            flops_per_token=flops(config.data.sequence_length or 0),
             peak_flops_per_second=peak.flops_per_second,
             peak_origin=peak.origin,
             memory_kind=memory_kind(world.device),
@@ -89,14 +89,14 @@ class Recorder:
         self._introduce(parameters, step, data.plan)
 
     def _warn_of_missing_metrics(self, step: int) -> None:
-        """Emptied, or not copied with the run: its curves would begin in the middle without a word."""
+        """Warns if the metrics file was emptied or not copied with the run."""
         last = self.metrics.last or 0
         every = (self.job.run.saved or {}).get("log", {}).get("every", self.config.log.every)
         if last + every <= step:
             ends = f"ends at step {last:,}" if last else "has no line"
             self.console.warning(
-                f"{self.metrics.path} {ends}, and the run goes on after step {step:,}: what was measured between is "
-                "missing from its curves and its report; stop and bring the file back from a copy if there is one"
+                f"{self.metrics.path} {ends}, and the run resumes after step {step:,}: the metrics between are missing "
+                "from its curves and its report; stop and restore the file from a copy if there is one"
             )
 
     def _introduce(self, parameters: int, step: int, plan: MixturePlan | None) -> None:
@@ -110,20 +110,21 @@ class Recorder:
         )
         for line in plan.lines() if plan is not None else ():
             self.console.line(line)
-        if step:
-            self.console.line(f"goes on after step {step:,}")
-            changes = self.job.run.changes(self.config)
-            for key, (before, now) in changes.items():
-                self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
-            if keys := [key for key in changes if reorders(key)]:
-                self.console.warning(
-                    f"{', '.join(keys)} decide{'s' * (len(keys) == 1)} which samples a step takes: from here on some "
-                    "may come again and others never; --fresh starts over"
-                )
+        if not step:
+            return
+        self.console.line(f"resumes after step {step:,}")
+        changes = self.job.run.changes(self.config)
+        for key, (before, now) in changes.items():
+            self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
+        if keys := [key for key in changes if reorders(key)]:
+            self.console.warning(
+                f"{', '.join(keys)} decide{'s' * (len(keys) == 1)} which samples a step takes: from here on some may "
+                "be repeated and others skipped; --fresh starts over"
+            )
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
-        """The progress bar; at the end, the trackers' last words."""
+        """Shows the progress bar; closes the trackers at the end."""
         try:
             with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
                 self.bar = bar
@@ -133,49 +134,49 @@ class Recorder:
                 self.tracking.close()
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
-        """The session is over: note how, and draw the report."""
+        """Records the end of the session, and writes the report."""
         if not self.speaks:
             return
         if status == "stopped-early":
             self.console.line(f"stopped early after step {step}, saved: {reason}")
         if status == "stopped":
             done = f"after step {step}, saved" if step else "before the first step"
-            self.console.line(f"stopped {done}; the same command goes on from there")
+            self.console.line(f"stopped {done}; the same command resumes from there")
         if self.skips:
             skipped = counted(self.skips, "update was", "updates were")
             self.console.line(f"{skipped} skipped: the gradients were beyond float16's range")
         times, clock = {}, self.clock
         if clock.warmup_seconds is not None:
             times["warmup_seconds"] = clock.warmup_seconds
-        if clock.warmup_seconds is not None and clock.steady_steps:
-            times["steady_step_seconds"] = steady = clock.steady_seconds / clock.steady_steps
-            if clock.warmup_seconds > max(2 * steady, steady + 1):
-                self.console.line(
-                    f"warm-up: the first step took {clock.warmup_seconds:.1f} s, those after it {steady:.3g} s "
-                    f"({self.length.tokens_per_step / steady:,.0f} tokens/s)"
-                )
+            if clock.steady_steps:
+                times["steady_step_seconds"] = steady = clock.steady_seconds / clock.steady_steps
+                if clock.warmup_seconds > max(2 * steady, steady + 1):
+                    self.console.line(
+                        f"warm-up: the first step took {clock.warmup_seconds:.1f} s, later steps {steady:.3g} s "
+                        f"({self.length.tokens_per_step / steady:,.0f} tokens/s)"
+                    )
         end_session(self.job.run.path, status=status, step=step, **times)
         build_report(self.job.run.path)
 
     def begin_step(self) -> None:
-        """A step begins: the clock runs from before its data are asked for to after its update."""
+        """Starts the clock of a step, before its data are requested."""
         self.clock.begin()
 
     def data_arrived(self) -> None:
-        """The batch is here."""
+        """Ends the wait for the batch."""
         self.clock.data_arrived()
 
-    def end_step(self, step: int, row: int, **measured: float) -> dict[str, Any]:
-        """The update is made. Validation, samples and checkpoints come after it, outside of its time.
+    def end_step(self, step: int, sequence: int, **measured: float) -> dict[str, Any]:
+        """Stops the clock, before validation, samples and checkpoints.
 
         Args:
-            row: tokens per row, of which attention's work depends.
-            measured: of the update: loss, lr, grad_norm, ...
+            sequence: tokens per sequence, which the FLOPs of attention depend on.
+            measured: metrics of the update: loss, lr, grad_norm, ...
 
         Returns:
-            The step's line of metrics so far.
+            The metrics of the step so far.
         """
-        self.clock.end(row)
+        self.clock.end(sequence)
         line = {
             "step": step,
             "tokens": step * self.length.tokens_per_step,
@@ -184,24 +185,24 @@ class Recorder:
             "memory_bytes": memory_bytes(self.world.device),
         }
         if self.speaks:
-            self.bar.update(step, loss=line["loss"], lr=line["lr"], tokens_per_second=line["tokens_per_second"])
+            self.bar.update(step, **{key: line[key] for key in ("loss", "lr", "tokens_per_second")})
         return line
 
     def validating(self, step: int, batches: ValidationBatches) -> Iterator[Batch]:
-        """The same batches; how far a long validation is, is told now and then."""
-        began, task = (told := time.monotonic()), f"step {step:,}, validating"
-        doing(task, "validation", LONG)  # the first batch may wait for workers, and for a compiler
+        """Iterates over the batches; prints the progress of a long validation."""
+        began, task = (printed := time.monotonic()), f"step {step:,}, validating"
+        doing(task, "validation", LONG)  # the first batch may wait for workers, and for compilation
         for number, batch in enumerate(batches):
-            if number and self.speaks and (now := time.monotonic()) - told > VALIDATION_LINE:
+            if number and self.speaks and (now := time.monotonic()) - printed > VALIDATION_LINE:
                 left = duration((now - began) / number * (len(batches) - number))
                 self.console.line(f"step {step:,}: validating, batch {number:,} of {len(batches):,}  ETA {left}")
-                told = now
+                printed = now
             if number:
                 doing(task, "validation")
             yield batch
 
     def validated(self, step: int, measured: dict[str, float]) -> None:
-        """Print held-out measurements."""
+        """Prints the metrics of a validation."""
         if self.speaks:
             bits = measured.get("validation_bits_per_byte")
             named = {key.partition("/")[2]: v for key, v in measured.items() if key.startswith("validation_loss/")}
@@ -212,7 +213,7 @@ class Recorder:
             )
 
     def write(self, state: State) -> None:
-        """Write the step's line, if one is due."""
+        """Writes the metrics of the step, if due."""
         line = state.metrics
         if not state.logged and "validation_loss" not in line:
             return
@@ -223,7 +224,7 @@ class Recorder:
         log.info("%s", line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Text that the model wrote."""
+        """Records generated text."""
         if not self.speaks:
             return
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -233,7 +234,7 @@ class Recorder:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """A checkpoint is being written. An older one goes for it; if more do (`keep_last` was lowered), it says so."""
+        """Times a save. Usually it removes one older checkpoint; if it removes more, a line names them."""
         began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.speaks else []
         yield
         log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
@@ -244,25 +245,25 @@ class Recorder:
                 self.console.line(f"step {step:,}: removed {names}, for checkpoint.keep_last is {keep}")
 
     def not_finite(self, step: int, loss: float, norm: float, batch: Batch) -> None:
-        """The run ends here: say what was seen, where, and what to do."""
+        """Warns of a loss or gradient that ends the run."""
         samples = [s for s in batch.samples.tolist() if s >= 0]
         self.console.warning(
-            f"step {step + 1}: not finite: the loss is {loss}, the gradient's norm {norm}. This update was not "
+            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}. This update was not "
             f"made; the weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
             f"training.grad_clip, {'compute in bfloat16, ' if self.config.training.dtype == 'float16' else ''}then run "
             f"the same command again (samples {samples[:1]} to {samples[-1:]})"
         )
 
     def skipped(self, step: int) -> None:
-        """A gradient overflowed float16: said once, and at the end how often; counted in the metrics."""
+        """Counts an update that float16 skipped; warns of the first."""
         self.skips += 1
         self.warn_once(
             f"step {step + 1}: gradients beyond float16's range; the update is skipped and the loss scale halved, now "
-            "and whenever it comes again (metrics: loss_scale, skipped)"
+            "and whenever it happens again (metrics: loss_scale, skipped)"
         )
 
     def warn_once(self, text: str) -> None:
-        """A warning, the first time only of its kind."""
+        """Logs a warning; prints only the first with this text after the step."""
         kind = text.split(":", 1)[-1]
         log.warning(text)
         if kind not in self.warned:
@@ -271,7 +272,7 @@ class Recorder:
 
 
 def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
-    """What attention's FLOPs depend on; 0 where they are not known."""
+    """Returns the layers and the width of attention, for its FLOPs; 0 if unknown."""
     section = config.model
     if isinstance(section, ModelSection):
         return section.num_hidden_layers, section.attention_width

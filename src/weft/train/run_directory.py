@@ -1,8 +1,9 @@
-"""The run directory: claimed by one run at a time, resumed or begun anew, its config saved beside its results."""
+"""The run directory: locked by one run at a time, resumed or started anew, with the resolved config in it."""
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -18,18 +19,17 @@ from weft.errors import UserError
 from weft.files import hidden_folder, publish, replace_file, report_write_errors
 from weft.formatting import flat
 
-# What a resumed run may differ in without a word: it changes no result.
+# Keys that a resumed run may change without a warning: they change no result.
 SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
-# What decides which samples a step takes, by a function of the step: a change does not begin the order anew.
+# Keys that decide which samples a step takes: a change does not restart the order.
 ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
 
 
 def claim(path: Path, *, fresh: bool) -> int:
-    """Make the run directory and lock it, for as long as this process lives
-    or until the lock is closed. With `fresh`, set aside what it holds.
+    """Makes and locks the run directory, until this process ends or closes the lock. `fresh` moves its content aside.
 
     Returns:
-        The lock's file descriptor.
+        The file descriptor of the lock.
 
     Raises:
         UserError: another process trains there, or it cannot be made.
@@ -47,30 +47,29 @@ def claim(path: Path, *, fresh: bool) -> int:
             "another process is training in this run directory; wait for it, or give this run another run.name", path
         ) from None
     except OSError:
-        pass  # a file system without locks: nothing to be known there
+        pass  # a file system without locks
     if fresh:
         set_aside(path)
     return lock
 
 
 def set_aside(path: Path) -> None:
-    """Move what a run directory holds to `<name>.old-<n>`; nothing is deleted."""
-    parts = [part for part in path.iterdir() if part.name != ".lock"]
-    if not parts:
+    """Moves the content of a run directory to `<name>.old-<n>`; nothing is deleted."""
+    content = [entry for entry in path.iterdir() if entry.name != ".lock"]
+    if not content:
         return
-    number = 1
-    while (old := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
+    names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
+    old = next(name for name in names if not name.exists())
     old.mkdir()
-    for part in parts:
-        part.rename(old / part.name)
+    for entry in content:
+        entry.rename(old / entry.name)
 
 
 def set_aside_damaged(path: Path) -> list[str]:
-    """Rename checkpoints of a run that are later than its last undamaged one: `damaged-step-N`; nothing is deleted.
+    """Renames the checkpoints after the last undamaged one to `damaged-step-N`; nothing is deleted.
 
     Returns:
-        A line for each.
+        A message for each.
 
     Raises:
         UserError: all are damaged.
@@ -80,32 +79,30 @@ def set_aside_damaged(path: Path) -> list[str]:
         return lines
     last = last_complete(path / FOLDER)
     if last is None:
-        raise UserError("no checkpoint of this run is undamaged; bring one back from a copy, or use --fresh", path)
+        raise UserError("no checkpoint of this run is undamaged; restore one from a copy, or use --fresh", path)
     for checkpoint in found[found.index(last) + 1 :]:
-        damage, aside = find_damage(checkpoint), checkpoint.with_name(f"damaged-{checkpoint.name}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = aside.with_name(f"damaged-{checkpoint.name}-{number}")
+        damage = find_damage(checkpoint)
+        suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        names = (checkpoint.with_name(f"damaged-{checkpoint.name}{suffix}") for suffix in suffixes)
+        aside = next(name for name in names if not name.exists())
         checkpoint.rename(aside)
         what = f" ({damage.file.name}: {damage.what})" if damage is not None else ""
-        lines.append(f"{checkpoint} is damaged{what}; it is now {aside.name}, and the run goes on from {last.name}")
+        lines.append(f"{checkpoint} is damaged{what}; it is now {aside.name}, and the run resumes from {last.name}")
     return lines
 
 
 class RunDirectory:
-    """`<run.directory>/<run.name>/` and what earlier sessions left in it.
+    """`<run.directory>/<run.name>/`.
 
     Attributes:
-        path: the directory.
-        saved: the config of the run so far as plain data, or None for a new run.
+        saved: the config of the earlier sessions as plain data; None for a new run.
     """
 
     def __init__(self, path: Path, lock: int | None = None):
         self.path, self.lock = path, lock
         config_file = path / "config.yaml"
         self.saved: dict[str, Any] | None = None
-        if config_file.exists() and checkpoints(path):  # one that stopped before its first checkpoint begins again
+        if config_file.exists() and checkpoints(path):  # a run without a checkpoint starts over
             try:
                 self.saved = read_saved(config_file)
             except BaseException:
@@ -113,20 +110,18 @@ class RunDirectory:
                 raise
 
     def release(self) -> None:
-        """Let another run of this or another process have the directory; without a run in it, it goes."""
+        """Unlocks the directory, and removes it if it is empty."""
         if self.lock is not None:
             with suppress(OSError):
-                if [part.name for part in self.path.iterdir()] == [".lock"]:
+                if [entry.name for entry in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
             os.close(self.lock)
             self.lock = None
 
     def with_choices(self, config: RunConfig) -> RunConfig:
-        """`config` with what Weft chose by itself when the run began."""
-        if self.saved is None:
-            return config
-        training, before = config.training, self.saved.get("training", {})
+        """Returns `config` with the automatic settings of the earlier sessions."""
+        training, before = config.training, (self.saved or {}).get("training", {})
         kept: dict[str, Any] = {}
         if training.dtype == "auto" and before.get("dtype"):
             kept["dtype"] = before["dtype"]
@@ -135,7 +130,7 @@ class RunDirectory:
         return config.model_copy(update={"training": training.model_copy(update=kept)})
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """What this session's config says otherwise than that of the last training: key -> before and now."""
+        """Returns the keys that differ from the last session: key -> value before and now."""
         if self.saved is None:
             return {}
         before, now = flat(self.saved), flat(config.as_dict())
@@ -146,10 +141,10 @@ class RunDirectory:
         }
 
     def write_config(self, config: RunConfig) -> None:
-        """Save the resolved config, and the tokenizer beside it, so that the directory is enough to go on from.
+        """Saves the resolved config and the tokenizer, so that the directory is enough to resume.
 
         Raises:
-            UserError: the disk is full, or they cannot be written.
+            UserError: they cannot be written.
         """
         into = self.path / "tokenizer"
         with report_write_errors(self.path, "free space or set run.directory, and run the same command again"):
@@ -160,11 +155,11 @@ class RunDirectory:
                     publish(made, into)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The run's own copy of its tokenizer, if it has one."""
+        """Returns the tokenizer of the run, if it has one."""
         path = self.path / "tokenizer"
         return Tokenizer.load(path) if path.exists() else None
 
 
 def reorders(key: str) -> bool:
-    """Whether a change of this key moves the boundary between samples seen and samples to come."""
+    """Whether a change of this key changes which samples are still to come."""
     return key.startswith(ORDER) and not key.startswith(NO_ORDER)

@@ -1,4 +1,4 @@
-"""Samples: what the model writes after the config's prompts, now and then."""
+"""Samples: text that the model generates after the prompts of the config."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Sampler:
         self.job, self.model = job, model
         texts, tokenizer = job.config.samples.prompts, job.run.tokenizer()
         if texts and tokenizer is None:
-            raise UserError("samples.prompts: there is no tokenizer to read them with; set tokenizer")
+            raise UserError("samples.prompts: there is no tokenizer to encode them; set tokenizer")
         self.tokenizer: Tokenizer | None = tokenizer if texts else None
         self.prompts = [tokenizer.prompt(text) for text in texts] if tokenizer is not None else []
 
     def write(self, step: int, recorder: Recorder) -> None:
-        """Have the model continue the prompts, and note what came out.
+        """Generates a continuation of each prompt, and records it.
 
-        Where weights are shared over data ranks alone, all take part; else the first does it with a whole copy of them.
+        All ranks generate with the sharded model if the mesh is data-parallel; else the first rank with a full copy.
         """
         if self.tokenizer is None:
             return

@@ -1,4 +1,4 @@
-"""What callbacks and metrics are given: where the run stands, and the few things that they may ask of it."""
+"""The state of a run that callbacks and metrics get, and what they may ask of the run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ class State:
     """A run, as every rank sees it.
 
     Attributes:
-        config: the resolved run file.
+        config: the resolved config.
         path: the run directory.
-        rank, ranks: which process this is, and of how many.
-        model, optimizer: the model is sharded; a rank of a pipeline has the parameters of its stages.
+        model, optimizer: the model is sharded; a pipeline rank has the parameters of its stages.
         step: updates made so far.
-        steps: updates of the whole run.
-        stop: who asked the run to stop; `request_stop` does.
+        steps: updates of the complete run.
         weights_replaced: to be called, on all ranks, after a callback has set weights.
-        batch: this rank's rows of the step's global batch, on the host; None before the first step.
+        batch: this rank's sequences of the global batch of the step, on the CPU; None before the first step.
         loss: of the last step; None before the first.
-        updated: whether the last step changed the weights: False where float16 overflowed.
-        logged: whether a line of metrics is written for this step as far as `log.every` says. A step with a validation
-            has one anyway.
-        metrics: that line so far: `loss`, `lr`, `grad_norm`, ..., and `validation_loss` once there was a validation.
+        updated: whether the last step changed the weights: False if float16 overflowed.
+        logged: whether `log.every` has a line of metrics for this step. A step with a validation has one anyway.
+        metrics: that line so far: `loss`, `lr`, `grad_norm`, ..., and `validation_loss` after a validation.
         status: how the run ended: "finished", "stopped" (by a signal), "stopped-early" or "non-finite"; None before.
     """
 
@@ -60,17 +57,15 @@ class State:
     _source: str = "weft"
 
     def request_stop(self, reason: str) -> None:
-        """End the run after this step, with a checkpoint, on all ranks; one rank's request is enough."""
+        """Ends the run after this step, with a checkpoint; a request on one rank stops all ranks."""
         if self.stop.reason is None:
             self.stop.reason = reason
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Add numbers to the step's line of metrics, for `metrics.jsonl`, the trackers and the report.
-
-        The first rank's are written.
+        """Adds numbers to the metrics of the step. Those of the first rank are written.
 
         Raises:
-            UserError: a name that is taken, or a value that is no number.
+            UserError: a name is taken, or a value is not a number.
         """
         for name, value in values.items():
             if name in self.metrics or name.startswith("validation_"):
@@ -83,19 +78,19 @@ class State:
             self.metrics[name] = value
 
     def mistake(self, text: str) -> UserError:
-        """An error to raise for a mistake of the user's that all ranks find; the first rank reports it."""
+        """Returns an error to raise for a mistake that all ranks find; the first rank reports it."""
         return mistake(text)
 
     @contextmanager
     def acting(self, source: str) -> Iterator[None]:
-        """Name who logs, for messages."""
+        """Names in messages who logs within the context."""
         before, self._source = self._source, source
         yield
         self._source = before
 
 
 def raise_if_taken(source: str, names: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
-    """Raises UserError if metrics that are declared have names that Weft, or `others`, log."""
+    """Raises UserError if declared metrics have names of built-in metrics, or of `others`."""
     for number, name in enumerate(names):
         if name in NAMES or name.startswith("validation_") or name in others or name in names[:number]:
             raise UserError(f"{source} logs {name!r}, a name that is taken; choose another")

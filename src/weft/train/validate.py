@@ -1,4 +1,4 @@
-"""The loss on held-out data."""
+"""Validation: the objective's loss on held-out data."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def validate(
     held_out: Sequence[HeldOut],
     world: World,
     *,
-    whole: bool,
+    full: bool,
     show: Callable[[ValidationBatches], Iterable[Batch]] = iter,
 ) -> dict[str, float]:
-    """The objective's loss on all held-out sets together, by all ranks, with dropout off; and, of several, on each.
+    """Returns the loss on all held-out sets together and, if there are several, on each. Dropout is off.
 
-    Bits per byte are the bits of the tokens that are predicted, those that end documents among them, divided by the
-    bytes of the predicted tokens of text. What is not predicted (a document's first token where documents are kept
-    apart, what a loss mask leaves out) counts on neither side; a token of text has the store's mean number of bytes.
+    Bits per byte are the bits of the predicted tokens, with those that end documents, divided by the bytes of the
+    predicted text tokens. Tokens that are not predicted (the first of a document if documents are kept apart, those of
+    a loss mask) count on neither side. A text token counts the mean bytes of the store.
 
     Args:
-        whole: all of every set; else as much of each as `validation.tokens` says.
-        show: gives the batches, and shows how far a long validation is.
+        full: evaluate all of each set, not only as much as `validation.tokens` sets.
+        show: iterates over batches and shows the progress.
 
     Returns:
-        `validation_loss` (nats per token), `validation_bits_per_byte` where the bytes are known, and `validation_NAME`
-        of each scalar that the objective reports; of each of several sets as `validation_loss/NAME` and so on.
+        `validation_loss` (nats per token), `validation_bits_per_byte` if the bytes are known, and `validation_NAME`
+        for each scalar of the objective; for each of several sets, `validation_loss/NAME` and so on.
     """
     sums = [
-        measure(model, passes, show(one.whole if whole else one.some), world, one.bytes_per_token) for one in held_out
+        measure(model, passes, show(one.full if full else one.subset), world, one.bytes_per_token) for one in held_out
     ]
     loss, weight, nats, size, *scalars = map(sum, zip(*sums, strict=True))
     sizes_known = all(size for _, _, _, size, *_ in sums)
@@ -52,7 +52,7 @@ def validate(
 
 
 def named(scalars: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The quotients of what `measure` added up."""
+    """Returns the metrics from the sums of `measure`."""
     loss, weight, nats, size, *pairs = sums
     found = {"validation_loss": loss / weight if weight else 0.0}
     if size:
@@ -64,8 +64,8 @@ def named(scalars: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 def measure(
     model: nn.Module, passes: Passes, batches: Iterable[Batch], world: World, bytes_per_token: BytesPerToken | None
 ) -> list[float]:
-    """Add up, over all ranks: the loss, its weight, the nats of predicted tokens, the bytes of text that they are (0 if
-    they are not known), and a sum and a weight of each scalar."""
+    """Returns sums over all ranks: loss, weight, nats of predicted tokens, bytes of their text (0 if unknown), and sum
+    and weight of each scalar."""
     model.eval()
     totals = torch.zeros(1 + 2 * len(passes.scalars), dtype=torch.float64)
     weight, learned, text = 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Callbacks: actions at moments of a run. Each built-in one is a file of this folder: `callbacks: [early_stopping]`."""
+"""Callbacks: actions at events of a run. Each file of this folder is a built-in one: `callbacks: [early_stopping]`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ __all__ = ["Callback", "State"]
 
 
 class Callback:
-    """What a callback may have; a class of its own need not inherit from this one, and has the methods that it needs.
+    """The interface of callbacks. A custom callback need not inherit from it, and has the methods that it needs.
 
-    All ranks call all callbacks in the order of the list, so that a callback may use collectives. Of one step the order
-    is `step`, then `saved` if a checkpoint was written, then `validated` if there was a validation.
+    All ranks call all callbacks in the order of the list, so a callback may use collectives. The order in a step is
+    `step`, then `saved` if a checkpoint was written, then `validated` if there was a validation.
     """
 
     def begin(self, state: State) -> None:
-        """The model and what was saved are there; the next step is `state.step + 1`."""
+        """Called before the first step of a session, with the model and saved state loaded."""
 
     def step(self, state: State) -> None:
-        """An update was made."""
+        """Called after each update."""
 
     def saved(self, state: State) -> None:
-        """A checkpoint of `state.step` is on the disk."""
+        """Called when a checkpoint of `state.step` is on disk."""
 
     def validating(self, state: State) -> AbstractContextManager[Any]:
-        """A context in which the validation runs."""
+        """Returns a context in which a validation runs."""
         return nullcontext()
 
     def validated(self, state: State) -> None:
-        """`state.metrics` has the measurements on held-out data."""
+        """Called after a validation, whose metrics are in `state.metrics`."""
 
     def ended(self, state: State) -> None:
-        """The run is over, as `state.status` says; its last checkpoint is on the disk. Not called after an error."""
+        """Called at the end of the run (see `state.status`), after its last checkpoint. Not called after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values and tensors in nested dicts, the same on all ranks but for tensors named
-        after parameters, which are sharded as these are."""
+        """Returns the state for checkpoints: JSON values and tensors in nested dicts, equal on all ranks. A tensor
+        whose key is the name of a parameter is sharded as the parameter is."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; called before `begin`."""
+        """Restores the result of `state_dict`; called before `begin`."""

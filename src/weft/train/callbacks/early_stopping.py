@@ -1,4 +1,4 @@
-"""Early stopping: end the run when held-out data say that it no longer gets better."""
+"""Early stopping: ends the run when a validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.train.callbacks import Callback, State
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` validations in a row without an improvement. The run ends with a checkpoint.
+    """Stops after `patience` consecutive validations without an improvement. The run ends with a checkpoint.
 
     Args:
         patience: validations without an improvement.
-        min_delta: an improvement is a metric that is lower than the best one by more than this.
-        metric: which of the validation's metrics; the lower, the better.
+        min_delta: an improvement is lower than the best value by more than this.
+        metric: a validation metric; lower is better.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class EarlyStopping(Callback):
         self.best, self.waited = math.inf, 0
 
     def begin(self, state: State) -> None:
-        """A run that was stopped early stays so, unless it is given more patience."""
+        """Stops a run again that was stopped early, unless `patience` was raised."""
         if state.config.data.validation is None:
             raise state.mistake("callbacks: early_stopping needs validations; set data.validation")
         self._stop_if_due(state)
 
     def validated(self, state: State) -> None:
-        """Compare with the best validation so far."""
+        """Compares with the best validation so far."""
         if self.metric not in state.metrics:
             found = ", ".join(name for name in state.metrics if name.startswith("validation_"))
             raise state.mistake(
@@ -54,10 +54,10 @@ class EarlyStopping(Callback):
             state.request_stop(f"{self.metric} has not improved on {self.best:.4f} in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and the validations since."""
+        """Returns the best value and the validations since."""
         return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restores the best value and the validations since."""
         self.best = math.inf if state["best"] is None else float(state["best"])
         self.waited = int(state["waited"])

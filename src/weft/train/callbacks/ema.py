@@ -16,14 +16,14 @@ from weft.train.callbacks import Callback, State
 
 
 class Ema(Callback):
-    """Keeps the average beside the weights: a copy of the trained parameters, sharded as they are, on their device.
+    """Keeps the average as a second copy of the trained parameters, with their sharding and device.
 
-    Checkpoints have it as `callback/ema/weights/<parameter>`.
+    In checkpoints its tensors are `callback/ema/weights/<parameter>`.
 
     Args:
-        decay: of the average, per update.
-        every: updates between two of its own.
-        validate: use the averaged weights for validations.
+        decay: of the average.
+        every: update the average every N-th step.
+        validate: validate with the averaged weights.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def begin(self, state: State) -> None:
-        """A new average begins with the weights as they are."""
+        """Starts a new average with the current weights."""
         self.trained = {
             name: tensor
             for name, (tensor, _) in model_tensors(state.model).items()
@@ -48,40 +48,40 @@ class Ema(Callback):
         if not self.weights:
             self.weights = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         if missing := self.trained.keys() - self.weights.keys():
-            raise state.mistake(f"callbacks: ema: the checkpoint has no average of {sorted(missing)[0]}; take ema out")
+            raise state.mistake(f"callbacks: ema: the checkpoint has no average of {sorted(missing)[0]}; remove ema")
 
     @torch.no_grad()
     def step(self, state: State) -> None:
-        """Move towards the new weights."""
+        """Moves the average towards the new weights."""
         if state.updated and state.step % self.every == 0:
             for name, parameter in self.trained.items():
                 local(self.weights[name]).lerp_(local(parameter.detach()), 1 - self.decay)
 
     @contextmanager
     def validating(self, state: State) -> Iterator[None]:
-        """The averaged weights take the places of the others."""
+        """Swaps in the averaged weights."""
         if not self.validate:
             yield
             return
-        self._exchange(state)
+        self._swap(state)
         try:
             yield
         finally:
-            self._exchange(state)
+            self._swap(state)
 
     @torch.no_grad()
-    def _exchange(self, state: State) -> None:
+    def _swap(self, state: State) -> None:
         for name, parameter in self.trained.items():
-            mine, average = local(parameter.detach()), local(self.weights[name])
-            before = mine.clone()
-            mine.copy_(average)
+            current, average = local(parameter.detach()), local(self.weights[name])
+            before = current.clone()
+            current.copy_(average)
             average.copy_(before)
         state.weights_replaced()
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, by the parameters' names."""
+        """Returns the average by parameter name."""
         return {"weights": dict(self.weights)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from an average."""
+        """Restores the average."""
         self.weights = dict(state.get("weights", {}))

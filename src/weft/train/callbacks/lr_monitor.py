@@ -1,4 +1,4 @@
-"""The learning rate of every group of parameters, in the metrics."""
+"""Logs the learning rate of every parameter group."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from weft.train.callbacks import Callback, State
 
 
 class LrMonitor(Callback):
-    """Logs `lr/matrix`, `lr/norm`, ...: each parameter group by its role, with a number where a role has several."""
+    """Logs `lr/matrix`, `lr/norm`, ...: each parameter group by its role, numbered if a role has several groups."""
 
     def step(self, state: State) -> None:
-        """Log the rates of the update that was made."""
+        """Logs the learning rates of the update."""
         if not state.logged:
             return
         groups = state.optimizer.param_groups
