@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import time
 from functools import cache
 
@@ -102,7 +103,7 @@ def test_a_share_of_the_head_that_the_class_ignores(family):
         {"rope_parameters": {**plain, "partial_rotary_factor": 0.5}},
     ):
         assert model_of(of(family, **keys)).partial_rotary_factor == 1.0
-    with pytest.raises(UserError, match=r"^partial_rotary_factor: 0\.5 beside stretched rotations"):
+    with pytest.raises(UserError, match=r"^partial_rotary_factor: 0\.5 .*'linear'"):
         model_of(of(family, rope_parameters={**plain, "rope_type": "linear", "factor": 2.0}, partial_rotary_factor=0.5))
 
 
@@ -124,58 +125,58 @@ def test_what_a_missing_key_means():
     assert (section.moe.norm_topk_prob, section.mla.rope_interleave) == (False, False)  # as transformers takes null
 
 
-# ---- what is refused, in one line
+# ---- what is refused, in one line: the key, the values given and, behind `...`, what else the line names
 
 
 LONG = longrope(32, 4)["rope_parameters"]
 WRONG = [
-    ("Llama", {"model_type": "qwen2"}, "model_type: 'qwen2', and architectures names LlamaForCausalLM"),
+    ("Llama", {"model_type": "qwen2"}, "model_type: 'qwen2'"),
     ("Llama", {"model_type": []}, "model_type: []"),
     ("Llama", {"rms_norm_eps": None}, "rms_norm_eps: null"),
-    ("Llama", {"rms_norm_eps": "x"}, "rms_norm_eps: 'x' is no number"),
+    ("Llama", {"rms_norm_eps": "x"}, "rms_norm_eps: 'x'"),
     ("Llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
-    ("Llama", {"rope_parameters": None, "rope_theta": float("inf")}, "rope_theta: inf is too large"),
+    ("Llama", {"rope_parameters": None, "rope_theta": float("inf")}, "rope_theta: inf"),
     ("Llama", {"vocab_size": None}, "vocab_size: missing"),
     ("GPT2", {"vocab_size": None}, "vocab_size: null"),
-    ("Llama", {"vocab_size": 10**18}, "vocab_size: 1000000000000000000 is too large"),
+    ("Llama", {"vocab_size": 10**18}, "vocab_size: 1000000000000000000"),
     ("Llama", {"hidden_size": int(1e30)}, "hidden_size: "),
-    ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is too large"),
+    ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000"),
     ("Llama", {"intermediate_size": 2**31 - 1, "hidden_size": 6 * 2**28, "num_hidden_layers": 9999}, "its sizes are"),
-    ("Llama", {"tie_word_embeddings": "x"}, "tie_word_embeddings: 'x' is neither true nor false"),
-    ("Llama", {"hidden_act": [1, 2]}, "hidden_act: no nonlinearity [1, 2]"),
-    ("Llama", {"rope_parameters": {"rope_type": [1]}}, "rope_scaling: rope_type [1] is not supported"),
-    ("Llama", {"rope_parameters": [1]}, "rope_parameters: must be a mapping"),
-    ("Llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: a rope_type of 'llama3'"),
+    ("Llama", {"tie_word_embeddings": "x"}, "tie_word_embeddings: 'x'"),
+    ("Llama", {"hidden_act": [1, 2]}, "hidden_act: ... [1, 2]"),
+    ("Llama", {"rope_parameters": {"rope_type": [1]}}, "rope_scaling: rope_type [1]"),
+    ("Llama", {"rope_parameters": [1]}, "rope_parameters: "),
+    ("Llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: ... 'llama3'"),
     ("Llama", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types: 4 layers of chunked_att"),
-    ("Llama", {"eos_token_id": [0, "x"]}, "eos_token_id: [0, 'x'] is no token's id"),
-    ("Llama", {"bos_token_id": [0]}, "bos_token_id: [0] is no token's id"),
-    ("Llama", {"pad_token_id": 1.5}, "pad_token_id: 1.5 is no token's id"),
-    ("Llama", {"architectures": [[1]]}, "architectures: unknown architecture [1]"),
-    ("GPT2", {"scale_attn_weights": None}, "scale_attn_weights: None is not supported"),
-    ("GPT2", {"activation_function": {}}, "activation_function: no nonlinearity {}"),
-    ("GPTNeoX", {"head_dim": -1}, "head_dim: -1 is not supported, only 8"),
-    ("GPTNeoX", {"rotary_pct": None, "rope_parameters": None}, "partial_rotary_factor: None is no number"),
-    ("DeepseekV3", {"head_dim": 2.5}, "head_dim: 2.5 is not qk_rope_head_dim, 8"),
-    ("DeepseekV3", {"head_dim": None}, "head_dim: None is not qk_rope_head_dim, 8"),
-    ("DeepseekV3", {"n_group": 4}, "n_group: 6 experts are no multiple of 4 groups"),
-    ("Gemma3Text", {"sliding_window": None}, "sliding_window: none, and some layers have one"),
-    ("Gemma3Text", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: must be a mapping"),
-    ("Gemma3Text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: 'rope_type' has no meaning here"),
-    ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding_window: none, and some layers"),
+    ("Llama", {"eos_token_id": [0, "x"]}, "eos_token_id: [0, 'x']"),
+    ("Llama", {"bos_token_id": [0]}, "bos_token_id: [0]"),
+    ("Llama", {"pad_token_id": 1.5}, "pad_token_id: 1.5"),
+    ("Llama", {"architectures": [[1]]}, "architectures: ... [1]"),
+    ("GPT2", {"scale_attn_weights": None}, "scale_attn_weights: None"),
+    ("GPT2", {"activation_function": {}}, "activation_function: ... {}"),
+    ("GPTNeoX", {"head_dim": -1}, "head_dim: -1 ... only 8"),
+    ("GPTNeoX", {"rotary_pct": None, "rope_parameters": None}, "partial_rotary_factor: None"),
+    ("DeepseekV3", {"head_dim": 2.5}, "head_dim: 2.5 ... qk_rope_head_dim, 8"),
+    ("DeepseekV3", {"head_dim": None}, "head_dim: None ... qk_rope_head_dim, 8"),
+    ("DeepseekV3", {"n_group": 4}, "n_group: 6 experts ... 4 groups"),
+    ("Gemma3Text", {"sliding_window": None}, "sliding_window: "),
+    ("Gemma3Text", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: "),
+    ("Gemma3Text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: ... 'rope_type'"),
+    ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "sliding_window: "),
     ("Qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types: 3 layers of full_attention"),
-    ("Qwen2", {"max_window_layers": "x"}, "max_window_layers: 'x' is no whole number"),
+    ("Qwen2", {"max_window_layers": "x"}, "max_window_layers: 'x'"),
     ("GptOss", {"layer_types": 3}, "layer_types: 3"),
     ("GptOss", {"layer_types": []}, "layer_types: "),
     ("GptOss", {"num_hidden_layers": None}, "num_hidden_layers: null"),
-    ("GptOss", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta: 1 beside"),
-    ("Mpt", {"attn_config": "x"}, "attn_config: must be a mapping"),
-    ("Mpt", {"attn_config": {"attn_pdrop": "x"}}, "attn_config.attn_pdrop: 'x' is no number"),
-    ("SmolLM3", {"no_rope_layers": 3}, "no_rope_layers: 3 is no list"),
-    ("SmolLM3", {"no_rope_layers": [1, "x", 1, 1]}, "no_rope_layers: [1, 'x', 1, 1] is no list of such"),
+    ("GptOss", {"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta: 1 "),
+    ("Mpt", {"attn_config": "x"}, "attn_config: "),
+    ("Mpt", {"attn_config": {"attn_pdrop": "x"}}, "attn_config.attn_pdrop: 'x'"),
+    ("SmolLM3", {"no_rope_layers": 3}, "no_rope_layers: 3"),
+    ("SmolLM3", {"no_rope_layers": [1, "x", 1, 1]}, "no_rope_layers: [1, 'x', 1, 1]"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers: 1 entries for 4 layers"),
     ("Qwen3Moe", {"num_experts_per_tok": ...}, "num_experts_per_tok: 8 of 6 experts"),
-    ("Phi3", {"rope_parameters": 0}, "rope_parameters: must be a mapping, not 0"),
-    ("Phi3", {"rope_parameters": {"rope_type": None}}, "rope_scaling: rope_type None is not supported"),
+    ("Phi3", {"rope_parameters": 0}, "rope_parameters: ... 0"),
+    ("Phi3", {"rope_parameters": {"rope_type": None}}, "rope_scaling: rope_type None"),
     ("Phi3", {"original_max_position_embeddings": None, "rope_scaling": LONG}, "original_max_position_embeddings"),
 ]  # fmt: skip
 
@@ -185,7 +186,8 @@ def test_one_line_names_the_key(family, keys, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(of(family, **keys)))
     with pytest.raises(UserError) as error:
         section_of(tmp_path)
-    assert str(error.value).startswith(f"{tmp_path}/config.json: {said}"), str(error.value)
+    wanted = re.escape(f"{tmp_path}/config.json: {said}").replace(re.escape(" ... "), ".* ")
+    assert re.match(wanted, str(error.value)), str(error.value)
     assert "\n" not in str(error.value)
 
 

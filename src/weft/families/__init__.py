@@ -1,8 +1,7 @@
-"""Model families: what transformers' config.json and weight files of a family mean in the keys of `model:`, and back.
+"""Model families: conversions between Hugging Face's config.json and the keys of `model:`, and tables of weights.
 
-A family is one file of this package, with the attributes of `Family`; a file without `ARCHITECTURES` is a helper of
-theirs. Nothing here imports torch, or knows the sections that check the keys (`weft.config`): families take and return
-plain mappings.
+A family is a module of this package with the attributes of `Family`; modules without `ARCHITECTURES` are helpers.
+Nothing here imports torch or the sections of `weft.config`: families take and return plain mappings.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from typing import Any, Protocol, cast
 from weft.errors import UserError
 from weft.families.mapping import Weight
 
-# Names for a family's model_type in files whose repositories bring code of their own for what is the family's.
-_ALSO = {"deepseek_v3": ("kimi_k2",)}
+# Further model_types of a family, used by repositories that bring their own code for the same architecture.
+_ALIASES = {"deepseek_v3": ("kimi_k2",)}
 
 
 class Family(Protocol):
-    """What a family's file has.
+    """The attributes of a family's module.
 
     Attributes:
-        __doc__: its first line goes into the table of families: name, source, and what is special.
-        ARCHITECTURES: the classes of transformers that it reads; an export names the first.
-        MODEL_TYPE: transformers' `model_type`.
+        __doc__: its first line is shown in the table of families: name, paper, and features.
+        ARCHITECTURES: the Transformers classes that it reads; an export names the first.
+        MODEL_TYPE: Transformers' `model_type`.
         KEYS: keys of `model:` -> config.json's (`weft.families.mapping.same`).
         WEIGHTS: where each module's parameters are in Hugging Face's files.
-        PRESETS: published sizes, by name, as keys of `model:`; may be left out.
+        PRESETS: published sizes, by name, as keys of `model:`; optional.
     """
 
     __doc__: str | None
@@ -42,54 +41,54 @@ class Family(Protocol):
     PRESETS: dict[str, dict[str, Any]]
 
     def from_hf(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
+        """Converts a config.json to keys of `model:`. Raises UserError if it is not supported."""
         ...
 
     def to_hf(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The keys of the config.json that transformers loads, of all keys of `model:` (`ModelSection.resolved`)."""
+        """Converts all keys of `model:` (`ModelSection.resolved`) to the config.json that Transformers loads."""
         ...
 
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by their names, which are those of their files."""
+    """All families by name, which is their module's."""
     modules = {one.name: import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)}
     return {name: cast(Family, module) for name, module in modules.items() if hasattr(module, "ARCHITECTURES")}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a config.json, by its `architectures`.
+    """The family of a config.json, by its `architectures` or, if that is missing, its `model_type`.
 
     Raises:
-        UserError: there is none, or `model_type`, which transformers goes by, is another's.
+        UserError: there is none, or the two contradict each other.
     """
     known = {name: family for family in families().values() for name in family.ARCHITECTURES}
-    named = config.get("architectures") or []
-    named = named if isinstance(named, list) else [named]
-    for name in named:
+    architectures = config.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
+    for name in architectures:
         if isinstance(name, str) and name in known:
-            _check_type(config.get("model_type"), name, known[name])
+            _check_model_type(config.get("model_type"), name, known[name])
             return known[name]
-    if not named:  # a config.json made by hand
+    if not architectures:
         for family in families().values():
             if config.get("model_type") == family.MODEL_TYPE:
                 return family
         raise UserError(
-            f"architectures: missing, and model_type is {config.get('model_type')!r}, no family here; name the "
-            "model's, or train it with `model: {type: hf, path: ...}`"
+            f"architectures: missing, and model_type {config.get('model_type')!r} is not a built-in family; set "
+            "architectures, or train it with `model: {type: hf, path: ...}`"
         )
-    near = difflib.get_close_matches(str(named[0]), known, 1, cutoff=0.0)
+    near = difflib.get_close_matches(str(architectures[0]), known, 1, cutoff=0.0)
     raise UserError(
-        f"architectures: unknown architecture {named[0]!r}; `model: {{type: hf, path: ...}}` trains any that "
-        f"transformers has, data parallel only; of those here (`weft models` lists them) closest by name is {near[0]}"
+        f"architectures: unknown architecture {architectures[0]!r}; `model: {{type: hf, path: ...}}` trains any model "
+        f"of transformers, data parallel only; the closest name of a built-in one (see `weft models`) is {near[0]}"
     )
 
 
-def _check_type(said: Any, architecture: str, family: Family) -> None:
-    if said is not None and said not in (family.MODEL_TYPE, *_ALSO.get(family.MODEL_TYPE, ())):
+def _check_model_type(given: Any, architecture: str, family: Family) -> None:
+    if given is not None and given not in (family.MODEL_TYPE, *_ALIASES.get(family.MODEL_TYPE, ())):
         raise UserError(
-            f"model_type: {reprlib.repr(said)}, and architectures names {architecture}, whose model_type is "
-            f"{family.MODEL_TYPE!r}; the two disagree about what model this is: mend the one that is wrong"
+            f"model_type: {reprlib.repr(given)} contradicts architectures: {architecture} has model_type "
+            f"{family.MODEL_TYPE!r}; fix the one that is wrong"
         )
 
 
@@ -103,49 +102,47 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def resolve_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str, dict[str, Any]]:
-    """A family's presets. One that names another before it as its `preset` states only the keys that differ.
+    """Resolves a family's presets: one whose `preset` names an earlier one overrides that one's keys.
 
     Raises:
-        ValueError: a preset is made from one that does not stand before it.
+        ValueError: `preset` does not name an earlier one.
     """
-    whole: dict[str, dict[str, Any]] = {}
+    resolved: dict[str, dict[str, Any]] = {}
     for name, keys in stated.items():
-        base, own = keys.get("preset"), {key: value for key, value in keys.items() if key != "preset"}
-        if base is not None and base not in whole:
-            raise ValueError(f"{family}: preset {name!r} is made from {base!r}, which does not stand before it")
-        whole[name] = own if base is None else _merged(whole[base], own)
-    return whole
+        base, changes = keys.get("preset"), {key: value for key, value in keys.items() if key != "preset"}
+        if base is not None and base not in resolved:
+            raise ValueError(f"{family}: preset {name!r} extends {base!r}, which is not defined before it")
+        resolved[name] = changes if base is None else _merged(resolved[base], changes)
+    return resolved
 
 
-def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both; `own` wins, and mappings merge."""
-    both = [key for key, value in own.items() if isinstance(value, dict) and isinstance(base.get(key), dict)]
-    return base | own | {key: _merged(base[key], own[key]) for key in both}
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of both; `changes` take precedence, and mappings merge."""
+    both = [key for key, value in changes.items() if isinstance(value, dict) and isinstance(base.get(key), dict)]
+    return base | changes | {key: _merged(base[key], changes[key]) for key in both}
 
 
 def rescaled_multipliers(preset: dict[str, Any], model: dict[str, Any]) -> dict[str, float]:
-    """The multipliers that a preset has because of its width or its heads' size, for a model of another."""
+    """A preset's multipliers that depend on the hidden size or the head size, rescaled to those of `model`."""
     found = {}
-    width, wanted = preset["hidden_size"], model.get("hidden_size")
-    if (
-        isinstance(wanted, int)
-        and wanted > 0
-        and math.isclose(preset.get("embedding_multiplier", 1.0), math.sqrt(width))
-    ):
-        found["embedding_multiplier"] = math.sqrt(wanted)
-    scale, own, other = preset.get("attention_multiplier"), _head_size(preset), _head_size(model)
-    if scale is not None and own is not None and other is not None and own != other:
-        found["attention_multiplier"] = scale * math.sqrt(own / other)
+    hidden = model.get("hidden_size")
+    from_hidden = math.isclose(preset.get("embedding_multiplier", 1.0), math.sqrt(preset["hidden_size"]))
+    if isinstance(hidden, int) and hidden > 0 and from_hidden:
+        found["embedding_multiplier"] = math.sqrt(hidden)
+    scale, head, wanted = preset.get("attention_multiplier"), _head_size(preset), _head_size(model)
+    if scale is not None and head is not None and wanted is not None and head != wanted:
+        found["attention_multiplier"] = scale * math.sqrt(head / wanted)
     return found
 
 
 def _head_size(model: dict[str, Any]) -> int | None:
-    """Numbers of a query's head; None if its keys are not yet known to be right."""
+    """Dimensions of a query head; None if the keys, which are not validated yet, are invalid."""
     latent = model.get("mla")
-    keys = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")] if isinstance(latent, dict) else []
-    keys = keys or [model.get("head_dim")]
-    if keys == [None]:
-        width, heads = model.get("hidden_size"), model.get("num_attention_heads")
-        return width // heads if isinstance(width, int) and isinstance(heads, int) and 0 < heads <= width else None
-    sizes = [key for key in keys if isinstance(key, int) and key > 0]
-    return sum(sizes) if len(sizes) == len(keys) else None
+    if isinstance(latent, dict):
+        sizes = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")]
+    elif model.get("head_dim") is not None:
+        sizes = [model["head_dim"]]
+    else:
+        hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and 0 < heads <= hidden else None
+    return sum(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else None

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, many small experts, and shared ones."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, many small experts, and shared experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import UserError
 from weft.families import llama
 from weft.families.json_values import number
-from weft.families.mapping import Weight, read, refuse, same, size, write
+from weft.families.mapping import Weight, expert_weights, read, refuse, same, size, write
 from weft.families.rope_keys import read_rope, rope_mapping, write_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
@@ -42,9 +42,7 @@ WEIGHTS = (
     Weight("layers.{n}.attention.kv_b_proj", f"{_ATTENTION}.kv_b_proj"),
     Weight("layers.{n}.mlp.router", f"{_MLP}.gate"),
     Weight("layers.{n}.mlp.router.correction_bias", f"{_MLP}.gate.e_score_correction_bias"),
-    Weight("layers.{n}.mlp.experts.gate_proj", _MLP + ".experts.{e}.gate_proj.weight"),
-    Weight("layers.{n}.mlp.experts.up_proj", _MLP + ".experts.{e}.up_proj.weight"),
-    Weight("layers.{n}.mlp.experts.down_proj", _MLP + ".experts.{e}.down_proj.weight"),
+    *expert_weights(f"{_MLP}.experts"),
     Weight("layers.{n}.mlp.shared.gate_proj", f"{_MLP}.shared_experts.gate_proj"),
     Weight("layers.{n}.mlp.shared.up_proj", f"{_MLP}.shared_experts.up_proj"),
     Weight("layers.{n}.mlp.shared.down_proj", f"{_MLP}.shared_experts.down_proj"),
@@ -52,7 +50,6 @@ WEIGHTS = (
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     refuse(config, norm_topk_prob=False, scoring_func="softmax", moe_layer_freq=1)
     method = config.get("topk_method") or "greedy"
     if method == "greedy":
@@ -60,35 +57,34 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     else:
         refuse(config, topk_method="group_limited_greedy")
     keys = {"family": "deepseek_v2", **read(config, KEYS, DEFAULTS)}
-    keys |= rotations(config, keys["mla"], DEFAULTS)
+    keys |= read_latent_rope(config, keys["mla"], DEFAULTS)
     keys["moe"] |= {"norm_topk_prob": False}
     return keys
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     grouped = (keys["moe"] or {}).get("n_group", 1) > 1
     method = "group_limited_greedy" if grouped else "greedy"
     return write_latent(keys, KEYS) | {"topk_method": method, "norm_topk_prob": False, "scoring_func": "softmax"}
 
 
-def rotations(config: dict[str, Any], mla: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Keys about rotations, and what attention's scores are multiplied by if these are stretched."""
-    rotated = mla["qk_rope_head_dim"]
-    if config.get("head_dim", rotated) != rotated:  # where it is stated, transformers rotates so many numbers
-        raise UserError(f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotated}")
+def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Reads the rotary embedding's keys, and the attention multiplier that RoPE scaling implies."""
+    rotary_dim = mla["qk_rope_head_dim"]
+    if config.get("head_dim", rotary_dim) != rotary_dim:  # Transformers rotates head_dim dimensions if it is set
+        raise UserError(f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotary_dim}")
     keys, given = read_rope(config, defaults), rope_mapping(config)
     if "rope_scaling" in keys and given.get("mscale_all_dim") not in (None, 0):
-        growth = number(given, "mscale_all_dim", 1.0)
-        growth = 0.1 * growth * math.log(max(keys["rope_scaling"]["factor"], 1.0)) + 1
-        keys["attention_multiplier"] = (mla["qk_nope_head_dim"] + rotated) ** -0.5 * growth**2
+        mscale = number(given, "mscale_all_dim", 1.0)
+        mscale = 0.1 * mscale * math.log(max(keys["rope_scaling"]["factor"], 1.0)) + 1
+        keys["attention_multiplier"] = (mla["qk_nope_head_dim"] + rotary_dim) ** -0.5 * mscale**2
     return keys
 
 
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
-    """The same back, with a head's size as transformers has it."""
-    rotated = (keys["mla"] or {}).get("qk_rope_head_dim", keys["head_dim"])
-    return write(keys, table) | write_rope(keys) | {"head_dim": rotated}
+    """Writes all keys; `head_dim` has Transformers' meaning, the rotary dimensions."""
+    rotary_dim = (keys["mla"] or {}).get("qk_rope_head_dim", keys["head_dim"])
+    return write(keys, table) | write_rope(keys) | {"head_dim": rotary_dim}
 
 
 _YARN = {
@@ -96,7 +92,7 @@ _YARN = {
     "mscale": 0.707, "mscale_all_dim": 0.707,
 }  # fmt: skip
 PRESETS = {
-    # 15.7B parameters, of which a token goes through 2.7B.
+    # 15.7B parameters, active per token: 2.7B.
     "deepseek-v2-lite": {
         "family": "deepseek_v2", "vocab_size": 102400, **size(2048, 27, 16, None, 10944),
         "max_position_embeddings": 163840, "rope_scaling": _YARN, "attention_multiplier": 0.1147213867929261,
@@ -107,7 +103,7 @@ PRESETS = {
             "first_k_dense_replace": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
         },
     },
-    # 236B, of which a token goes through 21B.
+    # 236B, active per token: 21B.
     "deepseek-v2": {
         "preset": "deepseek-v2-lite", **size(5120, 60, 128, None, 12288), "mla": {"q_lora_rank": 1536},
         "moe": {

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (DeepSeek-AI, 2024): sigmoid scores, balanced by a bias on the choice in place of a loss."""
+"""DeepSeek-V3 (DeepSeek-AI, 2024): a sigmoid router, balanced by a correction bias instead of a loss."""
 
 from __future__ import annotations
 
@@ -22,29 +22,27 @@ DEFAULTS = llama.DEFAULTS | {
     "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
     "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "max_position_embeddings": 4096,
 }  # fmt: skip
-_FALSE = ("norm_topk_prob", "rope_interleave")  # where null is as good as that
+_NULL_IS_FALSE = ("norm_topk_prob", "rope_interleave")
 WEIGHTS = deepseek_v2.WEIGHTS
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     refuse(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    config = {key: False if key in _FALSE and value is None else value for key, value in config.items()}
+    config = {key: False if key in _NULL_IS_FALSE and value is None else value for key, value in config.items()}
     keys = {"family": "deepseek_v3", **read(config, KEYS, DEFAULTS)}
-    keys |= deepseek_v2.rotations(config, keys["mla"], DEFAULTS)
+    keys |= deepseek_v2.read_latent_rope(config, keys["mla"], DEFAULTS)
     keys["moe"] |= {"scoring_func": "sigmoid", "correction_bias": True}
     return keys
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
-    # The layers that predict further tokens are no part of the model here.
+    # Multi-token prediction layers are not supported.
     more = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
     return deepseek_v2.write_latent(keys, KEYS) | more
 
 
 PRESETS = {
-    # 671B parameters, of which a token goes through 37B.
+    # 671B parameters, active per token: 37B.
     "deepseek-v3": {
         "family": "deepseek_v3", "vocab_size": 129280, **size(7168, 61, 128, None, 18432),
         "max_position_embeddings": 163840,

@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma team, 2024): capped scores and logits, every other layer with a window, norms around the parts."""
+"""Gemma 2 (Gemma team, 2024): soft-capping, a sliding window in every other layer, norms before and after layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ WEIGHTS = (
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     keys = read(config, KEYS, DEFAULTS)
     layers = range(keys["num_hidden_layers"])
     windows = read_layer_types(config, read_window(config, 4096), [layer % 2 == 0 for layer in layers])
@@ -47,7 +46,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def always(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """What all models of Gemma 2 and 3 have."""
+    """The keys that Gemma 2 and 3 share."""
     refuse(config, use_bidirectional_attention=False)
     return {
         "norm": "rmsnorm1p",
@@ -59,12 +58,11 @@ def always(config: dict[str, Any], width: int) -> dict[str, Any]:
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     return write(keys, KEYS) | write_rope(keys) | write_layer_types(keys) | {"query_pre_attn_scalar": scalar(keys)}
 
 
 def scalar(keys: dict[str, Any]) -> float:
-    """`query_pre_attn_scalar`: a whole number where it is one."""
+    """`query_pre_attn_scalar`, an integer if possible."""
     value = keys["attention_multiplier"] ** -2
     return round(value) if abs(value - round(value)) < 1e-6 else value
 

@@ -1,13 +1,13 @@
-"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, a plain GELU MLP, biases, a tied head.
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned position embeddings, a plain GELU MLP, biases, a tied head.
 
-Sizes as published; dropout, 0.1 in the published configurations, is off unless set.
+Presets have no dropout; the published configurations have 0.1.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from weft.families.mapping import Weight, read, refuse, size, write
+from weft.families.mapping import QKV, Weight, fused, read, refuse, size, write
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
 MODEL_TYPE = "gpt2"
@@ -23,14 +23,11 @@ DEFAULTS = {
     "activation_function": "gelu_new", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
     "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True,
 }  # fmt: skip
-_PARTS = ("q", "kv", "kv")
 WEIGHTS = (
     Weight("embed_tokens", "transformer.wte"),
     Weight("embed_positions", "transformer.wpe"),
     Weight("layers.{n}.attention_norm", "transformer.h.{n}.ln_1"),
-    Weight("layers.{n}.attention.q_proj", "transformer.h.{n}.attn.c_attn", transposed=True, part=(0, _PARTS)),
-    Weight("layers.{n}.attention.k_proj", "transformer.h.{n}.attn.c_attn", transposed=True, part=(1, _PARTS)),
-    Weight("layers.{n}.attention.v_proj", "transformer.h.{n}.attn.c_attn", transposed=True, part=(2, _PARTS)),
+    *fused("transformer.h.{n}.attn.c_attn", QKV, transposed=True),
     Weight("layers.{n}.attention.o_proj", "transformer.h.{n}.attn.c_proj", transposed=True),
     Weight("layers.{n}.mlp_norm", "transformer.h.{n}.ln_2"),
     Weight("layers.{n}.mlp.up_proj", "transformer.h.{n}.mlp.c_fc", transposed=True),
@@ -45,13 +42,11 @@ _ALWAYS = {
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     refuse(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return {**_ALWAYS, **read(config, KEYS, DEFAULTS)}
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     return write(keys, KEYS) | {
         "activation_function": "gelu_new" if keys["hidden_act"] == "gelu_tanh" else keys["hidden_act"]
     }

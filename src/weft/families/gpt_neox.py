@@ -1,11 +1,11 @@
-"""GPT-NeoX (Black et al., 2022), Pythia: attention and MLP side by side, LayerNorm, a quarter of each head rotated."""
+"""GPT-NeoX (Black et al., 2022), Pythia: parallel attention and MLP, LayerNorm, partial rotary embedding."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from weft.families import llama
-from weft.families.mapping import Weight, read, refuse, same, size, write
+from weft.families.mapping import QKV, Weight, fused, read, refuse, same, size, write
 from weft.families.rope_keys import read_rope, write_rope
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
@@ -19,13 +19,10 @@ DEFAULTS = llama.DEFAULTS | {
     "vocab_size": 50432, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "hidden_dropout": 0.0, "attention_bias": True,
     "use_parallel_residual": True,
 }  # fmt: skip
-_QKV, _HEADS = "gpt_neox.layers.{n}.attention.query_key_value", ("q", "kv", "kv")
 WEIGHTS = (
     Weight("embed_tokens", "gpt_neox.embed_in"),
     Weight("layers.{n}.attention_norm", "gpt_neox.layers.{n}.input_layernorm"),
-    Weight("layers.{n}.attention.q_proj", _QKV, part=(0, _HEADS), by_head=True),
-    Weight("layers.{n}.attention.k_proj", _QKV, part=(1, _HEADS), by_head=True),
-    Weight("layers.{n}.attention.v_proj", _QKV, part=(2, _HEADS), by_head=True),
+    *fused("gpt_neox.layers.{n}.attention.query_key_value", QKV, by_head=True),
     Weight("layers.{n}.attention.o_proj", "gpt_neox.layers.{n}.attention.dense"),
     Weight("layers.{n}.mlp_norm", "gpt_neox.layers.{n}.post_attention_layernorm"),
     Weight("layers.{n}.mlp.up_proj", "gpt_neox.layers.{n}.mlp.dense_h_to_4h"),
@@ -37,19 +34,17 @@ _ALWAYS = {"family": "gpt_neox", "norm": "layernorm", "mlp": "plain", "mlp_bias"
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     keys = read(config, KEYS, DEFAULTS)
-    # Its class cuts the width into heads without looking at it, and rotates by it.
+    # Its class ignores head_dim for the heads' size, but uses it for the rotary embedding.
     refuse(config, head_dim=keys["hidden_size"] // keys["num_attention_heads"])
-    own = {
+    config = config | {
         "rope_theta": config.get("rotary_emb_base", 10000.0),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
-    return {**_ALWAYS, **keys, **read_rope(config | own, DEFAULTS, partial=0.25)}
+    return {**_ALWAYS, **keys, **read_rope(config, DEFAULTS, partial=0.25)}
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     written = write(keys, KEYS)
     rope = write_rope(keys)
     rope["rope_parameters"]["partial_rotary_factor"] = keys["partial_rotary_factor"]

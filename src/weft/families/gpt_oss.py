@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, attention sinks, a window in every second layer."""
+"""gpt-oss (OpenAI, 2025): experts with biases, attention sinks, a sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from weft.families import llama
 from weft.families.mapping import (
     Weight,
+    fused,
     read,
     read_layer_types,
     read_window,
@@ -32,32 +33,17 @@ DEFAULTS = llama.DEFAULTS | {
     "max_position_embeddings": 131072, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
     "router_aux_loss_coef": 0.001, "rope_theta": 150000.0,
 }  # fmt: skip
-_MLP = "model.layers.{n}.mlp"
-_PARTS = ("inner", "inner")
-
-
-def _expert(ours: str, theirs: str, part: int | None = None, transposed: bool = True) -> Weight:
-    rows = None if part is None else (part, _PARTS)
-    return Weight(
-        f"layers.{{n}}.mlp.experts.{ours}",
-        f"{_MLP}.experts.{theirs}",
-        part=rows,
-        alternating=part is not None,
-        transposed=transposed,
-        stacked=True,
-    )
-
-
+_MLP, _EXPERT = "model.layers.{n}.mlp", "layers.{n}.mlp.experts"
+_GATE_UP = {f"{_EXPERT}.gate_proj": "inner", f"{_EXPERT}.up_proj": "inner"}
+_GATE_UP_BIAS = {f"{_EXPERT}.gate_bias": "inner", f"{_EXPERT}.up_bias": "inner"}
 WEIGHTS = (
     *(weight for weight in llama.WEIGHTS if ".mlp." not in weight.name),
     Weight("layers.{n}.attention.attend.sinks", "model.layers.{n}.self_attn.sinks"),
     Weight("layers.{n}.mlp.router", f"{_MLP}.router"),
-    _expert("gate_proj", "gate_up_proj", part=0),
-    _expert("up_proj", "gate_up_proj", part=1),
-    _expert("gate_bias", "gate_up_proj_bias", part=0, transposed=False),
-    _expert("up_bias", "gate_up_proj_bias", part=1, transposed=False),
-    _expert("down_proj", "down_proj"),
-    _expert("down_bias", "down_proj_bias", transposed=False),
+    *fused(f"{_MLP}.experts.gate_up_proj", _GATE_UP, alternating=True, transposed=True, stacked=True),
+    *fused(f"{_MLP}.experts.gate_up_proj_bias", _GATE_UP_BIAS, alternating=True, stacked=True),
+    Weight(f"{_EXPERT}.down_proj", f"{_MLP}.experts.down_proj", transposed=True, stacked=True),
+    Weight(f"{_EXPERT}.down_bias", f"{_MLP}.experts.down_proj_bias", stacked=True),
 )
 _EXPERTS = {"scoring_func": "softmax_of_chosen", "router_bias": True, "expert_bias": True}
 _YARN = {
@@ -67,7 +53,6 @@ _YARN = {
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     refuse(config, swiglu_alpha=1.702, hidden_act="silu")
     if config.get("rope_parameters") is None:
         config = config | {"rope_parameters": _YARN}
@@ -79,14 +64,13 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     written = write(keys, KEYS) | write_rope(keys) | write_layer_types(keys)
-    # transformers makes a mask for windows even where no layer has one.
+    # Transformers builds a sliding window mask even if no layer uses it.
     return written | {"sliding_window": written["sliding_window"] or 128, "swiglu_alpha": 1.702}
 
 
 PRESETS = {
-    # 20.9B parameters, of which a token goes through 3.6B.
+    # 20.9B parameters, active per token: 3.6B.
     "gpt-oss-20b": {
         "family": "gpt_oss", "vocab_size": 201088, **size(2880, 24, 64, 8, 2880, head_dim=64),
         "max_position_embeddings": 131072, "rope_theta": 150000.0, "rope_scaling": _YARN, "sliding_window": 128,
@@ -95,6 +79,6 @@ PRESETS = {
             **_EXPERTS, "num_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "router_aux_loss_coef": 0.001,
         },
     },
-    # 117B, of which a token goes through 5.1B.
+    # 117B, active per token: 5.1B.
     "gpt-oss-120b": {"preset": "gpt-oss-20b", "num_hidden_layers": 36, "moe": {"num_experts": 128}},
 }  # fmt: skip

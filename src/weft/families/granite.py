@@ -1,4 +1,4 @@
-"""Granite 3 (IBM, 2024): Llama with multipliers in place of the usual scales."""
+"""Granite 3 (IBM, 2024): Llama with multipliers of embeddings, attention, residuals and logits."""
 
 from __future__ import annotations
 

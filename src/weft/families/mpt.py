@@ -1,11 +1,11 @@
-"""MPT (MosaicML, 2023): GPT without biases, its positions penalties on distance (ALiBi)."""
+"""MPT (MosaicML, 2023): GPT without biases, with ALiBi in place of position embeddings."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from weft.families.json_values import mapping
-from weft.families.mapping import Weight, nested, read, refuse, same, size, write
+from weft.families.mapping import QKV, Weight, fused, nested, read, refuse, same, size, write
 
 ARCHITECTURES = ("MptForCausalLM", "MPTForCausalLM")
 MODEL_TYPE = "mpt"
@@ -15,7 +15,7 @@ KEYS = same(
     max_position_embeddings="max_seq_len",
     without=("num_key_value_heads", "intermediate_size", "attention_dropout", "pad_token_id"),
 ) | {
-    # It has one rate for attention's weights, and for what each part adds.
+    # One dropout rate for attention weights and residual branches.
     "clip_qkv": "attn_config.clip_qkv", "attention_multiplier": "attn_config.softmax_scale",
     "attention_dropout": "attn_config.attn_pdrop", "hidden_dropout": "attn_config.attn_pdrop",
 }  # fmt: skip
@@ -24,13 +24,10 @@ DEFAULTS = {
     "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "initializer_range": 0.02,
     "attn_config.clip_qkv": None, "attn_config.softmax_scale": None, "attn_config.attn_pdrop": 0.0,
 }  # fmt: skip
-_QKV, _PARTS = "transformer.blocks.{n}.attn.Wqkv", ("q", "kv", "kv")
 WEIGHTS = (
     Weight("embed_tokens", "transformer.wte"),
     Weight("layers.{n}.attention_norm", "transformer.blocks.{n}.norm_1"),
-    Weight("layers.{n}.attention.q_proj", _QKV, part=(0, _PARTS)),
-    Weight("layers.{n}.attention.k_proj", _QKV, part=(1, _PARTS)),
-    Weight("layers.{n}.attention.v_proj", _QKV, part=(2, _PARTS)),
+    *fused("transformer.blocks.{n}.attn.Wqkv", QKV),
     Weight("layers.{n}.attention.o_proj", "transformer.blocks.{n}.attn.out_proj"),
     Weight("layers.{n}.mlp_norm", "transformer.blocks.{n}.norm_2"),
     Weight("layers.{n}.mlp.up_proj", "transformer.blocks.{n}.ffn.up_proj"),
@@ -44,7 +41,6 @@ _ALWAYS = {
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
     attention = mapping(config, "attn_config")
     refuse(attention, alibi=True, alibi_bias_max=8, qk_ln=False, prefix_lm=False, attn_type="multihead_attention")
     refuse(config, no_bias=True, expansion_ratio=4, logit_scale=None)
@@ -53,9 +49,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
     written = nested(write(keys, KEYS))
-    # transformers takes whole numbers only as attn_pdrop.
+    # Transformers accepts only integers as attn_pdrop.
     written["attn_config"] |= {"alibi": True, "alibi_bias_max": 8, "attn_pdrop": 0}
     return written | {"no_bias": True, "expansion_ratio": 4}
 

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo team, 2025): norms after the parts of a block, queries and keys normalized over their whole width."""
+"""OLMo 2 (OLMo team, 2025): norms after attention and MLP, norms of queries and keys over all heads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ KEYS = same("head_dim", "hidden_act", "attention_bias")
 DEFAULTS = llama.DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1}
 WEIGHTS = (
     *(weight for weight in llama.WEIGHTS if not weight.name.endswith("_norm")),
-    Weight("layers.{n}.attention.q_norm", "model.layers.{n}.self_attn.q_norm"),
-    Weight("layers.{n}.attention.k_norm", "model.layers.{n}.self_attn.k_norm"),
+    *llama.QK_NORMS,
     Weight("layers.{n}.attention_post_norm", "model.layers.{n}.post_attention_layernorm"),
     Weight("layers.{n}.mlp_post_norm", "model.layers.{n}.post_feedforward_layernorm"),
 )

@@ -1,12 +1,11 @@
-"""OLMoE (Muennighoff et al., 2024): many small experts, queries and keys normalized over their whole width."""
+"""OLMoE (Muennighoff et al., 2024): many small experts, norms of queries and keys over all heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from weft.families import llama, qwen3_moe
-from weft.families.mapping import read, refuse, same, size, write
-from weft.families.rope_keys import read_rope, write_rope
+from weft.families.mapping import refuse, renaming, same, size
 
 ARCHITECTURES = ("OlmoeForCausalLM",)
 MODEL_TYPE = "olmoe"
@@ -24,22 +23,17 @@ DEFAULTS = llama.DEFAULTS | {
 }  # fmt: skip
 WEIGHTS = qwen3_moe.WEIGHTS
 _ALWAYS = {"family": "olmoe", "qk_norm": True, "qk_norm_over": "width"}
+_from_hf, to_hf = renaming(_ALWAYS, KEYS, DEFAULTS)
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
-    keys = read(config, KEYS, DEFAULTS)
+    keys = _from_hf(config)
     refuse(config, head_dim=keys["hidden_size"] // keys["num_attention_heads"])
-    return {**_ALWAYS, **keys, **read_rope(config, DEFAULTS)}
-
-
-def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
-    return write(keys, KEYS) | write_rope(keys)
+    return keys
 
 
 PRESETS = {
-    # 6.92B parameters, of which a token goes through 1.3B.
+    # 6.92B parameters, active per token: 1.3B.
     "olmoe-1b-7b": {
         **_ALWAYS, "vocab_size": 50304, **size(2048, 16, 16, None, 1024), "max_position_embeddings": 4096,
         "moe": {

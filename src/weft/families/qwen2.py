@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.families import llama
-from weft.families.json_values import flag, whole
-from weft.families.mapping import read, read_layer_types, read_window, same, size, write, write_layer_types
-from weft.families.rope_keys import read_rope, write_rope
+from weft.families.json_values import flag, integer
+from weft.families.mapping import read_layer_types, read_window, renaming, same, size, write_layer_types
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 MODEL_TYPE = "qwen2"
@@ -19,28 +18,16 @@ WEIGHTS = llama.WEIGHTS
 _ALWAYS = {"family": "qwen2", "attention_bias": True, "attention_output_bias": False}
 
 
-def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
-    keys = read(config, KEYS, DEFAULTS)
-    windows = read_windows(config, keys["num_hidden_layers"])
-    return {**_ALWAYS, **keys, **read_rope(config, DEFAULTS), **windows}
-
-
-def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
-    return write(keys, KEYS) | write_rope(keys) | write_windows(keys)
-
-
 def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The window's keys: it is off unless `use_sliding_window`, and then all layers from a certain one on have it."""
-    window, first = read_window(config, 4096), whole(config, "max_window_layers", 28, least=0)
+    """Reads the sliding window: off unless `use_sliding_window`, else in all layers from `max_window_layers` on."""
+    window, first = read_window(config, 4096), integer(config, "max_window_layers", 28, least=0)
     if not flag(config, "use_sliding_window", False):
         window = None
     return read_layer_types(config, window, [window is not None and layer >= first for layer in range(layers)])
 
 
 def write_windows(keys: dict[str, Any]) -> dict[str, Any]:
-    """The same back, in the older keys too."""
+    """Writes the sliding window, in the older keys too."""
     written = write_layer_types(keys)
     types = [*written["layer_types"], "sliding_attention"]
     return written | {
@@ -48,6 +35,9 @@ def write_windows(keys: dict[str, Any]) -> dict[str, Any]:
         "max_window_layers": types.index("sliding_attention"),
     }
 
+
+WINDOWS = (read_windows, write_windows)
+from_hf, to_hf = renaming(_ALWAYS, KEYS, DEFAULTS, WINDOWS)
 
 _PRESET = _ALWAYS | {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 _TIED = _PRESET | {"vocab_size": 151936, "tie_word_embeddings": True}

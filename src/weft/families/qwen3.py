@@ -1,13 +1,9 @@
-"""Qwen 3 (Yang et al., 2025), dense: Llama with queries and keys normalized, and a head size of its own."""
+"""Qwen 3 (Yang et al., 2025), dense: Llama with norms of queries and keys, and an explicit head size."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from weft.families import llama
-from weft.families.mapping import Weight, read, same, size, write
-from weft.families.qwen2 import read_windows, write_windows
-from weft.families.rope_keys import read_rope, write_rope
+from weft.families import llama, qwen2
+from weft.families.mapping import renaming, same, size
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 MODEL_TYPE = "qwen3"
@@ -15,24 +11,8 @@ KEYS = same("head_dim", "hidden_act", "attention_bias")
 DEFAULTS = llama.DEFAULTS | {
     "vocab_size": 151936, "num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128,
 }  # fmt: skip
-WEIGHTS = (
-    *llama.WEIGHTS,
-    Weight("layers.{n}.attention.q_norm", "model.layers.{n}.self_attn.q_norm"),
-    Weight("layers.{n}.attention.k_norm", "model.layers.{n}.self_attn.k_norm"),
-)
-
-
-def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
-    keys = read(config, KEYS, DEFAULTS)
-    windows = read_windows(config, keys["num_hidden_layers"])
-    return {"family": "qwen3", "qk_norm": True, **keys, **read_rope(config, DEFAULTS), **windows}
-
-
-def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
-    return write(keys, KEYS) | write_rope(keys) | write_windows(keys)
-
+WEIGHTS = (*llama.WEIGHTS, *llama.QK_NORMS)
+from_hf, to_hf = renaming({"family": "qwen3", "qk_norm": True}, KEYS, DEFAULTS, qwen2.WINDOWS)
 
 _PRESET = {
     "family": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,

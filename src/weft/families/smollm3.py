@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al., 2025): Llama with every fourth layer without positions."""
+"""SmolLM3 (Bakouch et al., 2025): Llama without rotary embedding in every fourth layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.errors import UserError
 from weft.families import llama
-from weft.families.json_values import flag, whole
+from weft.families.json_values import flag, integer
 from weft.families.mapping import read, read_layer_types, read_window, same, size, write, write_layer_types
 from weft.families.rope_keys import read_rope, write_rope
 
@@ -22,30 +22,27 @@ WEIGHTS = llama.WEIGHTS
 
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `model:` for a config.json. Raises UserError for what is not supported."""
-    read_keys = {**read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
-    layers, interval = read_keys["num_hidden_layers"], whole(config, "no_rope_layer_interval", 4)
+    keys = {**read(config, KEYS, DEFAULTS), **read_rope(config, DEFAULTS)}
+    layers, interval = keys["num_hidden_layers"], integer(config, "no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers")
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
     elif not isinstance(rotated, list):
-        raise UserError(f"no_rope_layers: {reprlib.repr(rotated)} is no list")
+        raise UserError(f"no_rope_layers: {reprlib.repr(rotated)} is not a list")
     elif len(rotated) < layers:
-        raise UserError(f"no_rope_layers: {len(rotated)} entries for {layers} layers; it must have one each")
+        raise UserError(f"no_rope_layers: {len(rotated)} entries for {layers} layers; give one per layer")
     rotated = rotated[:layers]
     window = read_window(config, None)
     if not flag(config, "use_sliding_window", False):
         window = None
     windows = read_layer_types(config, window, [window is not None and not one for one in rotated])
-    return {"family": "smollm3", "no_rope_layers": rotated, **read_keys, **windows}
+    return {"family": "smollm3", "no_rope_layers": rotated, **keys, **windows}
 
 
 def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the config.json that transformers loads."""
-    written = write(keys, KEYS)
-    written |= write_rope(keys) | write_layer_types(keys)
-    rotated, window = keys["no_rope_layers"], written["sliding_window"]
-    return written | {"no_rope_layers": rotated, "use_sliding_window": window is not None}
+    written = write(keys, KEYS) | write_rope(keys) | write_layer_types(keys)
+    slides = written["sliding_window"] is not None
+    return written | {"no_rope_layers": keys["no_rope_layers"], "use_sliding_window": slides}
 
 
 PRESETS = {

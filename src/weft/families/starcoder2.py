@@ -1,4 +1,4 @@
-"""StarCoder2 (Lozhkov et al., 2024): LayerNorm, biases, a plain GELU MLP, rotations and a sliding window."""
+"""StarCoder2 (Lozhkov et al., 2024): LayerNorm, biases, a plain GELU MLP and a sliding window."""
 
 from __future__ import annotations
 
