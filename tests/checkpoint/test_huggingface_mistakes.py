@@ -75,21 +75,21 @@ MISTAKES = {
     "more than ten": (lambda p: tensors(p, eleven), "is missing; and 1 more"),
     "unknown": (
         lambda p: change(p, architectures=["LamaForCausalLM"]),
-        "config.json: architectures: unknown architecture 'LamaForCausalLM'; `model: .type: hf, path: ....` trains any "
-        ".*, data parallel only; .* closest by name is LlamaForCausalLM\n",
+        "config.json: architectures: .* 'LamaForCausalLM'.*`model: .type: hf, path: ....`.*data parallel only"
+        ".* LlamaForCausalLM\n",
     ),
     "quantized": (lambda p: change(p, quantization_config={"quant_method": "gptq"}), "quantized .gptq."),
-    "no config": (lambda p: (p / "config.json").unlink(), "no config.json"),
+    "no config": (lambda p: (p / "config.json").unlink(), r"config\.json"),
     "empty config": (lambda p: replace(p, "config.json", b""), "config.json: the file is empty"),
     "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: broken JSON"),
-    "list as config": (lambda p: replace(p, "config.json", b"[]"), "config.json: not a model's config.json"),
+    "list as config": (lambda p: replace(p, "config.json", b"[]"), r"config\.json: .*mapping"),
     "heads": (
         lambda p: change(p, num_attention_heads=5, head_dim=None),
         "num_attention_heads: 5 heads do not",
     ),
     "negative": (
         lambda p: change(p, num_hidden_layers=-1),
-        "config.json: num_hidden_layers: -1 is no whole number of at least 1",
+        "config.json: num_hidden_layers: -1 .* at least 1",
     ),
     "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
     "half": (lambda p: cut(p, -1), r"model.safetensors: truncated file: [\d,]+ bytes of [\d,]+; download it again"),
@@ -104,8 +104,8 @@ MISTAKES = {
     "offsets": (lambda p: offsets(p), r"model.safetensors: its header has wrong offsets for model.layers.\d.\S+;"),
     "layers": (lambda p: change(p, num_hidden_layers=9000), "num_hidden_layers: 9,000, and the files have 21"),
     "header": (lambda p: deep(p), "model.safetensors: not a safetensors file"),
-    "architecture": (lambda p: change(p, architectures="Nonsense"), "unknown architecture 'Nonsense'"),
-    "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "checkpoint of Weft already"),
+    "architecture": (lambda p: change(p, architectures="Nonsense"), "architectures: .*'Nonsense'"),
+    "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "hf: .*checkpoint of Weft"),
     "nothing": (lambda p: shutil.move(p, p.parent / "elsewhere"), "there is no such folder"),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
     "foreign tokenizer": (
@@ -220,7 +220,7 @@ def test_in_a_run_file(tmp_path, whole, run_yaml):
             load(**{"from": str(whole)}, **more)
     path = shutil.copytree(whole, tmp_path / "hf")
     change(path, architectures=["LamaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"model.from: .*config.json: architectures: unknown architecture"):
+    with pytest.raises(ConfigError, match=r"model.from: .*config.json: architectures: .*'LamaForCausalLM'"):
         load(**{"from": str(path)})
 
 
