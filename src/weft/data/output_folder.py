@@ -106,11 +106,7 @@ def check_parent(out: Path) -> None:
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
-    """Returns the error for an existing `out`; it suggests --overwrite only if that would work.
-
-    Args:
-        what: more about what exists.
-    """
+    """Returns the error for an existing `out`, with --overwrite as a remedy if that works. `what`: more about it."""
     if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; name another --out", out)
     return UserError(f"exists already{what}; name another --out, or --overwrite replaces it", out)
@@ -141,8 +137,7 @@ def why_not_replaceable(out: Path, kind: Kind) -> str:
 def publish(folder: Path, out: Path) -> None:
     """Renames a complete folder to `out`, replaces a folder of its kind, and syncs it to disk.
 
-    Raises:
-        UserError: `out` exists by now and is something else.
+    Raises UserError if `out` exists by now and is something else.
     """
     files.sync_tree(folder)
     names = os.listdir(folder)

@@ -24,16 +24,16 @@ def run(args: argparse.Namespace) -> int:
     from weft.data.sources import find_files
     from weft.data.sources.formats.json import is_json_lines
     from weft.data.sources.index import build_index, is_current
-    from weft.data.sources.source_format import detect_kind
+    from weft.data.sources.source_format import detect_format
     from weft.errors import UserError
     from weft.observe.console import Console
 
     files = find_files(args.files)
     for path in files:
-        kind = detect_kind(path)
-        lines = kind == "jsonl" or (kind == "json" and is_json_lines(str(path)))
-        if not lines or not path.is_file():
-            why = "compressed: unpack it" if "." in kind else "not JSON lines (.jsonl, .ndjson, .jl, .json)"
+        form, compression = detect_format(path)
+        lines = form == "jsonl" or (form == "json" and is_json_lines(str(path)))
+        if compression or not lines or not path.is_file():
+            why = "compressed: unpack it" if compression else "not JSON lines (.jsonl, .ndjson, .jl, .json)"
             raise UserError(f"{why}; an index needs a plain JSON-lines file", path)
     console = Console()
     done = 0

@@ -26,11 +26,7 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> None:
-    """Adds the arguments.
-
-    Args:
-        records: the verb reads records, so that --field, --template and --separator do not apply.
-    """
+    """Adds the arguments. `records`: only those of verbs that read records."""
     parser.description = ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")
@@ -65,11 +61,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> Non
 
 
 def parse_reading(args: argparse.Namespace) -> Reading:
-    """Returns the options of `add_inputs` as a Reading.
-
-    Raises:
-        UserError: an invalid template or separator.
-    """
+    """Returns the options of `add_inputs` as a Reading; raises UserError for an invalid template or separator."""
     from weft.data.sources import Reading
 
     if not hasattr(args, "field"):
@@ -97,12 +89,7 @@ def check_reading_options(args: argparse.Namespace, files: Sequence[Path]) -> No
 
 
 def report_skipped(console: Console, skipped: Mapping[str, int], files: Sequence[str] = (), more: str = "") -> None:
-    """Warns in one line about files that were skipped, by reason.
-
-    Args:
-        files: files that hold no text; the first ones are named.
-        more: where all of them are listed.
-    """
+    """Warns about skipped files by reason, and names the first of `files`; `more`: where all of them are listed."""
     from weft.data.sources.find import format_counts
 
     if skipped:

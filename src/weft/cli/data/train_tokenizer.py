@@ -86,7 +86,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
             counts,
             on_reject=lambda path, reject: _reject(path, reject, args, console),
             on_skip=lambda path, reason: skipped.append(str(path)),
-            on_progress=lambda done: used.progress(done, bar),
+            on_bytes=lambda more: used.progress(more, bar),
         )
         texts = (cast(str, document.value) for document in documents)
         if args.max_bytes is not None:
@@ -113,9 +113,9 @@ class _Used:
     documents: int = 0
     bytes: int = 0
 
-    def progress(self, done: int, bar: SilentProgress) -> None:
-        self.read = done
-        bar.update(done)
+    def progress(self, more: int, bar: SilentProgress) -> None:
+        self.read += more
+        bar.update(self.read)
 
     def counting(self, texts: Iterable[str]) -> Iterator[str]:
         from weft.data.sources.values import utf8_size
@@ -128,10 +128,10 @@ class _Used:
 
 def _reject(path: Path, reject: Reject, args: argparse.Namespace, console: Console) -> None:
     from weft.data.sources import Unit
-    from weft.data.sources.source_format import detect_kind, document_error, reject_message
+    from weft.data.sources.source_format import detect_format, document_error, reject_message
 
     if args.on_error == "fail":
-        unit = Unit(str(path), detect_kind(path, args.format), 0, None, 0)
+        unit = Unit(str(path), *detect_format(path, args.format))
         raise document_error(reject_message(reject), unit, reject.line)
     if reject.line is None:
         console.warning(f"{path}: {reject.message}")

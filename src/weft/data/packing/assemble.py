@@ -42,11 +42,7 @@ class HashedFile:
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def verify(self, states: Iterable[tuple[int, str]], on_bytes: Callable[[int], None]) -> list[Any]:
-        """Compares the file with `states`, growing sizes with their digests.
-
-        Returns:
-            The sha256 objects at the states that match, up to the first one that does not.
-        """
+        """Returns the sha256 objects at `states`, growing sizes with their digests, up to the first mismatch."""
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:
             while size < end and (data := self._file.read(min(BLOCK, end - size))):
@@ -65,7 +61,6 @@ class HashedFile:
         self.size, self.digest = size, sha256
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends bytes."""
         self.digest.update(data)
         self.size += len(data)
         rest = memoryview(data)
@@ -73,14 +68,12 @@ class HashedFile:
             rest = rest[self._file.write(rest) :]
 
     def append_file(self, path: str) -> None:
-        """Appends the bytes of a file."""
         buffer = bytearray(BLOCK)
         with open(path, "rb", buffering=0) as file:
             while number := file.readinto(buffer):
                 self.write(memoryview(buffer)[:number])
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -117,8 +110,7 @@ class Assembly:
     def resume(self, plan: Plan, on_progress: Callable[[int], None]) -> None:
         """Restores what an earlier process appended, as far as it is undamaged and from the same parts.
 
-        Args:
-            on_progress: called with the number of bytes that were checked.
+        `on_progress`: called with the number of bytes that were checked.
         """
         checked = 0
 
@@ -158,8 +150,7 @@ class Assembly:
     def file_line(self, part: Part, unit: int, line: int | None, before: int) -> int | None:
         """Converts a line of a unit of the next part to a line of the file.
 
-        Args:
-            before: lines of the same file in earlier units of the part.
+        `before`: lines of the same file in earlier units of the part.
         """
         if line is None:
             return None
@@ -239,11 +230,7 @@ class Assembly:
             self._lines += counts.lines
 
     def mark_split_files(self, begins: bool, ends: bool) -> None:
-        """For a shard: adds the digests of the units of split files to `sources`, so that `merge` can join them.
-
-        Args:
-            begins, ends: whether the first or last file continues in another shard.
-        """
+        """For a shard whose first or last file is split: adds digests of its units, so that `merge` can join them."""
         only = len(self.sources) == 1
         for split, source, digests in ((begins, 0, self.first_digests), (ends, -1, self.last_digests)):
             if split and self.sources:

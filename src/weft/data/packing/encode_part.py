@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def _writing() -> Iterator[None]:
         raise WriteFailure(error.strerror) from None
 
 
+@dataclass
 class _PartEncoder:
     """Encodes one part.
 
@@ -72,30 +74,27 @@ class _PartEncoder:
     batch, so that rejects stay in the order of the input.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        part: Part,
-        encoder: Encoder,
-        on_progress: Callable[[int, int], None],
-        on_document: Callable[[int, int | None, int], None] | None,
-    ):
-        self._job, self._part, self._encoder = job, part, encoder
-        self._on_progress, self._on_document = on_progress, on_document
-        self._counts = [Counts() for _ in part.units]
+    job: Job
+    part: Part
+    encoder: Encoder
+    on_progress: Callable[[int, int], None]
+    on_document: Callable[[int, int | None, int], None] | None
+
+    def __post_init__(self):
+        self._counts = [Counts() for _ in self.part.units]
         self._batch: list[Document] = []
         self._owners: list[int] = []
         self._rejects: list[tuple[int, Reject]] = []
-        self._batch_size, self._limit = 0, BATCH if job.threads == 1 else 4 * BATCH
+        self._batch_size, self._limit = 0, BATCH if self.job.threads == 1 else 4 * BATCH
         self._tokens = self._documents = self._written_rejects = 0
         self._notes: Counter[str] = Counter()
         self._record_bytes = 0  # of the text that the records of a unit were converted to
         self._new_bytes = self._reported_tokens = 0
         self._reported_at = time.monotonic()
-        self._tokenizer = tokenizer = encoder.open()
+        self._tokenizer = tokenizer = self.encoder.open()
         # Only the first part decides whether the fast library is trusted, so that the result does not depend on which
         # worker encodes which documents first.
-        tokenizer.checked = part.index > 0
+        tokenizer.checked = self.part.index > 0
         self._vocab_size, self._dtype = tokenizer.vocab_size, token_dtype(tokenizer.vocab_size)
         self._files: dict[str, Any] = {}
 
@@ -103,7 +102,7 @@ class _PartEncoder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path("json"))  # of an earlier attempt: from here on the part is not finished
         with _writing():
-            for what in ("tokens", "lengths", "mask") if self._encoder.has_mask else ("tokens", "lengths"):
+            for what in ("tokens", "lengths", "mask") if self.encoder.has_mask else ("tokens", "lengths"):
                 self._files[what] = open(self._path(what), "wb", buffering=0)
         return self
 
@@ -112,24 +111,24 @@ class _PartEncoder:
             file.close()
 
     def _path(self, what: str) -> str:
-        return part_path(self._job.folder, self._part.index, what)
+        return part_path(self.job.folder, self.part.index, what)
 
     def read(self, number: int) -> None:
         """Reads one unit's documents into batches, and encodes full batches."""
-        records, batch, owners, rejects = self._job.reading.records, self._batch, self._owners, self._rejects
+        records, batch, owners, rejects = self.job.reading.records, self._batch, self._owners, self._rejects
         self._record_bytes = 0
-        for item in read(self._part.units[number], self._job.reading, self._counts[number], self._on_bytes):
+        for item in read(self.part.units[number], self.job.reading, self._counts[number], self._on_bytes):
             if isinstance(item, Reject):
                 rejects.append((number, item))
-                if (self._job.fail and not item.on_purpose) or len(rejects) >= 4096:
+                if (self.job.fail and not item.on_purpose) or len(rejects) >= 4096:
                     self._flush()
                 continue
             batch.append(item)
             owners.append(number)
             if not records:
                 self._batch_size += len(item.value)
-            if self._on_document is not None:
-                self._on_document(number, item.line, self._lines_before(number))
+            if self.on_document is not None:
+                self.on_document(number, item.line, self._lines_before(number))
                 self._flush()
             elif self._batch_size >= self._limit:
                 self._flush()
@@ -143,7 +142,7 @@ class _PartEncoder:
         for file in self._files.values():
             file.close()
         content = {
-            "key": self._part.key,
+            "key": self.part.key,
             "tokens": self._tokens,
             "documents": self._documents,
             "rejects": self._written_rejects,
@@ -158,13 +157,13 @@ class _PartEncoder:
 
     def _on_bytes(self, number: int) -> None:
         self._new_bytes += number
-        if self._job.reading.records:
+        if self.job.reading.records:
             self._batch_size += number
         if time.monotonic() - self._reported_at >= 0.1:
             self._report_progress()
 
     def _report_progress(self) -> None:
-        self._on_progress(self._new_bytes, self._tokens - self._reported_tokens)
+        self.on_progress(self._new_bytes, self._tokens - self._reported_tokens)
         self._new_bytes, self._reported_tokens, self._reported_at = 0, self._tokens, time.monotonic()
 
     def _flush(self) -> None:
@@ -187,14 +186,14 @@ class _PartEncoder:
         if self._rejects:
             self._rejects.sort(key=_input_order)
             for unit, reject in self._rejects:
-                if self._job.fail and not reject.on_purpose:
+                if self.job.fail and not reject.on_purpose:
                     raise DocumentFailure(unit, reject.line, self._lines_before(unit), reject_message(reject))
             self._write_rejects()
 
     def _encode(self) -> tuple[Encoded, list[int]]:
         """Encodes the batch; also returns the positions of the rejects in the batch."""
         try:
-            encoded = self._encoder.encode(self._batch)
+            encoded = self.encoder.encode(self._batch)
         except FATAL:
             raise
         except BaseException:  # tokenizer libraries raise bare Exceptions, and panics that are not Exceptions
@@ -209,7 +208,7 @@ class _PartEncoder:
         positions: list[int] = []
         for position, document in enumerate(self._batch):
             try:
-                encoded = self._encoder.encode([document])
+                encoded = self.encoder.encode([document])
                 done.append(encoded)
                 new = encoded.rejects
             except FATAL:
@@ -222,7 +221,7 @@ class _PartEncoder:
         result = Encoded(
             ids=np.concatenate([np.zeros(0, np.uint32), *(encoded.ids for encoded in done)]),
             lengths=np.concatenate([np.zeros(0, np.int64), *(encoded.lengths for encoded in done)]),
-            mask=np.concatenate([np.zeros(0, np.uint8), *masks]) if self._encoder.has_mask else None,
+            mask=np.concatenate([np.zeros(0, np.uint8), *masks]) if self.encoder.has_mask else None,
             rejects=rejects,
             notes=sum((encoded.notes for encoded in done), Counter()),
             bytes=sum(encoded.bytes or 0 for encoded in done),
@@ -259,7 +258,7 @@ class _PartEncoder:
 
     def _lines_before(self, number: int) -> int:
         """Returns the number of lines of a unit's file in earlier units of the part."""
-        units, path = self._part.units, self._part.units[number].path
+        units, path = self.part.units, self.part.units[number].path
         return sum(c.lines for u, c in zip(units[:number], self._counts, strict=False) if u.path == path)
 
 

@@ -92,11 +92,7 @@ class TextEncoder:
         return partial(TextEncoder, exact=self.exact), (self.path,)
 
     def open(self) -> Tokenizer:
-        """Returns the tokenizer, loaded at the first call.
-
-        Raises:
-            UserError: there is none, it is broken, or it states no end-of-document token.
-        """
+        """Returns the tokenizer; raises UserError if there is none or it states no end-of-document token."""
         if self._opened is None:
             from weft.data.tokenizers.tokenizer import Tokenizer
 
@@ -104,16 +100,13 @@ class TextEncoder:
         return self._opened
 
     def identity(self) -> dict[str, Any]:
-        """Returns, as JSON, all that the ids depend on."""
         # Equal to `Tokenizer.digest`, without loading the tokenizer, which can take longer than the pack itself.
         digest = hashlib.sha256(tokenizer_file(self.path).read_bytes()).hexdigest()
         return {"kind": self.kind, "tokenizer_digest": digest, "exact": self.exact}
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Encodes texts in order."""
         texts: list[Any] = [document.value for document in documents]
         return Encoded(*self.open().encode_batch(texts, close=True))
 
     def as_exact(self) -> TextEncoder:
-        """Returns the same encoder, using only the `tokenizers` library."""
         return TextEncoder(self.path, exact=True)

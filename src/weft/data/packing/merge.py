@@ -121,12 +121,10 @@ def _sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _write_rejects(stores: Sequence[TokenStore], folder: Path) -> None:
-    files = [store.path / "rejects.jsonl" for store in stores if (store.path / "rejects.jsonl").exists()]
-    if files:
-        with open(folder / "rejects.jsonl", "wb") as out:
-            for file in files:
-                with open(file, "rb") as rejects:
-                    shutil.copyfileobj(rejects, out, 1 << 20)
+    for store in stores:
+        if (file := store.path / "rejects.jsonl").exists():
+            with open(file, "rb") as rejects, open(folder / "rejects.jsonl", "ab") as out:
+                shutil.copyfileobj(rejects, out, 1 << 20)
 
 
 def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:

@@ -113,68 +113,70 @@ def pack(
     if os.path.lexists(out) and not overwrite:
         request = make_request(encoder, reading, shard, range_bytes, files)
         return Packed(read_existing(out, request, files))
-    job = _PackJob(files, out, encoder, reading, shard, range_bytes, console)
-    return job.run(workers, on_error == "fail", overwrite, ray)
+    fail = on_error == "fail"
+    job = _PackJob(files, out, encoder, reading, workers, fail, shard, overwrite, ray, console, range_bytes)
+    return job.run()
 
 
+@dataclass
 class _PackJob:
-    """One call of `pack`."""
+    """One call of `pack`; `fail`: stop at the first reject."""
 
-    def __init__(
-        self,
-        files: Files,
-        out: Path,
-        encoder: Encoder,
-        reading: Reading,
-        shard: tuple[int, int] | None,
-        range_bytes: int,
-        console: Console,
-    ):
-        self._began = time.perf_counter()
-        self._files, self._out, self._encoder, self._reading = files, out, encoder, reading
-        self._shard, self._range_bytes, self._console = shard, range_bytes, console
-        units = plan(files, reading, range_bytes)
+    files: Files
+    out: Path
+    encoder: Encoder
+    reading: Reading
+    workers: int | None
+    fail: bool
+    shard: tuple[int, int] | None
+    overwrite: bool
+    ray: str | None
+    console: Console
+    range_bytes: int
+
+    def __post_init__(self):
+        self._began = self._encoding_since = time.perf_counter()
+        units = plan(self.files, self.reading, self.range_bytes)
         self._streams = any(unit.size == 0 and unit.stream for unit in units)
-        if self._streams and shard is not None:
-            raise UserError(f"--shard {shard[0]}/{shard[1]}: the standard input cannot be split; name files")
-        self._plan = Plan(units, range_bytes, shard)
-        self._folder = partial_path(out)
+        if self._streams and self.shard is not None:
+            raise UserError(f"--shard {self.shard[0]}/{self.shard[1]}: the standard input cannot be split; name files")
+        self._plan = Plan(units, self.range_bytes, self.shard)
+        self._folder = partial_path(self.out)
         self._lock: int | None = None
         self._bar: Any = None
         self._done = self._tokens = 0
-        self._encoding_since = self._began
 
-    def run(self, workers: int | None, fail: bool, overwrite: bool, ray: str | None) -> Packed:
-        pool = self._open_pool(workers, fail, ray)  # first, because workers start in the background
+    def run(self) -> Packed:
+        pool = self._open_pool()  # first, because workers start in the background
         assembly = None
         try:
-            request = make_request(self._encoder, self._reading, self._shard, self._range_bytes, self._files)
-            self._lock = lock_folder(self._folder, self._out, request, overwrite=overwrite, keep=not self._streams)
-            if self._out.exists() and not overwrite:
-                raise UserError("was packed by another process meanwhile; --overwrite replaces it", self._out)
-            lines_before = partial(self._plan.lines_before, self._reading) if self._shard is not None else None
-            assembly = Assembly(self._folder, mask=self._encoder.has_mask, lines_before=lines_before)
+            request = make_request(self.encoder, self.reading, self.shard, self.range_bytes, self.files)
+            self._lock = lock_folder(self._folder, self.out, request, overwrite=self.overwrite, keep=not self._streams)
+            if self.out.exists() and not self.overwrite:
+                raise UserError("was packed by another process meanwhile; --overwrite replaces it", self.out)
+            lines_before = partial(self._plan.lines_before, self.reading) if self.shard is not None else None
+            assembly = Assembly(self._folder, mask=self.encoder.has_mask, lines_before=lines_before)
             self._resume(assembly)
             resumed_bytes, resumed_tokens = assembly.counts.bytes, assembly.tokens
             self._encoding_since = time.monotonic()
-            with self._console.progress(self._plan.size or None, "packing", unit="B", start=self._done) as self._bar:
+            with self.console.progress(self._plan.size or None, "packing", unit="B", start=self._done) as self._bar:
                 while not self._encode_parts(assembly, pool):
                     pool.close()
-                    self._encoder = self._encoder.as_exact()
-                    pool = self._open_pool(workers, fail, ray)
+                    self.encoder = self.encoder.as_exact()
+                    pool = self._open_pool()
                 self._done = self._plan.size or self._done
                 self._on_progress(0, 0)
             for line in pool.warnings:
-                self._console.warning(line)
+                self.console.warning(line)
             pool.dismiss()
             stored = self._finish(assembly, request)
-            publish(self._folder / "store", self._out)
+            publish(self._folder / "store", self.out)
             shutil.rmtree(self._folder, ignore_errors=True)
         except BaseException as error:
             pool.close()  # before the parts are listed
             self._remove_empty(assembly)
             if isinstance(error, OSError):
-                raise _write_error(error.strerror, self._out) from None
+                raise _write_error(error.strerror, self.out) from None
             raise
         finally:
             pool.close()
@@ -188,19 +190,18 @@ class _PackJob:
             assembly.reason,
         )
 
-    def _open_pool(self, workers: int | None, fail: bool, ray: str | None) -> Pool:
-        cores = workers or available_cores()
-        number = 1 if self._streams else min(cores, max(1, len(self._plan)))
-        distributed = ray is not None and not self._streams
-        threads = 1 if distributed else max(1, cores // number)
-        job = Job(str(self._folder.absolute() / "parts"), self._reading, fail, threads)
-        if distributed:
+    def _open_pool(self) -> Pool:
+        cores = self.workers or available_cores()
+        folder = str(self._folder.absolute() / "parts")
+        if self.ray is not None and not self._streams:
             from weft.data.packing.ray_pool import RayPool
 
-            return RayPool(job, self._encoder, ray, self._on_progress)
+            return RayPool(Job(folder, self.reading, self.fail), self.encoder, self.ray, self._on_progress)
+        number = 1 if self._streams else min(cores, max(1, len(self._plan)))
+        job = Job(folder, self.reading, self.fail, threads=max(1, cores // number))
         if number == 1:
-            return InProcess(job, self._encoder, self._on_progress)
-        return LocalPool(job, self._encoder, number, self._on_progress)
+            return InProcess(job, self.encoder, self._on_progress)
+        return LocalPool(job, self.encoder, number, self._on_progress)
 
     def _on_progress(self, raw_bytes: int, tokens: int) -> None:
         self._done, self._tokens = self._done + raw_bytes, self._tokens + tokens
@@ -209,21 +210,16 @@ class _PackJob:
         self._bar.update(min(self._done, self._plan.size or self._done), **fields)
 
     def _resume(self, assembly: Assembly) -> None:
-        """Restores the work of an earlier call."""
         if (self._folder / "journal.jsonl").stat().st_size == 0:
             return assembly.resume(self._plan, lambda checked: None)
         size = (self._folder / "store" / "tokens.bin").stat().st_size
-        with self._console.progress(size, "checking earlier work", unit="B") as bar:
+        with self.console.progress(size, "checking earlier work", unit="B") as bar:
             assembly.resume(self._plan, lambda checked: bar.update(min(checked, size)))
         self._done = sum(self._plan.part(index).size for index in range(assembly.next))
-        self._console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
+        self.console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
 
     def _encode_parts(self, assembly: Assembly, pool: Pool) -> bool:
-        """Appends all parts in order, as workers finish them.
-
-        Returns:
-            False to continue with an exact encoder: the first part found that the fast library is not exact.
-        """
+        """Appends all parts in order. Returns False if the first one found that the encoder has to be exact."""
         total, submitted = len(self._plan), assembly.next
         pending: dict[int, Part] = {}  # parts that are submitted or finished, but not appended
         ready: dict[int, dict[str, Any]] = {}  # content of the finished ones
@@ -239,7 +235,7 @@ class _PackJob:
                 else:
                     pool.submit(part)
                 submitted += 1
-            self._encoder.open()  # needed at the end: loaded now, while workers encode
+            self.encoder.open()  # needed at the end: loaded now, while workers encode
             due = assembly.next
             if due in failures:
                 raise self._as_user_error(assembly, pending[due], failures[due])
@@ -258,7 +254,7 @@ class _PackJob:
                     ready[index] = content
                 else:
                     what = "files of a worker are missing here; --out must be on storage that all machines share"
-                    raise UserError(what, self._out)
+                    raise UserError(what, self.out)
         return True
 
     def _append(self, assembly: Assembly, part: Part, content: dict[str, Any]) -> None:
@@ -272,7 +268,7 @@ class _PackJob:
             line = assembly.file_line(part, failure.unit, failure.line, failure.before)
             return document_error(failure.what, part.units[failure.unit], line)
         if isinstance(failure, WriteFailure):
-            return _write_error(str(failure), self._out)
+            return _write_error(str(failure), self.out)
         return failure
 
     def _remove_empty(self, assembly: Assembly | None) -> None:
@@ -287,26 +283,26 @@ class _PackJob:
         """Writes the index and `store.json`, and returns the latter. Raises UserError if the totals do not add up."""
         from weft.data.stores.indexed import token_dtype
 
-        counts, tokenizer = assembly.counts, self._encoder.open()
-        if counts.documents == 0 and self._shard is None:
+        counts, tokenizer = assembly.counts, self.encoder.open()
+        if counts.documents == 0 and self.shard is None:
             shutil.rmtree(self._folder)
             raise self._no_document(counts)
         read = sum(source["documents"] for source in assembly.sources)
         rejected = sum(source["rejected"] for source in assembly.sources)
-        expected = 2 * read if self._encoder.kind == "preferences" else read
+        expected = 2 * read if self.encoder.kind == "preferences" else read
         if assembly.documents != expected or rejected != sum(counts.rejected.values()):
             raise UserError(
                 f"the totals do not add up ({assembly.documents:,} packed of {read:,} read, {rejected:,} rejected); "
                 "this is a bug in Weft: please report it",
-                self._out,
+                self.out,
             )
         dtype = str(token_dtype(tokenizer.vocab_size))
         # Only the first share records the skipped files, so that merged shares record them once.
-        skipped = self._files.skipped if self._shard is None or self._shard[0] == 1 else Counter()
+        skipped = self.files.skipped if self.shard is None or self.shard[0] == 1 else Counter()
         assembly.mark_split_files(*self._plan.split)
         stored = {
             "version": 1,
-            "kind": self._encoder.kind,
+            "kind": self.encoder.kind,
             "tokenizer_digest": tokenizer.digest,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
@@ -327,15 +323,15 @@ class _PackJob:
 
     def _no_document(self, counts: Counts) -> UserError:
         reasons = [f"{reason}: {number:,}" for reason, number in counts.rejected.items()]
-        if skipped := counts.skipped_files + self._files.skipped:
+        if skipped := counts.skipped_files + self.files.skipped:
             reasons.append(f"skipped {format_counts(skipped)}")
-        held = set(contents_by_format(self._files, self._reading).values())
-        if self._reading.records:
+        held = set(contents_by_format(self.files, self.reading).values())
+        if self.reading.records:
             wanted = "records of conversations"
         else:
             wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
         why = ", ".join(reasons) or "all blank"
-        return UserError(f"no document in {counted(len(self._files), 'file')} ({why}); name files that hold {wanted}")
+        return UserError(f"no document in {counted(len(self.files), 'file')} ({why}); name files that hold {wanted}")
 
 
 def _write_error(reason: str | None, out: Path) -> UserError:

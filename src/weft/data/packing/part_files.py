@@ -48,10 +48,7 @@ class Part:
 class Job:
     """The settings of all parts of a pack.
 
-    Attributes:
-        folder: where parts are written.
-        fail: stop at the first reject.
-        threads: threads of each worker's tokenizer.
+    `folder`: where parts are written. `fail`: stop at the first reject. `threads`: of each worker's tokenizer.
     """
 
     folder: str
@@ -129,12 +126,14 @@ class Plan:
     def part(self, index: int) -> Part:
         """Returns a part, with the key of the present state of its files."""
         units = tuple(self.units[self._borders[index] : self._borders[index + 1]])
-        facts = [[u.path, u.kind, u.start, u.stop, u.size, *_file_state(u.path)] for u in units]
+        facts = [
+            [u.path, f"{u.format}.{u.compression}".rstrip("."), u.start, u.stop, u.size, *_file_state(u.path)]
+            for u in units
+        ]
         return Part(index, units, hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32])
 
 
 def _file_state(path: str) -> tuple[int, int]:
-    """Returns the size and modification time (ns) of a file."""
     try:
         status = os.stat(path)
     except OSError:  # the standard input, or a file that will be rejected
@@ -153,7 +152,6 @@ def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
 
 
 def part_path(folder: str | Path, index: int, what: str) -> str:
-    """Returns the path of one of a part's files."""
     return f"{folder}/{index:08d}.{what}"
 
 

@@ -150,7 +150,6 @@ class _Worker:
         self.connection.send((job, encoder, singly))
 
     def send(self, part: Part) -> None:
-        """Sends a part to encode."""
         self.parts.append(part)
         with contextlib.suppress(OSError):  # the worker died: `LocalPool.wait` handles it
             self.connection.send(part)

@@ -37,11 +37,7 @@ def make_request(
 
 
 def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """Returns the `store.json` of the store at `out`, if it was made by the same request.
-
-    Raises:
-        UserError: it was not, or one of the files has changed since.
-    """
+    """Returns the `store.json` at `out`; raises UserError if the request differs or a file has changed since."""
     what = " and is not this store"
     if (out / "store.json").exists():
         stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
@@ -74,7 +70,10 @@ def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: 
     try:
         _lock(lock, out)
         new, file = {key: value for key, value in request.items() if key != "files"}, folder / "request.json"
-        old = _read_request(file)
+        try:
+            old = json.loads(file.read_bytes())
+        except (FileNotFoundError, ValueError):
+            old = None
         if old is not None and old != new and not overwrite:
             other = " and ".join(LABELS.get(key, key) for key in new if old.get(key) != new[key])
             what = f"an unfinished pack with other {other} is here"
@@ -101,10 +100,3 @@ def _lock(lock: int, out: Path) -> None:
         raise UserError("another process packs it now; wait for that, or name another --out", out) from None
     except OSError:
         pass  # a network file system without locks
-
-
-def _read_request(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None

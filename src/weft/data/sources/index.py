@@ -69,10 +69,7 @@ def is_current(path: str | Path) -> bool:
 class JsonLines:
     """Random access to the records of an indexed JSON-lines file: `JsonLines("a.jsonl")[7]`.
 
-    Thread-safe; can be pickled.
-
-    Raises:
-        UserError: the file has no index, or has changed since it was indexed.
+    Thread-safe; can be pickled. Raises UserError if the file has changed since it was indexed.
     """
 
     def __init__(self, path: str | Path):
@@ -102,11 +99,7 @@ class JsonLines:
         return line if begin else line.removeprefix(_BOM)
 
     def __getitem__(self, number: int) -> Any:
-        """Returns a record.
-
-        Raises:
-            UserError: the line is broken.
-        """
+        """Returns a record; raises UserError if its line is broken."""
         try:
             return orjson.loads(self.raw(number))
         except orjson.JSONDecodeError:
@@ -123,7 +116,6 @@ class JsonLines:
         return JsonLines, (self.path,)
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weft.errors import UserError
 
@@ -38,11 +38,7 @@ class Reading:
 
 
 def parse_template(template: str) -> list[tuple[str, str | None]]:
-    """Parses a template into (literal, name of the field after it) pairs.
-
-    Raises:
-        UserError: braces that name no field.
-    """
+    """Parses a template into (literal, name of the next field) pairs; raises UserError for invalid braces."""
     remedy = 'write {field}, as in "{title}\\n{content}", and {{ or }} for a brace'
     try:
         parsed = list(string.Formatter().parse(template))
@@ -63,28 +59,18 @@ class Unit:
 
     Attributes:
         path: "-" is the standard input.
-        kind: the format, with ".gz" or ".zst" appended if the file is compressed: "jsonl.gz".
-        start, stop: the range, in the format's units (bytes of JSON lines, row groups of Parquet); (0, None): the full
-            file.
+        format: the name of the format.
+        compression: "gz", "zst" or "".
+        start, stop: the range, in `SourceFormat.positions`; (0, None): the full file.
         size: bytes on disk, for a progress bar; 0 for a stream.
     """
 
     path: str
-    kind: str
-    start: int
-    stop: int | None
-    size: int
-
-    @property
-    def format(self) -> str:
-        """The name of the format."""
-        return self.kind.removesuffix("." + self.compression) if self.compression else self.kind
-
-    @property
-    def compression(self) -> str:
-        """The compression: "gz", "zst", or "" for none."""
-        end = self.kind.rpartition(".")[2]
-        return end if end in ("gz", "zst") else ""
+    format: str
+    compression: str = ""
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
 
     @property
     def stream(self) -> bool:
@@ -96,7 +82,3 @@ class Unit:
         except OSError:
             return False
         return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-    def with_range(self, start: int, stop: int | None, size: int) -> Unit:
-        """Returns a unit for a range of the same file."""
-        return replace(self, start=start, stop=stop, size=size)

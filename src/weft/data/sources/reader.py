@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 from weft.data.documents import Counts, Document, Reject
 from weft.data.sources.find import STANDARD_INPUT
 from weft.data.sources.read_options import Reading, Unit
-from weft.data.sources.source_format import Tally, detect_kind, format_errors, source_format
+from weft.data.sources.source_format import Tally, detect_format, format_errors, source_format
 from weft.data.sources.streams import Broken, UnitReader
 
 RANGE_BYTES = 64 << 20
@@ -25,7 +26,7 @@ def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES
     """
     units: list[Unit] = []
     for path in files:
-        unit = Unit(str(path), detect_kind(path, reading.format), 0, None, 0)
+        unit = Unit(str(path), *detect_format(path, reading.format))
         try:
             status = os.stat(path) if path != STANDARD_INPUT else None
         except OSError:  # reading the file reports the error
@@ -33,7 +34,7 @@ def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES
         if status is None or not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             units.append(unit)
             continue
-        unit = unit.with_range(0, None, status.st_size)
+        unit = replace(unit, size=status.st_size)
         form = source_format(unit.format)
         with format_errors(type(form), unit.path):
             units += [unit] if unit.compression else form.cut(unit, range_bytes)
@@ -70,7 +71,7 @@ def read_all(
     *,
     on_reject: Callable[[Path, Reject], None] = lambda path, reject: None,
     on_skip: Callable[[Path, str], None] = lambda path, reason: None,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_bytes: Callable[[int], None] = lambda more: None,
 ) -> Iterator[Document]:
     """Yields the documents of all files, with the line numbers of the file.
 
@@ -78,15 +79,8 @@ def read_all(
         counts: updated after each file.
         on_reject: called with each reject, with its line in the file; may raise.
         on_skip: called with each file that holds no text, and the reason.
-        on_progress: called with the number of bytes that were read so far.
+        on_bytes: as for `read`.
     """
-    done = 0
-
-    def on_bytes(more: int) -> None:
-        nonlocal done
-        done += more
-        on_progress(done)
-
     for path, units in groupby(plan(files, reading), key=lambda unit: unit.path):
         file = Counts()
         for unit in units:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,20 +77,14 @@ class SourceFormat:
     item = "line"
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits a file into units of about `range_bytes`, which workers read in parallel; deterministic.
-
-        Args:
-            unit: an uncompressed file that is not empty.
-        """
+        """Splits an uncompressed, non-empty file into units of about `range_bytes`; deterministic."""
         return [unit]
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
         """Yields the documents and rejects of a unit in order, created by `tally`.
 
-        Sets `tally.counts.lines` to the number of lines (rows, records) of the unit.
-
-        Raises:
-            Broken: (from the iterator) the rest of the file cannot be read.
+        Sets `tally.counts.lines` to the number of lines (rows, records). The iterator raises Broken if the rest of the
+        file cannot be read.
         """
         raise NotImplementedError
 
@@ -112,18 +107,14 @@ class RecordFormat(SourceFormat):
 
 @cache
 def source_format(name: str) -> SourceFormat:
-    """Returns the format of this name: built in, of a package, or `module:Class`.
-
-    Raises:
-        UserError: no such format, or it cannot be imported.
-    """
+    """Returns a format by its name, or by `module:Class`; raises UserError if it cannot be found or imported."""
     try:
         found = plugins.find("source", name, formats, "Format")
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a custom module may raise anything on import
-        told = describe_user_exception(error) or describe_exception(error)
-        raise UserError(f"{told} (on importing --format {name})") from error
+        description = describe_user_exception(error) or describe_exception(error)
+        raise UserError(f"{description} (on importing --format {name})") from error
     form = getattr(found, "Format", found)
     if not (isinstance(form, type) and issubclass(form, SourceFormat)):
         raise UserError(f"--format {name}: is not a source format; name a subclass of weft.data.sources.SourceFormat")
@@ -133,21 +124,17 @@ def source_format(name: str) -> SourceFormat:
 
 @contextmanager
 def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator[None]:
-    """Converts what a custom format raises to a UserError that names the line of the format's source.
-
-    Args:
-        path: the file that the format reads.
-    """
+    """Converts what a custom format raises, while it reads `path`, to a UserError with the line of its source."""
     try:
         yield
     except (UserError, Broken, MemoryError):
         raise
     except (Exception, SystemExit) as error:
-        told = describe_user_exception(error, getattr(sys.modules.get(form.__module__), "__file__", None))
-        if told is None or form.__module__.startswith(f"{__package__}."):
+        description = describe_user_exception(error, getattr(sys.modules.get(form.__module__), "__file__", None))
+        if description is None or form.__module__.startswith(f"{__package__}."):
             raise
         reading = f", reading {path}" if path is not None else ""
-        raise UserError(f"{told} (in {form.__module__}:{form.__qualname__}{reading})") from error
+        raise UserError(f"{description} (in {form.__module__}:{form.__qualname__}{reading})") from error
 
 
 def document_error(what: str, unit: Unit, line: int | None) -> UserError:
@@ -170,26 +157,25 @@ def _by_suffix(packages: bool) -> dict[str, str]:
     return {suffix: name for name in reversed(list(names)) for suffix in source_format(name).suffixes}
 
 
-def detect_kind(path: Path, forced: str | None = None) -> str:
-    """Returns `Unit.kind`: the forced format, or the format of the file name; and the compression of the file name."""
+def detect_format(path: Path, forced: str | None = None) -> tuple[str, str]:
+    """Returns the forced format, or the format of the file name; and the compression of the file name, or ""."""
     stem, suffix = os.path.splitext(path.name.lower())
-    compression = COMPRESSIONS.get(suffix)
+    compression = COMPRESSIONS.get(suffix, "")
     if compression:
         suffix = os.path.splitext(stem)[1]
     name = forced or _by_suffix(False).get(suffix)
     if name is None and suffix not in TEXT_SUFFIXES:
         name = _by_suffix(True).get(suffix)
-    return (name or "text") + (f".{compression}" if compression else "")
+    return name or "text", compression
 
 
 def contents_by_format(files: Sequence[Path], reading: Reading) -> dict[str, str]:
     """Returns the formats of the files, and what each format holds ("text", "rows", "records")."""
-    names = {detect_kind(path, reading.format).removesuffix(".gz").removesuffix(".zst") for path in files}
+    names = {detect_format(path, reading.format)[0] for path in files}
     return {name: source_format(name).holds for name in sorted(names)}
 
 
 def split_bytes(unit: Unit, range_bytes: int) -> list[Unit]:
     """Splits a file into byte ranges. A line belongs to the range in which it begins (`UnitReader.line_blocks`)."""
-    starts = range(0, unit.size, range_bytes)
-    ends = [min(start + range_bytes, unit.size) for start in starts]
-    return [unit.with_range(start, end, end - start) for start, end in zip(starts, ends, strict=True)]
+    ranges = [(start, min(start + range_bytes, unit.size)) for start in range(0, unit.size, range_bytes)]
+    return [replace(unit, start=start, stop=stop, size=stop - start) for start, stop in ranges]

@@ -61,7 +61,6 @@ class UnitReader:
         self._on_bytes(len(raw))
 
     def seek(self, position: int) -> None:
-        """Moves to a position of the file."""
         self.file.seek(position)
 
     def head(self, size: int) -> bytes:
@@ -84,7 +83,6 @@ class UnitReader:
         self._complete = True
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the full file."""
         size = 0
         while block := self.read():
             self._count(block)
@@ -284,7 +282,6 @@ def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def too_long() -> Unfit:
-    """Returns the Unfit for a document longer than LONGEST."""
     return Unfit(f"longer than {LONGEST >> 20} MiB")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -31,7 +32,7 @@ def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
     for group in range(1, len(starts) + 1):
         end = starts[group] if group < len(starts) else unit.size
         if group == len(starts) or end - starts[first] >= range_bytes:
-            units.append(unit.with_range(first, group, end - starts[first]))
+            units.append(replace(unit, start=first, stop=group, size=end - starts[first]))
             first = group
     return units or [unit]
 
@@ -53,11 +54,7 @@ def read(
     reading: Reading,
     tally: Tally,
 ) -> Iterator[Document | Reject]:
-    """Yields the documents of the rows; `line` is the row. Converts errors of pyarrow to Broken.
-
-    Args:
-        rows: `parquet_rows` or `arrow_rows`.
-    """
+    """Yields the documents of `rows` (`parquet_rows` or `arrow_rows`); converts errors of pyarrow to Broken."""
     unit = file.unit
     if unit.stream or unit.compression:
         source = f"compressed as .{unit.compression}" if unit.compression else "from a pipe"
@@ -113,7 +110,7 @@ def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Doc
 
 
 def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """Yields the batches of an Arrow file or stream, and the approximate number of bytes that were read with each."""
+    """Yields the batches of an Arrow file or stream, and the approximate number of bytes read with each."""
     if source.read(len(ARROW_FILE)) == ARROW_FILE:
         try:
             file = pa.ipc.open_file(source)

@@ -85,8 +85,7 @@ def utf8_size(value: Any) -> int:
 def check_unicode(value: Any, *, escaped: bool = False) -> Any:
     """Returns `value`; raises Unfit if one of its strings has lone surrogates, which UTF-8 cannot encode.
 
-    Args:
-        escaped: invalid UTF-8 was decoded to lone surrogates (Python's "surrogateescape").
+    `escaped`: invalid UTF-8 was decoded to lone surrogates (Python's "surrogateescape").
     """
     try:
         for text in _strings(value):
@@ -132,6 +131,5 @@ def _lookup(record: Any, field: str) -> Any:
 
 
 def no_field(field: str, names: list[str]) -> Unfit:
-    """Returns the Unfit for a record or table with the fields `names` that lacks `field`."""
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
     return Unfit(f"no field {field!r}", f"it has {shown or 'none'}; --field or --template names another")

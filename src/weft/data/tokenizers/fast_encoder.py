@@ -17,11 +17,7 @@ PARALLEL_BYTES = 4 << 20  # per call, from which on gigatoken's threads are wort
 
 
 class FastEncoder:
-    """gigatoken with the recipe of a tokenizer, and the checks of texts that it can encode.
-
-    Attributes:
-        characters: finds texts with doubtful characters.
-    """
+    """gigatoken with the recipe of a tokenizer, and the checks of texts that it can encode."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -110,10 +106,7 @@ def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
 
 
 def concatenate_ids(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenates the ids of texts, each given in pieces; also returns the number of ids of each text.
-
-    `eod`: appended to each text.
-    """
+    """Concatenates the ids of texts, each given in pieces; appends `eod` to each. Also returns each text's length."""
     if eod is not None:
         end = np.array([eod], np.uint32)
         rows = [[*row, end] for row in rows]

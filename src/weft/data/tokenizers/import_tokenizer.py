@@ -73,11 +73,7 @@ class Imported:
 
 
 def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
-    """Adds special tokens to a tokenizer.json.
-
-    Raises:
-        UserError: it is broken, or an id is taken or leaves a gap where gaps are not possible.
-    """
+    """Adds special tokens to a tokenizer.json; raises UserError for an id that is taken or leaves an invalid gap."""
     header, content = read_tokenizer_header(file), read_json(file)
     vocabulary = content["model"]["vocab"]
     ids = vocabulary if isinstance(vocabulary, dict) else {piece: id for id, (piece, _) in enumerate(vocabulary)}
@@ -212,11 +208,7 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
 
 
 def assign_ids(special: dict[str, int | None], taken: set[int]) -> dict[str, int]:
-    """Returns the ids of special tokens; the next free id for None.
-
-    Raises:
-        UserError: an id is taken.
-    """
+    """Returns the ids of special tokens, the next free id for None; raises UserError if an id is taken."""
     assigned: dict[str, int] = {}
     for token, id in special.items():
         if id is None:
@@ -288,7 +280,6 @@ def _added_token(id: int | None, content: str, *, special: bool) -> dict[str, An
 def _content(
     model: dict[str, Any], added: Sequence[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any
 ) -> dict[str, Any]:
-    """Returns a tokenizer.json."""
     return {
         "version": "1.0",
         "truncation": None,

@@ -245,10 +245,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids that arrive one at a time. Never returns a partial character.
-
-    The concatenated results are equal to `decode` of all ids.
-    """
+    """Decodes ids that arrive one at a time to complete characters. All pieces together equal `decode` of all ids."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -16,7 +16,6 @@ class Format(SourceFormat):
     item = "row"
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of the rows; `line` is the row."""
         from weft.data.sources import tables  # imports pyarrow
 
         return tables.read(tables.arrow_rows, file, reading, tally)

@@ -172,11 +172,7 @@ class _ValueStream:
             self.more()
 
     def all_values(self) -> Iterator[Any]:
-        """Yields the values of a list, or of a sequence of values.
-
-        Raises:
-            Broken: (from the iterator) the rest cannot be read.
-        """
+        """Yields the values of a list, or of a sequence of values; raises Broken if the rest cannot be read."""
         listed = self.peek() == "["
         self.at += listed
         if listed and self.peek() == "]":

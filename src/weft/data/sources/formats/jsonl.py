@@ -22,11 +22,9 @@ class Format(SourceFormat):
     suffixes = (".jsonl", ".ndjson", ".jl")
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits a file into byte ranges."""
         return split_bytes(unit, range_bytes)
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of a file or a range of lines."""
         if (lines := open_lines(file, tally)) is not None:
             yield from read_lines(lines, reading, tally)
 
@@ -34,8 +32,7 @@ class Format(SourceFormat):
 class LineReader:
     """Lines in pieces of several lines, which can be pushed back.
 
-    Attributes:
-        single_until: the last line of the unit up to which no value spans several lines.
+    `single_until`: the last line of the unit up to which no value spans several lines.
     """
 
     def __init__(self, blocks: Iterator[bytes]):
@@ -44,10 +41,7 @@ class LineReader:
         self._pushed: list[tuple[bytes | None, int]] = []
 
     def next_piece(self) -> tuple[bytes | None, int] | None:
-        """Returns complete lines and the offset of the next line in them; None at the end.
-
-        (None, 0) stands for a line that is too long.
-        """
+        """Returns complete lines (None: one that is too long) and the offset of the next one; None at the end."""
         if self._pushed:
             return self._pushed.pop()
         return next(((piece, 0) for piece in self._pieces), None)

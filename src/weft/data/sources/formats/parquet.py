@@ -17,13 +17,11 @@ class Format(SourceFormat):
     positions = "row groups"
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits a file into units of consecutive row groups."""
         from weft.data.sources import tables  # imports pyarrow
 
         return tables.split_parquet(unit, range_bytes)
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of the rows; `line` is the row."""
         from weft.data.sources import tables
 
         return tables.read(tables.parquet_rows, file, reading, tally)
