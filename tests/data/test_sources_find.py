@@ -163,7 +163,7 @@ def test_a_format_may_be_forced(tmp_path):
     assert values(tmp_path / "a.data", Reading(format="jsonl")) == ["x"]
     (tmp_path / "package.json").write_text('{"name": 1}')
     assert values(tmp_path / "package.json", Reading(format="text")) == ['{"name": 1}']
-    with pytest.raises(UserError, match="there is no source 'xml'; there are arrow, csv, json"):
+    with pytest.raises(UserError, match=r"'xml'.*arrow, csv, json"):
         values(tmp_path / "a.data", Reading(format="xml"))
 
 
