@@ -88,11 +88,11 @@ def test_damaged_documents(tmp_path, whole, capsys, case):
 
 
 TEMPLATES = {
-    "number": (5, "chat_template in tokenizer_config.json is neither a text nor a list of named ones"),
-    "syntax": ("a\n{% for x in %}", "the chat template (tokenizer_config.json) is none: line 2: "),
+    "number": (5, "chat_template in tokenizer_config.json is neither a text nor a list of named templates"),
+    "syntax": ("a\n{% for x in %}", "the chat template (tokenizer_config.json) is invalid: line 2: "),
     "named": (
         [{"name": "default", "template": "x"}, {"name": "rag", "template": "{{ x"}],
-        "the chat template 'rag' (tokenizer_config.json) is none: line 1: ",
+        "the chat template 'rag' (tokenizer_config.json) is invalid: line 1: ",
     ),
     "good": ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
 }

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from weft.data.conversations.conversation_encoder import ConversationSpec
+from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
 from weft.data.conversations.layouts import choose_layout
 from weft.data.conversations.named_templates import NAMED
-from weft.data.conversations.template import TemplateText
+from weft.data.conversations.template import TemplateSource
 from weft.data.documents import Document
 
 SPECIALS = ["<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
@@ -105,9 +105,9 @@ def conversations(seed=0, count=120, tools=False, roles=True):
 
 
 def encoder(folder, source, layout=None, **options):
-    text = TemplateText("a test", source) if isinstance(source, str) else source
+    text = TemplateSource("a test", source) if isinstance(source, str) else source
     layout = layout or choose_layout([], "messages")
-    return ConversationSpec(tokenizer=folder, layout=layout, template=text, **options).build()
+    return ConversationEncoder(ConversationSpec(tokenizer=folder, layout=layout, template=text, **options))
 
 
 def encode(encoder, records):

@@ -25,7 +25,7 @@ from chat_cases import (  # noqa: F401 (the fixture)
 from weft.cli.main import main
 from weft.data.conversations.layouts import choose_layout
 from weft.data.conversations.named_templates import NAMED
-from weft.data.conversations.template import ChatTemplate, TemplateText, find_template
+from weft.data.conversations.template import ChatTemplate, TemplateSource, find_template
 from weft.data.stores.operations.text_bytes import TextBytes
 from weft.data.stores.store import TokenStore
 from weft.data.tokenizers.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", NAMED)
 def test_formats_by_name_are_what_their_models_know(name):
-    template = ChatTemplate(TemplateText(name, NAMED[name].source), {"bos_token": "<s>", "eos_token": "</s>"})
+    template = ChatTemplate(TemplateSource(name, NAMED[name].source), {"bos_token": "<s>", "eos_token": "</s>"})
     text, spans = template.render(CHAT, prompt=True)
     for start, end in reversed(spans):
         text = f"{text[:start]}«{text[start:end]}»{text[end:]}"
@@ -223,7 +223,7 @@ def test_long_documents_are_left_out_cut_or_kept_and_counted(folder):
         full[3],
     ]
     assert [(r.line, r.reason) for r in encoded.rejects] == [(3, "nothing to learn within 30 tokens")]
-    assert encoded.notes == {"cut to 30 tokens": 1}
+    assert encoded.notes == {"truncated to 30 tokens": 1}
     documents, encoded = encode(encoder(folder, WORDS, max_tokens=limit, overlong="keep"), records)
     assert documents == full
     assert encoded.notes == {"longer than 30 tokens, kept": 2}
@@ -269,7 +269,7 @@ def test_a_folders_templates_are_found_as_transformers_finds_them(folder, tmp_pa
     assert find_template(tmp_path, "tool_use").source == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert (found(), found([{}])) == ("d", "d")
-    with pytest.raises(UserError, match="no such file, nor one of chatml"):
+    with pytest.raises(UserError, match="--chat-template chatlm: neither a file nor one of chatml"):
         find_template(tmp_path, "chatlm")
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"chat_template.jinja:1: not a chat template"):
@@ -305,13 +305,13 @@ def test_a_template_is_told_its_tokens_variables_reasoning_and_the_day(folder):
 
 def test_a_format_whose_tokens_the_tokenizer_lacks_is_told(tiny_tokenizer):
     ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, "chatml"))
-    assert ours.warnings()[0].startswith("<|im_start|>, <|im_end|>: no token of this tokenizer")
+    assert ours.warnings()[0].startswith("<|im_start|>, <|im_end|>: not in this tokenizer's vocabulary")
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "gemma", "mistral", "vicuna"])
 def test_a_format_writes_nothing_for_a_token_that_the_tokenizer_does_not_name(tiny_tokenizer, name):
     ours = encoder(tiny_tokenizer, find_template(tiny_tokenizer, name))
-    assert sum(line.startswith("bos_token: not named by this tokenizer") for line in ours.warnings()) == 1
+    assert sum(line.startswith("bos_token: not defined by this tokenizer") for line in ours.warnings()) == 1
     ((ids, _),), encoded = encode(ours, [ONE])
     assert not encoded.rejects
     told = encoder(tiny_tokenizer, find_template(tiny_tokenizer, name), variables={"bos_token": "<s>"})
@@ -324,7 +324,7 @@ def test_a_format_writes_nothing_for_a_token_that_the_tokenizer_does_not_name(ti
 def test_a_template_that_needs_a_token_without_a_name_says_so(tiny_tokenizer):
     _, encoded = encode(encoder(tiny_tokenizer, "{{ bos_token + messages[0].content }}"), [ONE])
     assert [reject.reason for reject in encoded.rejects] == [
-        "the chat template uses bos_token, which the tokenizer does not name; state it in tokenizer_config.json"
+        "the chat template uses bos_token, which the tokenizer does not define; add it to tokenizer_config.json"
     ]
 
 
@@ -367,7 +367,7 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
     assert store.loss_mask.tolist() == [m for _, mask in expected for m in mask]
     counted = TextBytes(folder, store.info.tokenizer_digest, store.info.vocab_size).count(store.tokens, store.lengths)
     assert store.info.bytes == counted
-    assert f"{store.loss_mask.mean():.1%} of the tokens are learned" in told.err
+    assert f"{store.loss_mask.mean():.1%} of the tokens are trained on" in told.err
     assert main(["data", "inspect", str(tmp_path / "store"), "--tokenizer", str(folder), "--samples", "99"]) == 0
     shown = capsys.readouterr().out
     assert r"Hi<|im_end|>\n<|im_start|>assistant\n{+Yo<|im_end|>+}\n<|im_start|>user\nBye" in shown
@@ -391,12 +391,12 @@ def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_p
     ("options", "told"),
     [
         (("--conversations",), "no chat template in this folder"),
-        (("--chat-template", "chatml", "--field", "body"), "--field is for texts"),
+        (("--chat-template", "chatml", "--field", "body"), "--field applies to texts"),
         (("--chat-template", "chatml", "--fields", "input"), "NAME=KEY"),
-        (("--chat-template", "chatml", "--overlong", "drop"), "says nothing without --max-tokens"),
+        (("--chat-template", "chatml", "--overlong", "drop"), "--overlong drop has no effect without --max-tokens"),
         (("--chat-template", "chatml", "--date", "today"), "--date today"),
         (("--chat-template", "chatml", "--template-variables", "[1]"), "not a JSON object"),
-        (("--chat-template", "chatml", "--max-tokens", "1"), "at least 2"),
+        (("--chat-template", "chatml", "--max-tokens", "1"), "--max-tokens 1: must be at least 2"),
     ],
 )
 def test_mistakes_are_one_line(folder, tmp_path, capsys, options, told):

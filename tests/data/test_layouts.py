@@ -75,7 +75,7 @@ BAD = {
     "'content' is missing": {"messages": [{"role": "user"}, SAID]},
     "neither text nor": {"messages": [{"role": "user", "content": 7}, SAID]},
     "a part that is not text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]},
-    "no assistant turn": {"messages": [ASKED]},
+    "no assistant message": {"messages": [ASKED]},
     "weight 0": {"messages": [ASKED, SAID | {"weight": 0}]},
     "neither 0 nor 1": {"messages": [ASKED, SAID | {"weight": 0.5}]},
     "a weight that is": {"messages": [ASKED, SAID | {"weight": "0"}, ASKED, SAID]},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.conversations.show_mask import with_mask
+from weft.data.conversations.show_mask import render_mask
 from weft.data.stores.indexed import release_pages
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.data.stores.store import TokenStore
@@ -63,7 +63,7 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
         else:  # more tokens, because the learned ones come late; {+ and +} enclose them
             limit = 240
             start = int(store.offsets[number]) // store.tokens.itemsize
-            shown = repr(with_mask(ids[:limit], store.loss_mask[start : start + len(ids)][:limit], decoder.decode))
+            shown = repr(render_mask(ids[:limit], store.loss_mask[start : start + len(ids)][:limit], decoder.decode))
         yield f"document {number:,} ({counted(len(ids), 'token')}): {shown}{' ...' if len(ids) > limit else ''}"
 
 

@@ -106,7 +106,7 @@ class WeftLM(TemplateLM):
             try:
                 text, _ = self._template.render(chat_history, prompt=add_generation_prompt)
             except Unfit:
-                raise UserError(str(error), self._template.text.origin) from None
+                raise UserError(str(error), self._template.source.origin) from None
         return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:

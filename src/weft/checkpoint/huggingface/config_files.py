@@ -9,7 +9,7 @@ from typing import Any
 from weft.checkpoint import checkpoint_files as files
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
-from weft.data.conversations.template import template_doubts
+from weft.data.conversations.template import template_problems
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface, read_config
@@ -106,7 +106,7 @@ def tokenizer_warnings(
         warnings.append(
             "the tokenizer defines no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
         )
-    return [*warnings, *template_doubts(folder)]
+    return [*warnings, *template_problems(folder)]
 
 
 def _check_files(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of `weft data pack` for instruction data: records of messages in place of texts."""
+"""Arguments of `weft data pack` for instruction data."""
 
 from __future__ import annotations
 
@@ -9,91 +9,89 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.data.conversations.conversation_encoder import ConversationEncoder
-    from weft.data.conversations.layouts import Layout
+    from weft.data.conversations.layouts import RecordLayout
     from weft.data.sources import Reading
     from weft.observe.console import Console
 
-FIRST = 16  # records looked at to tell their layout
+FIRST = 16  # records from which the layout is detected
 OPTIONS = ("layout", "fields", "chat_template", "train_on", "max_tokens", "overlong", "template_variables", "date")
 LAYOUTS = ("messages", "sharegpt", "alpaca", "pairs", "preferences")
 
 
 def add_conversation_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options; any of them means that records are conversations."""
+    """Adds the options. Any of them selects instruction data."""
     group = parser.add_argument_group(
         "instruction data",
-        "Records are conversations, written by a chat template, with a loss mask on the assistant's turns. Any of "
-        "these options says so; --conversations says it with all others at their defaults.",
+        "Records are conversations, rendered by a chat template, with a loss mask on assistant messages. Any of these "
+        "options selects instruction data; --conversations selects it with default options.",
     )
     group.add_argument("--conversations", action="store_true", help="records are conversations or preferences")
     group.add_argument(
         "--layout",
         choices=LAYOUTS,
-        help="what the records are: role/content turns, from/value turns, instruction/input/output, a question and "
-        "its answer, chosen/rejected (default: told from the first records)",
+        help="keys of the records: role/content messages, from/value messages, instruction/input/output, a prompt and "
+        "its completion, chosen/rejected (default: detected from the first records)",
     )
     group.add_argument(
-        "--fields", metavar="NAME=KEY,...", help="keys that are not the usual ones: input=question,target=answer"
+        "--fields", metavar="NAME=KEY,...", help="other keys than the layout's: input=question,target=answer"
     )
     group.add_argument(
         "--chat-template",
         metavar="FILE|NAME",
-        help="a template, or a format: chatml, llama2, llama3, gemma, mistral, zephyr, vicuna, plain (default: the "
-        "tokenizer folder's own)",
+        help="a template file, or a format: chatml, llama2, llama3, gemma, mistral, zephyr, vicuna, plain (default: "
+        "the template of the tokenizer folder)",
     )
     group.add_argument(
         "--train-on",
         choices=["assistant", "last", "all"],
-        help="what is learned: all the assistant's turns (default), its last one, or every token",
+        help="train on all assistant messages (default), the last one, or all tokens",
     )
-    group.add_argument("--max-tokens", type=int, metavar="N", help="the longest document (default: no limit)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum length of a document (default: unlimited)")
     group.add_argument(
         "--overlong",
         choices=["drop", "truncate", "keep"],
-        help="longer ones: leave them out, counted and noted (default), cut their end off, or keep them",
+        help="drop longer documents (default; counted and noted), truncate them, or keep them",
     )
     group.add_argument(
-        "--template-variables", metavar="JSON", help="""told to the template: '{"enable_thinking": false}'"""
+        "--template-variables", metavar="JSON", help="""variables of the template: '{"enable_thinking": false}'"""
     )
-    group.add_argument(
-        "--date", metavar="YYYY-MM-DD", help="the day told to a template that asks for it (default: today)"
-    )
+    group.add_argument("--date", metavar="YYYY-MM-DD", help="current date for the template (default: today)")
 
 
 def wants_conversations(args: argparse.Namespace) -> bool:
-    """Whether the arguments say that records are conversations."""
+    """Returns whether the arguments select instruction data."""
     return args.conversations or any(getattr(args, option) is not None for option in OPTIONS)
 
 
 def reading_of_conversations(args: argparse.Namespace) -> Reading:
-    """How the sources are read: as records.
+    """Returns how to read the sources: as records.
 
     Raises:
-        UserError: --field, --template or --separator, which are for texts.
+        UserError: --field, --template or --separator, which apply to texts.
     """
     from weft.data.sources import Reading
     from weft.errors import UserError
 
     for option, default in (("field", "text"), ("template", None), ("separator", None)):
         if getattr(args, option, default) != default:
-            raise UserError(f"--{option} is for texts; keys of conversations are named by --fields NAME=KEY,...")
+            raise UserError(f"--{option} applies to texts; for the keys of conversations use --fields NAME=KEY,...")
     return Reading(records=True, format=args.format)
 
 
 def encoder_of(
     args: argparse.Namespace, files: Sequence[Path], reading: Reading, console: Console
 ) -> ConversationEncoder:
-    """The encoder that the arguments ask for; what was chosen for the user is told in a line.
+    """Creates the encoder, and prints the detected layout and template in one line.
 
     Args:
-        files: as `find_files` gives them.
+        files: result of `find_files`.
 
     Raises:
-        UserError: options that mean nothing, records of no known layout, no chat template.
+        UserError: invalid options, an unknown layout, or no chat template.
     """
     from datetime import date
 
-    from weft.data.conversations.conversation_encoder import ConversationSpec
+    from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
     from weft.data.conversations.template import find_template
     from weft.errors import UserError
 
@@ -105,10 +103,10 @@ def encoder_of(
     try:
         day = date.today() if args.date is None else date.fromisoformat(args.date)
     except ValueError:
-        raise UserError(f"--date {args.date}: not a day such as 2026-01-31") from None
+        raise UserError(f"--date {args.date}: not a date such as 2026-01-31") from None
     if args.overlong is not None and args.max_tokens is None:
-        raise UserError(f"--overlong {args.overlong} says nothing without --max-tokens N")
-    encoder = ConversationSpec(
+        raise UserError(f"--overlong {args.overlong} has no effect without --max-tokens N")
+    spec = ConversationSpec(
         tokenizer=folder,
         layout=layout,
         template=template,
@@ -118,53 +116,55 @@ def encoder_of(
         variables=_variables(args.template_variables),
         date=day.isoformat(),
         exact=args.exact,
-    ).build()
-    marks = "its marks" if template.marked else "comparing what each turn adds"
+    )
+    encoder = ConversationEncoder(spec)
+    marks = "by generation marks" if template.marked else "by comparing prefixes"
     learned = {
-        "assistant": f"the assistant's turns, by {marks}",
-        "last": f"the assistant's last turn, by {marks}",
-        "all": "every token",
+        "assistant": f"assistant messages, {marks}",
+        "last": f"the last assistant message, {marks}",
+        "all": "all tokens",
     }
-    console.line(f"records: {layout}; template: {template.origin}; learned: {learned[encoder.spec.train_on]}")
+    console.line(f"records: {layout}; template: {template.origin}; trained on: {learned[spec.train_on]}")
     for line in encoder.warnings():
         console.warning(line)
     return encoder
 
 
-def tell_lengths(out: str | Path, console: Console) -> None:
-    """How long the documents of a new store are, and how much of them is learned."""
+def report_lengths(out: str | Path, console: Console) -> None:
+    """Prints the lengths of a new store's documents, and the fraction of tokens that are trained on."""
     import numpy as np
 
     from weft.data.inspect import sample_array
     from weft.data.stores.store import TokenStore
 
     store = TokenStore(out)
-    lengths, whole = sample_array(store.lengths)
+    lengths, complete = sample_array(store.lengths)
     if not len(lengths) or store.loss_mask is None:
         return
-    rows = {"documents": lengths}
-    if store.info.kind == "preferences" and whole:
-        rows = {"chosen": lengths[::2], "rejected": lengths[1::2]}
+    groups = {"documents": lengths}
+    if store.info.kind == "preferences" and complete:
+        groups = {"chosen": lengths[::2], "rejected": lengths[1::2]}
     spread = "; ".join(
-        f"{name} have {row.min():,} to {row.max():,} tokens, median {np.median(row):,.0f}" for name, row in rows.items()
+        f"{name} have {group.min():,} to {group.max():,} tokens, median {np.median(group):,.0f}"
+        for name, group in groups.items()
     )
     mask, _ = sample_array(store.loss_mask)
-    console.line(f"{spread}; {np.count_nonzero(mask) / len(mask):.1%} of the tokens are learned")
+    console.line(f"{spread}; {np.count_nonzero(mask) / len(mask):.1%} of the tokens are trained on")
 
 
-def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> Layout:
+def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> RecordLayout:
     from weft.data.conversations.layouts import choose_layout
     from weft.errors import UserError
 
     fields = {}
-    for part in filter(None, (args.fields or "").split(",")):
-        name, equals, key = part.partition("=")
+    for pair in filter(None, (args.fields or "").split(",")):
+        name, equals, key = pair.partition("=")
         if not (name.strip() and equals and key.strip()):
-            raise UserError(f"--fields {args.fields}: NAME=KEY, with commas between, such as input=question")
+            raise UserError(f"--fields {args.fields}: must be NAME=KEY, separated by commas, such as input=question")
         fields[name.strip()] = key.strip()
-    if Path("-") in files:  # it can be read once only
+    if Path("-") in files:  # it can be read only once
         if args.layout is None:
-            raise UserError(f"the standard input's layout must be said: --layout {'|'.join(LAYOUTS)}")
+            raise UserError(f"the layout of standard input cannot be detected; give --layout {'|'.join(LAYOUTS)}")
         return choose_layout([], args.layout, fields)
     return choose_layout(_first_records(files, reading), args.layout, fields)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.data.conversations import add_conversation_options, tell_lengths, wants_conversations
+from weft.cli.data.conversations import add_conversation_options, report_lengths, wants_conversations
 from weft.cli.data.inputs import add_inputs, check_reading_options, parse_reading, report_skipped
 from weft.cli.stopping import Terminated, terminable
 from weft.formatting import byte_size, counted, rate
@@ -122,7 +122,7 @@ def report(packed: Packed, out: str, console: Console) -> None:
     for note, number in stored["notes"].items():
         console.warning(f"{note}: {counted(number, 'document')}")
     if stored["kind"] != "text":
-        tell_lengths(out, console)
+        report_lengths(out, console)
     speed = "up to date"
     if packed.seconds is not None:
         speed = f"{rate(packed.bytes / packed.seconds, 'B')}, {packed.tokens / packed.seconds:,.0f} tokens/s"

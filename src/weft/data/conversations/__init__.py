@@ -1,1 +1,1 @@
-"""Instruction data: records of many layouts to messages, to text by a chat template, to tokens with a loss mask."""
+"""Instruction data: converts records to messages, to text by a chat template, and to tokens with a loss mask."""

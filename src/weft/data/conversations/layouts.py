@@ -1,6 +1,6 @@
-"""Records to messages: OpenAI's and ShareGPT's turns, alpaca, question and answer, pairs of preferences.
+"""Converts records of several layouts to messages: OpenAI, ShareGPT, Alpaca, prompt and completion, preferences.
 
-What is no conversation raises `Unfit`.
+Invalid records raise `Unfit`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.data.conversations.messages import Record, needed, parsed, said, text_of, turns_of
+from weft.data.conversations.messages import Record, convert_messages, parse_json, required, text_of, text_or_messages
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 
-# Layout -> what it reads -> the keys it may be under, the likeliest first. `--fields` says others.
+# Layout -> field -> possible keys, the most likely first. `--fields` names other keys.
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "preferences": {
         "chosen": ("chosen",),
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
         "history": ("history",),
     },
     "pairs": {
-        "input": ("input", "prompt", "prompt", "question", "query", "input"),  # each with the target below it
+        "input": ("input", "prompt", "prompt", "question", "query", "input"),  # paired with the targets
         "target": ("target", "completion", "response", "answer", "response", "output"),
         "system": ("system",),
         "tools": ("tools",),
@@ -56,8 +56,8 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How records are read: the layout's name, and the key of each of its fields."""
+class RecordLayout:
+    """A layout of records: its name, and the key of each of its fields."""
 
     name: str
     keys: dict[str, str]
@@ -75,12 +75,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and which of them are to be learned.
+    """A conversation, and which of its messages are trained on.
 
     Attributes:
-        learned: numbers of the assistant's messages that are; never empty.
+        learned: indices of the assistant messages that are trained on; never empty.
         tools: JSON schemas for the template.
-        variables: what the record itself hands to the template (`chat_template_kwargs`).
+        variables: of the record for the template (`chat_template_kwargs`).
     """
 
     messages: list[dict[str, Any]]
@@ -89,16 +89,16 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
 
 
-# --- Which layout ---
+# --- Choosing the layout ---
 
 
 def choose_layout(
     records: Sequence[Record], name: str | None = None, fields: Mapping[str, str] | None = None
-) -> Layout:
-    """The layout that the first records have, or the one that is stated, with the keys that they use.
+) -> RecordLayout:
+    """Returns the layout `name`, or detects it from the first records, with the keys that they have.
 
     Args:
-        fields: keys that are stated, by the layout's name for them: `{"input": "question", "target": "answer"}`.
+        fields: the user's keys by field: `{"input": "question", "target": "answer"}`.
 
     Raises:
         UserError: an unknown layout or field, or records of no known layout.
@@ -106,14 +106,14 @@ def choose_layout(
     fields = dict(fields or {})
     if name is None:
         for record in records:
-            name = _guess(record, fields)
+            name = _detect(record, fields)
             if name is not None:
                 break
     if name is None:
-        seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record at all"
+        seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
         raise UserError(
-            f"the first records are of no known layout (they have {seen}); state --layout ({', '.join(LAYOUTS)}) and, "
-            "where keys differ, --fields input=KEY,target=KEY"
+            f"the first records have no known layout (their keys: {seen}); give --layout ({', '.join(LAYOUTS)}) and, "
+            "for other keys, --fields input=KEY,target=KEY"
         )
     if name not in LAYOUTS:
         raise UserError(f"--layout {name}: not one of {', '.join(LAYOUTS)}")
@@ -121,18 +121,18 @@ def choose_layout(
     if unknown:
         raise UserError(f"--fields {unknown[0]}=...: the layout {name} has {', '.join(LAYOUTS[name])}")
     keys = {}
-    for reads, candidates in LAYOUTS[name].items():
+    for field_name, candidates in LAYOUTS[name].items():
         found = [key for record in records for key in candidates if record.get(key) is not None]
-        keys[reads] = fields.get(reads) or (found[0] if found else candidates[0])
+        keys[field_name] = fields.get(field_name) or (found[0] if found else candidates[0])
     if name == "pairs" and not {"input", "target"} & set(fields):
         pairs = list(zip(LAYOUTS[name]["input"], LAYOUTS[name]["target"], strict=True))
         keys["input"], keys["target"] = next(
             (pair for record in records for pair in pairs if all(key in record for key in pair)), pairs[0]
         )
-    return Layout(name, keys)
+    return RecordLayout(name, keys)
 
 
-def _guess(record: Record, fields: Mapping[str, str]) -> str | None:
+def _detect(record: Record, fields: Mapping[str, str]) -> str | None:
     if {"chosen", "rejected"} <= {*record, *fields}:
         return "preferences"
     if "target" in fields:
@@ -140,11 +140,11 @@ def _guess(record: Record, fields: Mapping[str, str]) -> str | None:
     if "instruction" in {*record, *fields} and ({"output", "response"} & set(record) or "output" in fields):
         return "alpaca"
     for key in (fields.get("messages"), "messages", "conversations", "conversation"):
-        turns = record.get(key) if key else None
-        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
-            if fields.get("role", "role") in turns[0]:
+        messages = record.get(key) if key else None
+        if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+            if fields.get("role", "role") in messages[0]:
                 return "messages"
-            if "from" in turns[0]:
+            if "from" in messages[0]:
                 return "sharegpt"
     pairs = zip(LAYOUTS["pairs"]["input"], LAYOUTS["pairs"]["target"], strict=True)
     return "pairs" if any(a in record and b in record for a, b in pairs) else None
@@ -153,11 +153,11 @@ def _guess(record: Record, fields: Mapping[str, str]) -> str | None:
 # --- Records to conversations ---
 
 
-def read_record(record: Record, layout: Layout) -> list[Conversation]:
-    """The conversations of a record: one; of a preference two, the chosen and then the rejected.
+def read_record(record: Record, layout: RecordLayout) -> list[Conversation]:
+    """Returns the conversation of a record, or the chosen and the rejected conversation of a preference.
 
     Raises:
-        Unfit: it is no conversation of this layout.
+        Unfit: the record is not a conversation of this layout.
     """
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
@@ -170,33 +170,33 @@ def read_record(record: Record, layout: Layout) -> list[Conversation]:
     if layout.name == "alpaca":
         messages = _alpaca(record, layout)
     elif layout.name == "pairs":
-        prompt, target = (needed(record, layout.keys[part]) for part in ("input", "target"))
-        messages = said(prompt, "user", layout.keys["input"])
+        prompt, target = (required(record, layout.keys[name]) for name in ("input", "target"))
+        messages = text_or_messages(prompt, "user", layout.keys["input"])
         start = len(messages)
-        messages += said(target, "assistant", layout.keys["target"])
+        messages += text_or_messages(target, "assistant", layout.keys["target"])
     else:
         key = layout.keys["messages"]
-        messages = turns_of(needed(record, key), key, layout.keys["role"], layout.keys["content"])
+        messages = convert_messages(required(record, key), key, layout.keys["role"], layout.keys["content"])
     head = _system(record, layout, messages)
     messages = head + messages
     return [Conversation(messages, _learned(messages, start + len(head)), tools, variables)]
 
 
 def _learned(messages: list[dict], start: int) -> tuple[int, ...]:
-    """The assistant's messages from `start` on, without those of weight 0 (OpenAI's way to leave a turn out)."""
-    turns = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
-    if not turns:
-        raise Unfit("no assistant turn" if start == 0 else "no assistant turn behind the prompt")
-    for weight in (messages[i].get("weight") for i in turns):
+    """Returns the indices of assistant messages from `start` on, without those of weight 0 (as in OpenAI's format)."""
+    answers = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
+    if not answers:
+        raise Unfit("no assistant message" if start == 0 else "no assistant message after the prompt")
+    for weight in (messages[i].get("weight") for i in answers):
         if weight is not None and (type(weight) not in (int, float) or weight not in (0, 1)):
-            raise Unfit("a weight that is neither 0 nor 1", f"weight {str(weight)[:20]!r}: only 0 and 1 are known")
-    learned = tuple(i for i in turns if messages[i].get("weight") != 0)
+            raise Unfit("a weight that is neither 0 nor 1", f"weight {str(weight)[:20]!r}: only 0 and 1 are supported")
+    learned = tuple(i for i in answers if messages[i].get("weight") != 0)
     if not learned:
-        raise Unfit("every assistant turn has weight 0")
+        raise Unfit("every assistant message has weight 0")
     return learned
 
 
-def _alpaca(record: Record, layout: Layout) -> list[dict]:
+def _alpaca(record: Record, layout: RecordLayout) -> list[dict]:
     keys = layout.keys
     messages = _history(record, keys["history"])
     question = _with_input(text_of(record, keys["instruction"]), record, keys["input"])
@@ -204,13 +204,15 @@ def _alpaca(record: Record, layout: Layout) -> list[dict]:
     return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _preferences(record: Record, layout: Layout) -> list[tuple[list[dict], int]]:
-    """The chosen and the rejected messages, each with the number of messages that are their prompt."""
+def _preferences(record: Record, layout: RecordLayout) -> list[tuple[list[dict], int]]:
+    """Returns the chosen and the rejected messages, each with the number of messages of its prompt."""
     keys = layout.keys
-    answers = [said(needed(record, keys[part]), "assistant", keys[part]) for part in ("chosen", "rejected")]
+    answers = [
+        text_or_messages(required(record, keys[name]), "assistant", keys[name]) for name in ("chosen", "rejected")
+    ]
     if any(not messages for messages in answers):
         raise Unfit("no messages")
-    # Both may hold the whole conversation: then a prompt beside them only repeats its beginning.
+    # Both may hold the full conversation; a separate prompt then only repeats its beginning.
     if all(messages[0]["role"] in ("system", "developer", "user") for messages in answers):
         last = min(_last_answer(messages) for messages in answers)
         shared = 0
@@ -224,9 +226,9 @@ def _preferences(record: Record, layout: Layout) -> list[tuple[list[dict], int]]
             for head in [_system(record, layout, messages)]
         ]
     if record.get(keys["messages"]) is not None:
-        prompt = said(record[keys["messages"]], "user", keys["messages"])
+        prompt = text_or_messages(record[keys["messages"]], "user", keys["messages"])
     elif keys["prompt"] in record:
-        prompt = said(needed(record, keys["prompt"]), "user", keys["prompt"])
+        prompt = text_or_messages(required(record, keys["prompt"]), "user", keys["prompt"])
         if isinstance(record[keys["prompt"]], str):
             prompt[0]["content"] = _with_input(prompt[0]["content"], record, keys["input"])
             prompt = _history(record, keys["history"]) + prompt
@@ -242,10 +244,10 @@ def _last_answer(messages: list[dict]) -> int:
     return max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
 
 
-def _tools(record: Record, layout: Layout) -> list[Any] | None:
+def _tools(record: Record, layout: RecordLayout) -> list[Any] | None:
     tools = record.get(layout.keys.get("tools", "tools"))
     if isinstance(tools, str) and tools.strip():
-        tools = parsed(tools, "'tools' is not JSON")
+        tools = parse_json(tools, "'tools' is not JSON")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -253,8 +255,8 @@ def _tools(record: Record, layout: Layout) -> list[Any] | None:
     return tools
 
 
-def _system(record: Record, layout: Layout, messages: list[dict]) -> list[dict]:
-    """The record's own system text as a message, if it has one and the messages do not begin with any."""
+def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[dict]:
+    """Returns the record's system text as a message, unless the messages begin with a system message."""
     key = layout.keys["system"]
     text = record.get(key)
     if text is None or text == "" or (messages and messages[0]["role"] in ("system", "developer")):
@@ -263,13 +265,13 @@ def _system(record: Record, layout: Layout, messages: list[dict]) -> list[dict]:
 
 
 def _history(record: Record, key: str) -> list[dict]:
-    """Alpaca's earlier turns: a list of [question, answer]."""
+    """Converts Alpaca's history, a list of [question, answer]."""
     messages = []
-    turns = record.get(key) or []
-    for turn in turns if isinstance(turns, list | tuple) else [turns]:
-        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+    pairs = record.get(key) or []
+    for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise Unfit(f"field {key!r} is not a list of [question, answer]")
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return messages
 
 

@@ -1,7 +1,7 @@
-"""Turns of conversations, by all the ways to write them, as the messages that chat templates expect.
+"""Converts messages of different formats to those that chat templates expect.
 
-A message is `{"role": "user", "content": "..."}`, with whatever else it came with (`tool_calls`, `name`,
-`reasoning_content`, ...). What is none raises `Unfit`.
+A message is `{"role": "user", "content": "..."}` with its other keys (`tool_calls`, `name`, `reasoning_content`, ...).
+Invalid messages raise `Unfit`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.data.sources.values import Unfit
 
 Record = Mapping[str, Any]
 
-# Who speaks, by all the names that are about -> the name that templates know.
+# Role in a record -> role in templates.
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -26,49 +26,49 @@ ROLES = {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def said(value: Any, role: str, key: str) -> list[dict]:
-    """Text as a message of `role`; a message or a list of them, of either way to write them, as messages."""
+def text_or_messages(value: Any, role: str, key: str) -> list[dict]:
+    """Converts a text to a message of `role`; converts a message, or a list of messages, of either format."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    turns = [value] if isinstance(value, dict) else value
-    first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+    messages = [value] if isinstance(value, dict) else value
+    first = messages[0] if isinstance(messages, list) and messages and isinstance(messages[0], dict) else {}
     names = ("from", "value") if "from" in first and "role" not in first else ("role", "content")
-    return turns_of(turns, key, *names)
+    return convert_messages(messages, key, *names)
 
 
-def turns_of(turns: Any, key: str, role_key: str, content_key: str) -> list[dict]:
-    """Turns as messages."""
-    if not isinstance(turns, list):
+def convert_messages(messages: Any, key: str, role_key: str, content_key: str) -> list[dict]:
+    """Converts the list of messages at a record's `key`."""
+    if not isinstance(messages, list):
         raise Unfit(f"field {key!r} is not a list of messages")
-    if not turns:
+    if not messages:
         raise Unfit("no messages")
-    return [_message(turn, role_key, content_key) for turn in turns]
+    return [_convert_message(message, role_key, content_key) for message in messages]
 
 
-def _message(turn: Any, role_key: str, content_key: str) -> dict[str, Any]:
-    if not isinstance(turn, dict):
+def _convert_message(original: Any, role_key: str, content_key: str) -> dict[str, Any]:
+    if not isinstance(original, dict):
         raise Unfit("a message is not an object")
-    said = turn.get(role_key)
-    if said is None:
+    stated = original.get(role_key)
+    if stated is None:
         raise Unfit(f"a message without {role_key!r}")
-    role = ROLES.get(said) if isinstance(said, str) else None
+    role = ROLES.get(stated) if isinstance(stated, str) else None
     if role is None:
-        raise Unfit("unknown role", f"{said!r}"[:60])
-    # Nulls are left out, as transformers does: templates take a missing key better than a null.
+        raise Unfit("unknown role", f"{stated!r}"[:60])
+    # Drops nulls, as Transformers does: templates handle a missing key better than a null.
     message = {"role": role} | {
         ("content" if key == content_key else key): value
-        for key, value in turn.items()
+        for key, value in original.items()
         if value is not None and key != role_key
     }
     if role == "function_call":
-        return _call(message)
+        return _convert_call(message)
     content = message.get("content")
     if isinstance(content, str):
         return message
     if content is None:
         if role == "assistant" and any(message.get(key) for key in ("tool_calls", "function_call", *REASONING)):
             return message
-        raise Unfit(f"a message whose {content_key!r} is " + ("null" if content_key in turn else "missing"))
+        raise Unfit(f"a message whose {content_key!r} is " + ("null" if content_key in original else "missing"))
     if not isinstance(content, list):
         raise Unfit(f"a message whose {content_key!r} is neither text nor a list of parts")
     parts = []
@@ -81,9 +81,9 @@ def _message(turn: Any, role_key: str, content_key: str) -> dict[str, Any]:
     return message | {"content": parts}
 
 
-def _call(message: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's function call, JSON in a text, as OpenAI's `tool_calls`."""
-    calls = parsed(message.get("content"), "a function call that is not JSON")
+def _convert_call(message: dict[str, Any]) -> dict[str, Any]:
+    """Converts ShareGPT's function call (JSON text) to OpenAI's `tool_calls`."""
+    calls = parse_json(message.get("content"), "a function call that is not JSON")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise Unfit("a function call without a name")
@@ -93,8 +93,8 @@ def _call(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls} | rest
 
 
-def needed(record: Record, key: str) -> Any:
-    """What is at a key, which must be there."""
+def required(record: Record, key: str) -> Any:
+    """Returns the value at a required key."""
     if key not in record:
         raise Unfit(f"no field {key!r}")
     if record[key] is None:
@@ -103,15 +103,15 @@ def needed(record: Record, key: str) -> Any:
 
 
 def text_of(record: Record, key: str) -> str:
-    """The text at a key."""
-    value = needed(record, key)
+    """Returns the text at a required key."""
+    value = required(record, key)
     if not isinstance(value, str):
         raise Unfit(f"field {key!r} is not text")
     return value
 
 
-def parsed(text: Any, reason: str) -> Any:
-    """JSON in a text; `reason`: why the record is refused where it is none."""
+def parse_json(text: Any, reason: str) -> Any:
+    """Parses JSON; raises `Unfit` with `reason` if it is invalid."""
     try:
         return orjson.loads(text)
     except (orjson.JSONDecodeError, TypeError):

@@ -1,23 +1,23 @@
-"""Well-known chat formats by name, for tokenizer folders without a template. Each marks what the assistant writes."""
+"""Named chat templates, for tokenizers without a template. Each marks the assistant's text with `{% generation %}`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Named(NamedTuple):
-    """A format: its template, and the special tokens that it writes, which the tokenizer should have."""
+class NamedTemplate(NamedTuple):
+    """A named template, and the special tokens in it, which the tokenizer should have."""
 
     source: str
     markers: tuple[str, ...]
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Special tokens that it writes by their names (`bos_token`)."""
+        """Variables of special tokens that the template uses (`bos_token`, `eos_token`)."""
         return tuple(name for name in ("bos_token", "eos_token") if name in self.source)
 
 
-# What these formats do not know is refused, not left out.
+# Formats without tools refuse records with tools.
 _NO_TOOLS = """\
 {%- if tools -%}{{- raise_exception('this format knows no tools') -}}{%- endif -%}
 {%- for message in messages if message['tool_calls'] -%}
@@ -25,7 +25,7 @@ _NO_TOOLS = """\
 {%- endfor -%}
 """
 
-# White space that a format writes behind the end of a turn stands outside the marks: a model has stopped by then.
+# White space after the end of a message is outside the marks: a model stops before it.
 _CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -65,7 +65,7 @@ _ZEPHYR = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
 
-# Formats for which a system text is no turn of its own: it is set apart, and questions and answers must alternate.
+# Formats without system messages: the system text is part of the first message, and user and assistant must alternate.
 _ALTERNATE = """\
 {%- set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else none -%}
 {%- set turns = messages if system is none else messages[1:] -%}
@@ -151,8 +151,8 @@ _VICUNA = (
 """
 )
 
-# No marks of turns at all, for questions and answers that bring their own. Only between an answer and what follows is a
-# line end put, where none is: else learning a token of both would teach what the user wrote.
+# Contents only, for messages with their own markers. Adds a line end between an answer and the next message if there is
+# none: otherwise a token could span both, and training on it would train on the user's text.
 _PLAIN = """\
 {%- for message in messages -%}
     {%- if message['role'] == 'assistant' -%}
@@ -176,4 +176,4 @@ _FORMATS = {
     "vicuna": (_VICUNA,),
     "plain": (_PLAIN,),
 }
-NAMED = {name: Named(_NO_TOOLS + source, tuple(markers)) for name, (source, *markers) in _FORMATS.items()}
+NAMED = {name: NamedTemplate(_NO_TOOLS + source, tuple(markers)) for name, (source, *markers) in _FORMATS.items()}

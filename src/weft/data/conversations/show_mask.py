@@ -1,4 +1,4 @@
-"""A document with its loss mask, for people to look at."""
+"""Renders a document with its loss mask as text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 
-def with_mask(ids: np.ndarray, mask: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str:
-    """The text of a document, with `{+` and `+}` around what is learned (as `git diff --word-diff` shows new words).
+def render_mask(ids: np.ndarray, mask: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str:
+    """Returns the text of a document, with `{+` and `+}` around trained tokens (as in `git diff --word-diff`).
 
     Args:
-        ids, mask: `[tokens]`, as a store's `document` and that part of its `loss_mask`.
-        decode: a tokenizer's. Runs are decoded by themselves: a character cut in two shows as U+FFFD.
+        ids, mask: of the document, `[tokens]`.
+        decode: of a tokenizer. Called for each run of tokens, so a character that is split between runs is U+FFFD.
     """
     learned = np.asarray(mask) != 0
-    cuts = np.flatnonzero(np.diff(learned)) + 1
-    shown = []
-    for run, part in zip(np.split(np.asarray(ids), cuts), np.split(learned, cuts), strict=True):
+    edges = np.flatnonzero(np.diff(learned)) + 1
+    rendered = []
+    for run, run_learned in zip(np.split(np.asarray(ids), edges), np.split(learned, edges), strict=True):
         text = decode(run.tolist())
-        shown.append(f"{{+{text}+}}" if part.any() else text)
-    return "".join(shown)
+        rendered.append(f"{{+{text}+}}" if run_learned.any() else text)
+    return "".join(rendered)

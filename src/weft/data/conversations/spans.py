@@ -1,7 +1,7 @@
-"""Text with marked characters to ids with marked tokens.
+"""Tokenizes text with marked character spans, and marks the tokens of the spans.
 
-`tokenizers` says which characters a token is of, and is slow. A byte-level token is its bytes, one for one: so where a
-token begins follows from the bytes of those before it, and the ids can come from the fast encoder.
+The `tokenizers` library maps characters to tokens, but slowly. In a byte-level vocabulary each token is its bytes, so
+the position of a token follows from the bytes of the tokens before it, and the fast encoder can compute the ids.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ Spans = Sequence[tuple[int, int]]  # [start, end) in characters of a text
 
 
 class SpanEncoder:
-    """Ids of texts, and which of them come from given characters.
+    """Encodes texts to ids, and maps character spans to tokens.
 
     Attributes:
-        fast: whether ids come from the fast encoder, and places from the tokens' bytes.
-        added: added token -> id, special tokens among them.
+        fast: whether it uses the fast encoder and the bytes of tokens.
+        added: added token -> id, including special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, exact: bool = False):
         file = tokenizer_file(tokenizer.path)
         self._tokenizer = tokenizer
         self._reference = tokenizers.Tokenizer.from_file(str(file))
-        self._reference.no_truncation()  # a file may hold what some run once set
+        self._reference.no_truncation()  # tokenizer.json may have these settings
         self._reference.no_padding()
         tokens = self._reference.get_added_tokens_decoder()
         self.added = {token.content: id for id, token in tokens.items()}
-        self.fast = not exact and _is_bytes(orjson.loads(file.read_bytes()), list(tokens.values()))
+        self.fast = not exact and _is_byte_level(orjson.loads(file.read_bytes()), list(tokens.values()))
         if self.fast:
             words = self._reference.get_vocab(with_added_tokens=False)
-            self._bytes = np.zeros(max([*words.values(), *tokens, 0]) + 1, np.int64)  # of each token
+            self._bytes = np.zeros(max([*words.values(), *tokens, 0]) + 1, np.int64)  # of each id
             for token, id in words.items():
                 self._bytes[id] = len(token)  # byte-level BPE spells each byte as one character
             for token, id in self.added.items():
                 self._bytes[id] = len(token.encode())
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The ids of texts, the same whatever texts come together.
+        """Encodes texts; the ids of a text do not depend on the other texts.
 
         Args:
-            spans: of each text, characters that are marked.
+            spans: marked characters of each text.
 
         Returns:
-            All ids end to end uint32 `[tokens]`, how many are each text's int64 `[texts]`, and bool `[tokens]`: the
-            tokens from the one that the first character of a span is in, to the one that the last begins in, as
-            `transformers` marks the assistant's.
+            Concatenated ids, uint32 `[tokens]`; the length of each text, int64 `[texts]`; and the mask, bool
+            `[tokens]`. A span's tokens are those from the token of its first character to the token in which its last
+            character begins, as in Transformers' assistant masks.
         """
         if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, bool)
@@ -65,11 +65,11 @@ class SpanEncoder:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         encodings = self._reference.encode_batch(list(texts), add_special_tokens=False)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
-        lengths = np.array([len(part) for part in ids], np.int64)
+        lengths = np.array([len(text_ids) for text_ids in ids], np.int64)
         marks = np.zeros(int(lengths.sum()), bool)
         offset = 0
-        for encoding, text, places, length in zip(encodings, texts, spans, lengths.tolist(), strict=True):
-            for start, end in places:
+        for encoding, text, text_spans, length in zip(encodings, texts, spans, lengths.tolist(), strict=True):
+            for start, end in text_spans:
                 first, last = _token(encoding, start, len(text), 1), _token(encoding, end - 1, -1, -1)
                 if first is not None and last is not None:
                     marks[offset + first : offset + last + 1] = True
@@ -78,18 +78,18 @@ class SpanEncoder:
 
     def _encode_fast(self, texts: Sequence[str], spans: Sequence[Spans]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, lengths = self._tokenizer.encode_batch(texts)
-        edges: list[int] = []  # of each span: the bytes at which its first and its last character begin
-        sizes: list[int] = []  # of each text, in bytes
+        edges: list[int] = []  # first byte of the first and of the last character of each span
+        sizes: list[int] = []  # bytes of each text
         total = 0
-        for text, places in zip(texts, spans, strict=True):
+        for text, text_spans in zip(texts, spans, strict=True):
             ascii = text.isascii()
-            for start, end in places:
+            for start, end in text_spans:
                 if start < len(text) and end > 0:
                     for character in (start, min(end, len(text)) - 1):
                         edges.append(total + (character if ascii else len(text[:character].encode())))
             sizes.append(len(text) if ascii else len(text.encode()))
             total += sizes[-1]
-        ends = np.cumsum(self._bytes[ids])  # in bytes, of each token
+        ends = np.cumsum(self._bytes[ids])  # end of each token, in bytes
         text_ends = np.concatenate([[0], ends])[np.cumsum(lengths)]
         if not np.array_equal(text_ends, np.cumsum(sizes)):
             return self._encode_exactly(texts, spans)
@@ -101,10 +101,10 @@ class SpanEncoder:
 
 
 def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) -> int | None:
-    """The token that a character is in; if it is in none (white space that the tokenizer drops), its neighbour's.
+    """Returns the token of a character, or of the next character towards `stop` if the tokenizer drops it.
 
-    `transformers` gives up the rest of the conversation at such a start, and marks all to the text's end at such an
-    end, the user's words among it, as it does if the end is in the text's first token: there it is not followed.
+    Differs from Transformers, which ignores the rest of the conversation if a span begins with such a character, and
+    marks everything to the end of the text if a span ends with one, or in the first token.
     """
     while character != stop:
         token = encoding.char_to_token(character) if character >= 0 else None
@@ -114,25 +114,25 @@ def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) 
     return None
 
 
-def _is_bytes(content: dict[str, Any], added: list[tokenizers.AddedToken]) -> bool:
-    """Whether the tokens of every text are its bytes, in order, none left out and none put in."""
+def _is_byte_level(content: dict[str, Any], added: list[tokenizers.AddedToken]) -> bool:
+    """Whether the concatenated tokens of every text are exactly its bytes."""
     if content.get("normalizer") is not None or content["model"].get("type") != "BPE":
         return False
     model = content["model"]
     if model.get("end_of_word_suffix") or model.get("continuing_subword_prefix") or model.get("byte_fallback"):
         return False
     if any(token.lstrip or token.rstrip or token.single_word for token in added):
-        return False  # such a token takes white space with it
+        return False  # such a token includes white space around it
     after = content.get("post_processor") or {}
     if any(step.get("trim_offsets") for step in after.get("processors", [after])):
-        return False  # `tokenizers` then says that blanks at a token's ends are not of it
+        return False  # `tokenizers` then excludes white space at a token's ends
     steps = content.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     if not any(step.get("type") == "ByteLevel" for step in steps) or any(
         step.get("add_prefix_space") for step in steps
     ):
         return False
-    alphabet = pre_tokenizers.ByteLevel.alphabet()  # without one of them, that byte would vanish
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # a byte without a token would be dropped
     return set(alphabet) <= set(model["vocab"]) and all(_keeps_all(step) for step in steps)
 
 

@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: messages to text, with the places that the assistant wrote.
+"""Renders messages with a tokenizer's chat template, and returns the spans of the assistant's text.
 
-Rendered as Hugging Face defines it: jinja2 in its sandbox, blocks trimmed, the helpers `raise_exception`, `tojson`
-and `strftime_now`, `break` and `continue`, and `{% generation %}...{% endgeneration %}` around the assistant's words.
+Follows Hugging Face: sandboxed jinja2 with trimmed blocks, the helpers `raise_exception`, `tojson` and `strftime_now`,
+`break` and `continue`, and `{% generation %}...{% endgeneration %}` around the assistant's text.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from weft.errors import UserError
 from weft.files import read_json
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a template written for other data raises on a record: its own words are all that can be told of it.
+# Exceptions of a template that does not fit a record. The message is reported as the reason.
 FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
-class TemplateText:
-    """A template's source before it is compiled, so that it can be sent to other processes.
+class TemplateSource:
+    """A template's source, which can be pickled, unlike a compiled template.
 
     Attributes:
-        origin: where it is from, to be shown.
-        with_tools: another source, for conversations that come with tools.
-        markers: the special tokens that a format chosen by name writes.
-        tokens: the names of those (`bos_token`) that it writes if the tokenizer has them.
+        origin: the file or format, for messages.
+        with_tools: source for conversations with tools, if it differs.
+        markers: special tokens of a named format.
+        tokens: variables of special tokens (`bos_token`) that a named format uses.
     """
 
     origin: str
@@ -50,60 +50,60 @@ class TemplateText:
 
     @property
     def marked(self) -> bool:
-        """Whether it marks what the assistant wrote."""
+        """Whether the template marks the assistant's text."""
         return all(MARK.search(source) for source in (self.source, self.with_tools) if source is not None)
 
     @property
-    def tells_time(self) -> bool:
-        """Whether it may write today's date."""
+    def uses_date(self) -> bool:
+        """Whether the template may write the current date."""
         return any("strftime_now" in source for source in (self.source, self.with_tools) if source is not None)
 
 
-def find_template(folder: Path, stated: str | None = None) -> TemplateText:
-    """The template of a tokenizer's folder, or the one stated.
+def find_template(folder: Path, name: str | None = None) -> TemplateSource:
+    """Returns the template of a tokenizer's folder, or the one that the user names.
 
     Args:
-        stated: a format by name (`chatml`, ...), a file, or the name of one of the folder's several templates.
+        name: a named format (`chatml`, ...), a file, or the name of one of the folder's templates.
 
     Raises:
-        UserError: there is none, it cannot be read, or it is no template.
+        UserError: there is no such template, it cannot be read, or its syntax is wrong.
     """
-    if stated in NAMED:
-        named = NAMED[stated]
-        text = TemplateText(f"the format {stated}", named.source, markers=named.markers, tokens=named.tokens)
-    elif stated is not None and Path(stated).is_file():
-        text = TemplateText(stated, _read(Path(stated)))
+    if name in NAMED:
+        named = NAMED[name]
+        template = TemplateSource(f"the format {name}", named.source, markers=named.markers, tokens=named.tokens)
+    elif name is not None and Path(name).is_file():
+        template = TemplateSource(name, _read(Path(name)))
     else:
-        text = _of_folder(folder, stated)
-    for source in (text.source, text.with_tools):
-        mistake = None if source is None else _mistake(source)
-        if mistake is not None:
-            what = f"not a chat template: {mistake.message}; mend it, or state another by --chat-template"
-            raise UserError(what, text.origin, mistake.lineno)
-    return text
+        template = _find_in_folder(folder, name)
+    for source in (template.source, template.with_tools):
+        error = None if source is None else _syntax_error(source)
+        if error is not None:
+            what = f"not a chat template: {error.message}; fix it, or give another with --chat-template"
+            raise UserError(what, template.origin, error.lineno)
+    return template
 
 
-def template_doubts(folder: Path) -> list[str]:
-    """What is wrong with the chat templates of a tokenizer's folder, in words; none if it has none.
+def template_problems(folder: Path) -> list[str]:
+    """Returns descriptions of the problems of a folder's chat templates.
 
     Raises:
         UserError: a file cannot be read.
     """
-    named, origin = _in_folder(folder)
-    doubts = []
+    named, origin = _read_folder(folder)
+    problems = []
     for name, source in named.items():
-        mistake = _mistake(source)
-        if mistake is not None:
+        error = _syntax_error(source)
+        if error is not None:
             which = "the chat template" if name == "default" else f"the chat template {name!r}"
-            doubts.append(f"{which} ({origin.name}) is none: line {mistake.lineno}: {mistake.message}; mend it")
+            problems.append(f"{which} ({origin.name}) is invalid: line {error.lineno}: {error.message}; fix it")
     for name in () if named else ("tokenizer_config.json", "chat_template.json"):
         found = read_json(folder / name) if (folder / name).is_file() else None
         if isinstance(found, dict) and found.get("chat_template") is not None:
-            doubts.append(f"chat_template in {name} is neither a text nor a list of named ones, so there is none")
-    return doubts
+            problems.append(f"chat_template in {name} is neither a text nor a list of named templates; it is ignored")
+    return problems
 
 
-def _mistake(source: str) -> jinja2.TemplateSyntaxError | None:
+def _syntax_error(source: str) -> jinja2.TemplateSyntaxError | None:
     try:
         _environment(None).from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -111,8 +111,8 @@ def _mistake(source: str) -> jinja2.TemplateSyntaxError | None:
     return None
 
 
-def _in_folder(folder: Path) -> tuple[dict[str, str], Path]:
-    """The templates of a tokenizer's folder by their names, and where they are."""
+def _read_folder(folder: Path) -> tuple[dict[str, str], Path]:
+    """Returns the templates of a tokenizer's folder by name, and their file or folder."""
     named: dict[str, str] = {}
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if (folder / "chat_template.jinja").is_file():
@@ -132,19 +132,19 @@ def _in_folder(folder: Path) -> tuple[dict[str, str], Path]:
     return named, origin
 
 
-def _of_folder(folder: Path, stated: str | None) -> TemplateText:
-    named, origin = _in_folder(folder)
-    if stated is not None:
-        if stated in named:
-            return TemplateText(f"{origin} ({stated})", named[stated])
-        also = f", and in {folder}: {', '.join(named)}" if len(named) > 1 else ""
-        raise UserError(f"--chat-template {stated}: no such file, nor one of {', '.join(NAMED)}{also}")
+def _find_in_folder(folder: Path, name: str | None) -> TemplateSource:
+    named, origin = _read_folder(folder)
+    if name is not None:
+        if name in named:
+            return TemplateSource(f"{origin} ({name})", named[name])
+        also = f", or of {folder}: {', '.join(named)}" if len(named) > 1 else ""
+        raise UserError(f"--chat-template {name}: neither a file nor one of {', '.join(NAMED)}{also}")
     if "default" in named:
-        return TemplateText(str(origin), named["default"], named.get("tool_use"))
+        return TemplateSource(str(origin), named["default"], named.get("tool_use"))
     if named:
-        raise UserError(f"several chat templates and no default; state one: --chat-template {'|'.join(named)}", origin)
+        raise UserError(f"several chat templates and no default; choose one: --chat-template {'|'.join(named)}", origin)
     raise UserError(
-        f"no chat template in this folder; state one: --chat-template FILE, or a format by name ({', '.join(NAMED)})",
+        f"no chat template in this folder; give one: --chat-template FILE, or a named format ({', '.join(NAMED)})",
         folder,
     )
 
@@ -164,7 +164,7 @@ def _read(file: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that templates know by name (`bos_token`, `eos_token`, ...), as the tokenizer's folder states them."""
+    """Returns the special tokens (`bos_token`, `eos_token`, ...) of a tokenizer's folder, variables of templates."""
     tokens: dict[str, str] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         stated = read_json(file) if file.is_file() else {}
@@ -179,21 +179,21 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A compiled chat template.
 
     Args:
-        variables: what it knows beside the messages, the special tokens among it.
-        now: the time that it is told when it asks; None: the present.
+        variables: of the template besides the messages, including special tokens.
+        now: time for `strftime_now`; default: the current time.
 
     Attributes:
-        takes_parts: whether it renders content given as a list of text parts as it does text.
+        takes_parts: whether it renders a list of text parts like the joined text.
     """
 
-    def __init__(self, text: TemplateText, variables: Mapping[str, Any], now: datetime | None = None):
-        self.text, self._variables = text, dict(variables)
+    def __init__(self, source: TemplateSource, variables: Mapping[str, Any], now: datetime | None = None):
+        self.source, self._variables = source, dict(variables)
         self._environment = _environment(now)
-        self._plain = self._environment.from_string(text.source)
-        self._with_tools = self._environment.from_string(text.with_tools) if text.with_tools else self._plain
+        self._plain = self._environment.from_string(source.source)
+        self._with_tools = self._environment.from_string(source.with_tools) if source.with_tools else self._plain
         self.takes_parts = self._renders_parts()
 
     def render(
@@ -204,20 +204,20 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the characters in it that the template marks as the assistant's: [start, end) of each block.
+        """Returns the text, and the character ranges [start, end) of the template's generation blocks.
 
         Args:
-            prompt: add the beginning of an assistant's turn (`add_generation_prompt`).
+            prompt: append the beginning of an assistant message (`add_generation_prompt`).
 
         Raises:
-            Unfit: the template refuses the messages.
+            Unfit: the template raises an error.
         """
         template = self._plain if tools is None else self._with_tools
         marks = self._environment.marks  # pyright: ignore[reportAttributeAccessIssue]
         marks.begin()
-        pieces = []
+        chunks = []
         try:
-            for piece in template.generate(
+            for chunk in template.generate(
                 **{
                     "documents": None,
                     **self._variables,
@@ -227,19 +227,19 @@ class ChatTemplate:
                     "add_generation_prompt": prompt,
                 }
             ):
-                pieces.append(piece)
-                marks.written += len(piece)
+                chunks.append(chunk)
+                marks.written += len(chunk)
         except FAILURES as error:
-            name = re.fullmatch(r"'(\w+_token)' is undefined", str(error))
-            if name is not None:
+            token = re.fullmatch(r"'(\w+_token)' is undefined", str(error))
+            if token is not None:
                 raise Unfit(
-                    f"the chat template uses {name[1]}, which the tokenizer does not name; state it in "
+                    f"the chat template uses {token[1]}, which the tokenizer does not define; add it to "
                     "tokenizer_config.json"
                 ) from None
-            told = " ".join(str(getattr(error, "message", None) or error).split())[:200]
+            message = " ".join(str(getattr(error, "message", None) or error).split())[:200]
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
-            raise Unfit(f"the chat template refuses it: {kind}{told}") from None
-        return "".join(pieces), marks.spans
+            raise Unfit(f"the chat template refuses it: {kind}{message}") from None
+        return "".join(chunks), marks.spans
 
     def _renders_parts(self) -> bool:
         try:
@@ -253,15 +253,15 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Reasoning goes by three names; templates read the first, some the second."""
-    said = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    """Adds the reasoning under both names that templates read."""
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Marks(Extension):
-    """The block `{% generation %}`: notes where in the text its content stands, and writes it."""
+    """The block `{% generation %}`: writes its content and records its span in the text."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2's way)
+    tags = {"generation"}  # noqa: RUF012 (jinja2 requires it)
 
     def __init__(self, environment: jinja2.Environment):
         super().__init__(environment)
@@ -269,11 +269,11 @@ class _Marks(Extension):
         self.begin()
 
     def begin(self) -> None:
-        """A new text."""
+        """Resets the spans for a new text."""
         self.written, self.spans = 0, []
 
     def parse(self, parser: Any) -> nodes.Node:
-        """The block as a call of `_mark` with its body."""
+        """Parses the block to a call of `_mark` with its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -285,20 +285,20 @@ class _Marks(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's `namespace()` without attributes that begin with an underscore, a way out of the sandbox."""
+    """A template's `namespace()` that refuses attributes with a leading underscore, which could escape the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any):  # `self` may be a template's own name
+    def __init__(*args: Any, **kwargs: Any):  # `self` may be one of the keywords
         values = dict(*args[1:], **kwargs)
         for name in values:
-            _public(name)
+            _require_public(name)
         jinja2.utils.Namespace.__init__(args[0], values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _public(name)
+        _require_public(name)
         super().__setitem__(name, value)
 
 
-def _public(name: Any) -> None:
+def _require_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace's attribute may not begin with an underscore: {name}")
 
@@ -308,7 +308,7 @@ def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
         raise jinja2.TemplateError(message)
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja2's own filter escapes what HTML would need.
+        # jinja2's filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
