@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,15 @@ class HashedFile:
         self.path, self.size, self.digest = path, 0, hashlib.sha256()
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
-    def verify(self, states: Iterable[tuple[int, str]], on_bytes: Callable[[int], None]) -> list[Any]:
+    def verify(self, states: list[tuple[int, str]], on_progress: Callable[[int], None] | None) -> list[Any]:
         """Returns the sha256 objects at `states`, growing sizes with their digests, up to the first mismatch."""
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:
             while size < end and (data := self._file.read(min(BLOCK, end - size))):
                 sha256.update(data)
                 size += len(data)
-                on_bytes(len(data))
+                if on_progress is not None:
+                    on_progress(size)
             if size != end or sha256.hexdigest() != digest:
                 break
             matches.append(sha256.copy())
@@ -107,21 +108,15 @@ class Assembly:
         self._journal = HashedFile(folder / "journal.jsonl")
         self._files = {what: HashedFile(folder / path) for what, path in FILES.items() if mask or what != "mask"}
 
-    def resume(self, plan: Plan, on_progress: Callable[[int], None]) -> None:
+    def resume(self, plan: Plan, on_progress: Callable[[int], None] | None) -> None:
         """Restores what an earlier process appended, as far as it is undamaged and from the same parts.
 
-        `on_progress`: called with the number of bytes that were checked.
+        `on_progress`: called with the number of bytes of `tokens.bin` that were checked.
         """
-        checked = 0
-
-        def on_bytes(number: int) -> None:
-            nonlocal checked
-            checked += number
-            on_progress(checked)
-
         entries = list(self._read_journal(plan))
         hashes = {
-            what: file.verify((e["files"][what] for e, _ in entries), on_bytes) for what, file in self._files.items()
+            what: file.verify([e["files"][what] for e, _ in entries], on_progress if what == "tokens" else None)
+            for what, file in self._files.items()
         }
         valid = entries[: min(map(len, hashes.values()))]
         for what, file in self._files.items():

@@ -211,10 +211,10 @@ class _PackJob:
 
     def _resume(self, assembly: Assembly) -> None:
         if (self._folder / "journal.jsonl").stat().st_size == 0:
-            return assembly.resume(self._plan, lambda checked: None)
+            return assembly.resume(self._plan, None)
         size = (self._folder / "store" / "tokens.bin").stat().st_size
         with self.console.progress(size, "checking earlier work", unit="B") as bar:
-            assembly.resume(self._plan, lambda checked: bar.update(min(checked, size)))
+            assembly.resume(self._plan, bar.update)
         self._done = sum(self._plan.part(index).size for index in range(assembly.next))
         self.console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
 

@@ -60,27 +60,23 @@ class UnitReader:
         self._counts.raw_bytes += len(raw)
         self._on_bytes(len(raw))
 
-    def seek(self, position: int) -> None:
-        self.file.seek(position)
-
     def head(self, size: int) -> bytes:
         """Returns the file's first bytes, wherever the unit begins."""
         self.file.seek(0)
         return self.read(size)
 
-    def count_to(self, position: int | None) -> None:
-        """Counts and hashes the bytes up to `position` (None: the end), which another library parses."""
+    def count_to(self, position: int | None, *, complete: bool = True) -> None:
+        """Counts and hashes the bytes up to `position` (None: the end), which another library parses.
+
+        `complete`: these are the last bytes of the unit.
+        """
         at = self.file.tell()
         while (position is None or at < position) and (
             block := self.read(BLOCK if position is None else min(BLOCK, position - at))
         ):
             self._count(block)
             at += len(block)
-        self._complete = position is None
-
-    def mark_complete(self) -> None:
-        """Declares that all bytes of the unit have been counted."""
-        self._complete = True
+        self._complete = complete
 
     def blocks(self) -> Iterator[bytes]:
         size = 0

@@ -74,7 +74,7 @@ def parquet_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[D
         metadata = table.metadata
         stop = metadata.num_row_groups if file.unit.stop is None else file.unit.stop
         starts = [*_group_starts(metadata), None]
-        file.seek(starts[file.unit.start] or 0)
+        file.file.seek(starts[file.unit.start] or 0)
         columns = _columns(table.schema_arrow.names, reading)
         for group in range(file.unit.start, stop):
             row_group = metadata.row_group(group)
@@ -84,9 +84,8 @@ def parquet_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[D
                 rows = _batch_rows(row_group.num_rows, row_group.total_byte_size)
                 for batch in table.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                     yield from _documents(batch, reading, tally)
-            file.count_to(starts[group + 1])
+            file.count_to(starts[group + 1], complete=False)
         file.count_to(starts[stop])
-        file.mark_complete()
 
 
 def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
@@ -105,7 +104,7 @@ def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Doc
                 yield from _documents(batch.slice(begin, rows), reading, tally)
                 if hasattr(mapped, "madvise"):  # frees the pages that have been read
                     mapped.madvise(mmap.MADV_DONTNEED)
-        file.count_to(position)
+        file.count_to(position, complete=False)
     file.count_to(None)
 
 

@@ -225,18 +225,15 @@ class CharacterCheck:
         if self._unused or not text or text.isascii():
             return False
         for start in range(0, len(text), 1_000_000):  # limits the temporary arrays, 8 bytes per character
-            if self._has_doubtful(text[start : start + 1_000_000]):
+            codes = np.frombuffer(text[start : start + 1_000_000].encode("utf-32-le", "surrogatepass"), np.uint32)
+            states = self._states[codes]
+            if states.min() == self._UNSEEN:
+                for code in np.unique(codes[states == self._UNSEEN]).tolist():
+                    self._states[code] = self._SETTLED if is_settled(code) else self._DOUBTFUL
+                states = self._states[codes]
+            if states.max() == self._DOUBTFUL:
                 return True
         return self._nfc and not unicodedata.is_normalized("NFC", text)
-
-    def _has_doubtful(self, text: str) -> bool:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-        states = self._states[codes]
-        if states.min() == self._UNSEEN:
-            for code in np.unique(codes[states == self._UNSEEN]).tolist():
-                self._states[code] = self._SETTLED if is_settled(code) else self._DOUBTFUL
-            states = self._states[codes]
-        return bool(states.max() == self._DOUBTFUL)
 
 
 def is_settled(code: int) -> bool:
