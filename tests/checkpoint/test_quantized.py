@@ -247,7 +247,7 @@ def test_what_is_refused(gpt_oss, deepseek, tmp_path, capsys):
         save_file(state, path / "model.safetensors")
 
     for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors"):
-        refused(gpt_oss, rf"quantized \({method}\) .* take the model that they were made from", quant_method=method)
+        refused(gpt_oss, rf"quantized \({method}\) .* mxfp4, and fp8", quant_method=method)
     refused(deepseek, "fp8 with weight_block_size None", weight_block_size=None)
     refused(deepseek, "fp8 with .* and fmt e5m2", fmt="e5m2")
     name = "model.layers.0.mlp.experts.down_proj"

@@ -147,7 +147,7 @@ def test_flops_at_another_length(told):
     found = json.loads(out)
     assert (code, found["sequence_length"]) == (0, 100)
     assert found["flops_per_token"] == 6 * found["matmul_parameters"] + 12 * 12 * 768 * 100
-    assert "the sequence 100 tokens" in told("--sequence-length", "100")[1]
+    assert "100 tokens" in told("--sequence-length", "100")[1]
     assert told("--sequence-length", "0") == (2, "--sequence-length 0: give a number of at least 1\n")
 
 
@@ -185,15 +185,17 @@ def test_a_family_by_its_name_or_by_transformers_name(told):
 
 
 def test_mistakes(told):
-    assert told("qwen3-8B")[1].startswith(
-        "qwen3-8B: there is no preset, family or architecture of this name; did you mean 'qwen3-8b'?"
-    )
+    assert told("qwen3-8B")[1].startswith("qwen3-8B: ")
+    assert "did you mean 'qwen3-8b'?" in told("qwen3-8B")[1]
     assert "did you mean 'LlamaForCausalLM'" in told("LlamaForCasualLM")[1]
-    assert told("zzz") == (
-        2,
-        "zzz: there is no preset, family or architecture of this name; `weft models` lists them\n",
-    )
-    assert told("gpt2", "--markdown") == (2, "--markdown is of all families; leave out the name\n")
+    code, message = told("zzz")
+    assert code == 2
+    assert message.startswith("zzz: ")
+    assert message.endswith("`weft models` lists them\n")
+    code, message = told("gpt2", "--markdown")
+    assert code == 2
+    assert message.startswith("--markdown ")
+    assert message.endswith("remove NAME\n")
 
 
 def test_the_page_of_families_is_up_to_date(told):

@@ -55,19 +55,23 @@ def test_a_run_with_parts_of_ones_own_is_sharded_resumed_loaded_and_not_exported
     assert loaded(tokens()).isfinite().all()
     capsys.readouterr()
     assert main(["export", str(one), str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "model.norm is 'my_parts:Noisy', which Hugging Face's LlamaForCausalLM has no" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "model.norm is 'my_parts:Noisy'" in error
+    assert "LlamaForCausalLM" in error
+    assert "weft.load_model" in error
     assert not (tmp_path / "hf").exists()
 
 
 def test_what_attention_cannot_do_here_is_told_before_any_work(run, capsys):
     file, path = run("flex", TINY)
     assert train(file, "model.attention_implementation=flash", "training.dtype=bfloat16") == 2
-    assert capsys.readouterr().err == (
-        "model.attention_implementation: flash: flash-attn's kernels run on GPUs, and this is a cpu; set auto\n"
-    )
+    error = capsys.readouterr().err
+    assert error.startswith("model.attention_implementation: flash: ")
+    assert error.endswith("not cpu; set auto\n")
+    assert error.count("\n") == 1
     assert train(file, "model.attention_implementation=flex") == 0
     said = capsys.readouterr().err
-    assert said.count("flex attention is for GPUs") == 1
+    assert said.count("model.attention_implementation: flex attention") == 1
     assert train(file, "--fresh") == 0
     assert losses(path)[-1][0] == 4
 

@@ -1,4 +1,4 @@
-"""`weft models`: which models there are, and how large they are."""
+"""`weft models`: lists model families and presets with their sizes."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ if TYPE_CHECKING:
 
 from weft.formatting import amount
 
-HELP = "list families and presets of models, with their sizes"
+HELP = "list model families and presets with their sizes"
 GROUP = "train"
-# Of a preset whose vocabulary is the tokenizer's.
-VOCABULARY = 32_000
+VOCABULARY = 32_000  # assumed for presets without a vocabulary size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists the presets of all families with their parameters and the operations that training takes. With a "
-        "preset's NAME: its keys, as a run's file has them. With a family's, or that of a class of transformers: what "
-        "it reads."
+        "Lists the presets of all families with their parameters and training FLOPs per token. If NAME is a preset, "
+        "prints its keys for a run file. If NAME is a family or a Transformers class, prints the family's "
+        "architectures and presets."
     )
-    parser.epilog = "example: weft models qwen3-8b > model.yaml, and `extends: model.yaml` in run.yaml"
+    parser.epilog = "example: weft models qwen3-8b > model.yaml, then `extends: model.yaml` in run.yaml"
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a preset, a family, or a class such as LlamaForCausalLM"
+        "name", metavar="NAME", nargs="?", help="a preset, a family, or a Transformers class such as LlamaForCausalLM"
     )
     parser.add_argument(
-        "--sequence-length", type=int, metavar="N", help="count FLOPs for it (default: each model's longest)"
+        "--sequence-length", type=int, metavar="N", help="sequence length for FLOPs (default: each model's context)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="the same as JSON")
-    form.add_argument("--markdown", action="store_true", help="the page of families (docs/models.md) instead")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print the table of families (docs/models.md)")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
 
     if args.sequence_length is not None and args.sequence_length < 1:
-        raise UserError(f"--sequence-length {args.sequence_length}: give a number of at least 1")
+        raise UserError(f"--sequence-length {args.sequence_length}: must be at least 1")
     if args.markdown:
         if args.name is not None:
-            raise UserError("--markdown is of all families; leave out the name")
+            raise UserError("--markdown prints all families; remove NAME")
         print(page(), end="")
         return 0
     if args.name is None:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
-    """All presets, family by family."""
+    """All presets: their sizes, and as a table."""
     from weft.families import presets
 
     found = [facts(name, sequence_length) for name in presets()]
@@ -66,7 +65,7 @@ def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
 
 
 def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], str]:
-    """A preset or a family. Raises UserError for what is neither."""
+    """One preset or family, by its name or architecture. Raises UserError if there is none."""
     from weft.config.dump import dump_section
     from weft.config.suggest import did_you_mean
     from weft.errors import UserError
@@ -77,7 +76,7 @@ def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], s
         family = families()[found["family"]]
         size = f"{amount(found['parameters'])} parameters, {amount(found['matmul_parameters'])} in matrix products"
         if found["vocab_size"] is None:
-            size += f" with {VOCABULARY:,} tokens"
+            size += f" with a vocabulary of {VOCABULARY:,}"
         text = (
             f"# {name}: {size}, {gigas(found)} GFLOPs per token at {found['sequence_length']:,}\n"
             f"# family {found['family']}: {' '.join(family.ARCHITECTURES)}\n"
@@ -92,11 +91,11 @@ def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], s
             return found, text + ("\n" + table(sizes, sequence_length) if sizes else "")
     known = [*presets(), *families(), *(name for module in families().values() for name in module.ARCHITECTURES)]
     hint = did_you_mean(name, known)
-    raise UserError(f"{name}: there is no preset, family or architecture of this name{hint}; `weft models` lists them")
+    raise UserError(f"{name}: no preset, family or architecture has this name{hint}; `weft models` lists them")
 
 
 def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
-    """A preset's sizes."""
+    """A preset's parameters and FLOPs."""
     from weft.config.model import ModelSection
     from weft.families import presets
     from weft.observe.flop_count import flops_per_token
@@ -117,7 +116,7 @@ def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
 
 
 def resolved(name: str) -> dict[str, Any]:
-    """A preset's keys, in the order of the reference, with sizes that follow from others."""
+    """A preset's keys in the order of the reference, with derived sizes."""
     from weft.config.model import ModelSection
     from weft.families import presets
 
@@ -130,7 +129,7 @@ def resolved(name: str) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
-    """Presets as aligned columns, and how their numbers are counted."""
+    """Presets as aligned columns, with notes on how the numbers are counted."""
     from weft.observe.flop_count import FLOPS_PER_TOKEN
 
     header = ("family", "preset", "parameters", "matmul", "GFLOPs/token", "vocabulary", "context")
@@ -157,18 +156,18 @@ def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
     length = "the context" if sequence_length is None else f"{sequence_length:,} tokens"
     lines += [
         "",
-        "matmul: parameters that a token is multiplied with: a tied head is among them, an embedding's look-up is not,",
-        "and of experts those that a token goes through.",
-        f"FLOPs per token = {FLOPS_PER_TOKEN}, forward and backward. The",
-        f"width is heads x their size, the sequence {length}; nothing is taken off for causal masks and windows.",
+        "matmul: parameters in matrix products of one token, including a tied head and the active experts, without",
+        "embedding tables.",
+        f"FLOPs per token = {FLOPS_PER_TOKEN}, forward and backward. Width",
+        f"is heads x head size; the sequence is {length}. Causal masks and windows are not deducted.",
     ]
     if any(one["vocab_size"] is None for one in found):
-        lines.append(f"Where the vocabulary is the tokenizer's, {VOCABULARY:,} tokens are counted.")
+        lines.append(f"If the vocabulary is the tokenizer's, {VOCABULARY:,} tokens are assumed.")
     return "\n".join(lines) + "\n"
 
 
 def gigas(found: dict[str, Any]) -> str:
-    """FLOPs per token in 10^9."""
+    """GFLOPs per token."""
     return f"{found['flops_per_token'] / 1e9:,.2f}"
 
 
@@ -177,22 +176,23 @@ PAGE = """\
 
 <!-- Written by `make docs` from the family files in src/weft/families; change those, not this page. -->
 
-A family is one file in `src/weft/families/` that says in the decoder's keys what a model of Hugging Face's is. Each is
-proven against transformers' own class: logits, gradients, losses, generated tokens, and the way back. `weft models`
-lists the presets with their operations per token; `weft models NAME` prints one's keys, or what a family reads.
+A family is one file in `src/weft/families/` that converts a Hugging Face model to the decoder's keys and back. Tests
+compare each with Transformers' own class: logits, gradients, losses, generated tokens, and exported files.
+`weft models` lists the presets with their FLOPs per token. `weft models NAME` prints a preset's keys, or a family's
+architectures.
 
-`model: llama-60m` in a run file takes a preset's shape with new weights. `model: {from: HF_DIR}` takes a folder's shape
-and weights; `weft import` and `weft export` take models in and out ([Hugging Face](huggingface.md)). Any other causal
-language model that transformers builds is trained, data parallel only, with `model: {type: hf, path: HF_DIR}`; to have
-it as a family takes one file: [Add a model](add-a-model.md).
+`model: llama-60m` in a run file is a preset with new weights. `model: {from: HF_DIR}` takes a folder's architecture
+and weights; `weft import` and `weft export` convert models ([Hugging Face](huggingface.md)). Any other causal language
+model of Transformers is trained, data parallel only, with `model: {type: hf, path: HF_DIR}`. A new family takes one
+file: [Add a model](add-a-model.md).
 
-| family | what it is | architectures that it reads | presets |
+| family | description | architectures | presets |
 | --- | --- | --- | --- |
 """
 
 
 def page() -> str:
-    """The page of families, docs/models.md."""
+    """The table of families, docs/models.md."""
     from weft.families import families, presets
 
     text = PAGE
@@ -208,5 +208,5 @@ def page() -> str:
 
 
 def about(family: Family) -> str:
-    """What a family file says of itself in its first line."""
+    """The first line of a family's docstring."""
     return (family.__doc__ or "").partition("\n")[0]
