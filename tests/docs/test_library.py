@@ -114,7 +114,7 @@ def test_mistakes_of_generate(here):
 
     bare = build_model(ModelSection(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16))
     for model, prompts, settings, what in (
-        (bare, "text", {}, "texts need the model's tokenizer"),
+        (bare, "text", {}, "texts need a tokenizer"),
         (bare, [], {"temperature": math.inf}, "temperature is inf"),
         (bare, [16], {}, "the model's vocabulary ends at 15"),
         (bare, [[]], {}, "a prompt without tokens"),
@@ -136,9 +136,9 @@ def test_evaluate_gives_what_the_verb_prints(here, capsys):
     both = weft.evaluate(model, store=["heldout", "train"], max_tokens=500, sequence_length=32)
     assert [one.tokens for one in both.stores] == [500, 500]
     assert both.loss == pytest.approx(sum(one.loss for one in both.stores) / 2)
-    with pytest.raises(UserError, match="limit says something only beside tasks"):
+    with pytest.raises(UserError, match="limit has an effect only with tasks"):
         weft.evaluate(model, store="heldout", limit=3)
-    with pytest.raises(UserError, match="dtype says something only beside the path of a model"):
+    with pytest.raises(UserError, match="dtype has an effect only with the path of a model"):
         weft.evaluate(model, store="heldout", dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="no setting 'max_token'"):
+    with pytest.raises(TypeError, match="'max_token'"):
         weft.evaluate(model, store="heldout", max_token=3)

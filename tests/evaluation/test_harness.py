@@ -17,7 +17,7 @@ from weft.cli.main import main
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.evaluation.settings import Settings
-from weft.evaluation.tasks import find_tasks, on_tasks
+from weft.evaluation.tasks import evaluate_tasks, find_tasks
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -220,13 +220,13 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
         ("rolling", None, {}, "--tokenizer"),
     ):
         with pytest.raises(UserError, match=what) as problem:
-            on_tasks(model, given, [name], every, settings=Settings(**more))
+            evaluate_tasks(model, [name], every, Settings(tokenizer=given, **more))
         assert "\n" not in str(problem.value)
     bare = tmp_path / "bare"
     shutil.copytree(tokenizer, bare)
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"no chat template in this folder; put its chat_template\.jinja"):
-        on_tasks(model, bare, ["rolling"], every, settings=Settings(apply_chat_template=True))
+        evaluate_tasks(model, ["rolling"], every, Settings(tokenizer=bare, apply_chat_template=True))
     for settings, what in (({"num_beams": 2}, "num_beams"), ({"max_gen_toks": WINDOW}, "ask for fewer")):
         with pytest.raises(UserError, match=what):
             both[0].generate_until(requests(("ka", settings)))

@@ -6,7 +6,7 @@ from test_families import pair, texts
 
 from weft.config.model import ModelSection
 from weft.generation import sample
-from weft.generation.cache import KVCache, windows_of
+from weft.generation.cache import KVCache, sliding_windows
 from weft.generation.sample import Sampling, generate_steps
 from weft.models.build import build_model
 from weft.models.initialize import initialize
@@ -59,7 +59,7 @@ def test_logits_of_a_text_in_pieces(family, shape):
     tokens = texts(2, 60)
     wanted = theirs(tokens).logits
     for pieces in ([1] * 60, [7, 1, 8, 1, 1, 1, 20, 2, 19], [30, 6, 6, 6, 1, 1, 10], [60]):
-        cache, got = KVCache(60, windows=windows_of(ours)), []
+        cache, got = KVCache(60, windows=sliding_windows(ours)), []
         for piece in tokens.split(pieces, dim=1):
             got.append(ours(piece, cache=cache))
         assert (torch.cat(got, 1) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
@@ -79,7 +79,7 @@ def test_slopes_in_a_window(window):
     initialize(model, 1)
     model.eval()
     tokens = torch.randint(0, 50, (2, 30))
-    cache = KVCache(30, windows=windows_of(model))
+    cache = KVCache(30, windows=sliding_windows(model))
     got = [model(piece, cache=cache) for piece in tokens.split([2, 1, 1, 5, 1, 1, 1, 1, 12, 1, 4], dim=1)]
     torch.testing.assert_close(torch.cat(got, 1), model(tokens))
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [13, 14]]
@@ -109,7 +109,7 @@ def test_a_layer_with_a_window_holds_little_more_than_it(monkeypatch):
 
 def test_latent_attention_holds_the_latents_alone():
     _, ours = pair("DeepseekV3", "as is")
-    cache = KVCache(50, windows=windows_of(ours))
+    cache = KVCache(50, windows=sliding_windows(ours))
     with torch.no_grad():
         ours(texts(3, 5), cache=cache)
     assert cache.nbytes == 4 * 3 * 50 * (16 + 8) * 4  # layers, batch, slots, kv_lora_rank + qk_rope_head_dim, bytes

@@ -1,25 +1,25 @@
-"""`weft export`: a trained model for other tools."""
+"""`weft export`: writes a trained model in the format of another tool."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "write a trained model for other tools, Hugging Face's transformers first"
+HELP = "write a trained model for other tools, such as Hugging Face's transformers"
 GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes the model of a run's newest checkpoint, of one checkpoint, of an imported or a Hugging Face folder. "
-        "With --to hf, the default, as config.json, safetensors and tokenizer files, which AutoModelForCausalLM and "
-        "AutoTokenizer load without remote code. A checkpoint of many ranks is put together one tensor at a time."
+        "Writes the model of a run's newest checkpoint, of one checkpoint, or of an imported or Hugging Face folder. "
+        "--to hf, the default, writes config.json, safetensors and tokenizer files for AutoModelForCausalLM and "
+        "AutoTokenizer, without remote code. A checkpoint of several ranks is assembled one tensor at a time."
     )
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
-    parser.add_argument("out", metavar="OUT", help="what to make")
+    parser.add_argument("out", metavar="OUT", help="the path to write")
     parser.add_argument("options", metavar="key=value", nargs="*", help="options of the target, each a YAML value")
     parser.add_argument("--to", default="hf", metavar="TARGET", help="hf (default), a plugin's, or module:function")
-    parser.add_argument("--dtype", help="of the weights, such as bfloat16 (default: each as it was saved)")
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="of one file (default: 5GB)")
+    parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum size of a file (default: 5GB)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,15 +32,14 @@ def run(args: argparse.Namespace) -> int:
         name, sign, value = option.partition("=")
         if not sign or not name.isidentifier():
             raise UserError(f"{option!r}: SRC and OUT are followed by options of the target, each as key=value")
-        options[name] = yaml_value(value)
+        options[name] = _yaml_value(value)
     console = Console()
-    made = export_model(args.source, args.out, args.to, console=console, **options)
-    console.result(f"{args.out}: {made}")
+    written = export_model(args.source, args.out, args.to, console=console, **options)
+    console.result(f"{args.out}: {written}")
     return 0
 
 
-def yaml_value(text: str) -> object:
-    """What a value on the command line means. Raises UserError if it is no YAML."""
+def _yaml_value(text: str) -> object:
     from ruamel.yaml import YAML, YAMLError
 
     from weft.errors import UserError
@@ -48,4 +47,4 @@ def yaml_value(text: str) -> object:
     try:
         return YAML(typ="safe", pure=True).load(text)
     except YAMLError:
-        raise UserError(f"{text!r}: no YAML value; put it in quotes") from None
+        raise UserError(f"{text!r}: not a YAML value; put it in quotes") from None

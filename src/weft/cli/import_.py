@@ -1,29 +1,28 @@
-"""`weft import`: a Hugging Face model becomes a checkpoint."""
+"""`weft import`: converts a Hugging Face folder to a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "make a checkpoint of a Hugging Face folder"
+HELP = "convert a Hugging Face folder to a checkpoint"
 GROUP = "use"
+ALLOW_PICKLE = (
+    "read .bin files if a Hugging Face folder has no safetensors. Loading a pickle can run any program; these are read "
+    "by torch's restricted unpickler, which builds only tensors. Use it only for files that you trust"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads config.json, safetensors (one file or several) and the tokenizer of HF_DIR, tensor by tensor, and makes "
-        "the folder OUT, which `weft generate`, `weft export`, weft.load_model and `model: {from: OUT}` take like a "
-        "run's checkpoint. No pickle is read unless --allow-pickle says so, and no remote code is run. "
+        "Reads config.json, safetensors (one file or several) and the tokenizer of HF_DIR, tensor by tensor, and "
+        "writes the folder OUT, which `weft generate`, `weft export`, weft.load_model and `model: {from: OUT}` accept "
+        "like a run's checkpoint. No remote code is run, and no pickle is read without --allow-pickle. "
         "`model: {from: HF_DIR}` needs no import."
     )
-    parser.add_argument("source", metavar="HF_DIR", help="a folder as save_pretrained or the hub makes it")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument("--dtype", help="of the weights, such as bfloat16 (default: each as it was saved)")
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="take .bin files, where HF_DIR has no safetensors. A pickle can run any program while it is read; these "
-        "are read by torch's restricted unpickler, which makes tensors and nothing else: for files that you trust",
-    )
+    parser.add_argument("source", metavar="HF_DIR", help="a folder as written by save_pretrained or the Hub")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
+    parser.add_argument("--allow-pickle", action="store_true", help=ALLOW_PICKLE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     console = Console()
-    made = import_model(args.source, args.out, dtype=args.dtype, allow_pickle=args.allow_pickle, console=console)
-    console.result(f"{args.out}: {made}")
+    written = import_model(args.source, args.out, dtype=args.dtype, allow_pickle=args.allow_pickle, console=console)
+    console.result(f"{args.out}: {written}")
     return 0

@@ -1,4 +1,4 @@
-"""What is read and what is predicted when a store is measured: each token once, in windows of bounded length."""
+"""Windows over a token store in which each token is predicted once, and their batches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from weft.data.stores.store import TokenStore
 
-BLOCK = 1 << 16  # documents whose places are looked up at once
-POOL = 16  # batches among which windows of like lengths are looked for
+BLOCK = 1 << 16  # documents whose offsets are read at a time
+POOL = 16  # batches among which windows are grouped by length
 
 
 class Window(NamedTuple):
@@ -21,19 +21,21 @@ class Window(NamedTuple):
     end: int
 
 
-def windows(store: TokenStore, length: int, stride: int, *, apart: bool, limit: int | None = None) -> Iterator[Window]:
-    """Windows in which each token but the first of its document (or of the store) is predicted exactly once.
+def scoring_windows(
+    store: TokenStore, length: int, stride: int, *, apart: bool, limit: int | None = None
+) -> Iterator[Window]:
+    """Yields windows in which each token except the first of its document (or of the store) is predicted once.
 
-    A document's first window predicts up to `length` tokens; each later one begins `stride` tokens after the one before
-    it and predicts what that one had no room for, so at least `length - stride` tokens stand before each of these.
+    A document's first window predicts up to `length` tokens. Each later one begins `stride` tokens after the previous
+    one and predicts the tokens after that one's end, so that each has at least `length - stride` tokens before it.
 
     Args:
-        length: the most inputs of a window.
-        stride: in 1 .. `length`; `length`: no token is read twice.
-        apart: every document by itself; else the whole store is one.
-        limit: stop after so many predictions.
+        length: maximum inputs of a window.
+        stride: in 1 .. `length`; with `length` no token is read twice.
+        apart: treat every document separately; otherwise the store is one document.
+        limit: maximum number of predictions.
     """
-    left = count(store, apart=apart) if limit is None else limit
+    left = count_predictions(store, apart=apart) if limit is None else limit
     for begin, stop in _documents(store) if apart else [(0, store.num_tokens)]:
         first = begin + 1
         while first < stop and left > 0:
@@ -45,8 +47,8 @@ def windows(store: TokenStore, length: int, stride: int, *, apart: bool, limit: 
             return
 
 
-def count(store: TokenStore, *, apart: bool) -> int:
-    """How many tokens all `windows` of a store predict."""
+def count_predictions(store: TokenStore, *, apart: bool) -> int:
+    """Returns the number of tokens that all `scoring_windows` of a store predict."""
     if not apart:
         return max(store.num_tokens - 1, 0)
     starts = range(0, store.num_documents, BLOCK)
@@ -54,51 +56,49 @@ def count(store: TokenStore, *, apart: bool) -> int:
 
 
 def _documents(store: TokenStore) -> Iterator[tuple[int, int]]:
-    """First token and the one after the last, of every document."""
+    """Yields the first token of every document and the one after its last."""
     for start in range(0, store.num_documents, BLOCK):
         begins = store.offsets[start : start + BLOCK] // store.tokens.dtype.itemsize
         yield from zip(begins.tolist(), (begins + store.lengths[start : start + BLOCK]).tolist(), strict=True)
 
 
-def batches(store: TokenStore, found: Iterator[Window], tokens: int) -> Iterator[dict[str, Any]]:
-    """Windows side by side, those of like lengths together, filled up behind their ends.
-
-    What comes after a token changes nothing for it, so the filling needs no mask.
+def scoring_batches(store: TokenStore, windows: Iterator[Window], tokens: int) -> Iterator[dict[str, Any]]:
+    """Yields right-padded batches of windows of similar lengths. Causal attention needs no mask for the padding.
 
     Args:
-        tokens: the most inputs of a batch, filling among them; a longer window has a batch to itself.
+        tokens: maximum inputs of a batch, including padding; a longer window is a batch of its own.
 
     Yields:
-        `tokens`, `labels`: int64 `[rows, seq]`; `weight`: float32 `[rows, seq]`, the loss mask where a label is
-        predicted here, else 0; `predicted`: how many are.
+        `tokens`, `labels`: int64 `[batch, seq]`. `weight`: float32 `[batch, seq]`, the loss mask where a label is
+        predicted, otherwise 0. `predicted`: the number of predictions.
     """
     pool: list[Window] = []
-    held = 0
-    for window in found:
+    size = 0
+    for window in windows:
         pool.append(window)
-        held += window.end - window.begin - 1
-        if held >= POOL * tokens:
-            yield from _side_by_side(store, pool, tokens)
-            pool, held = [], 0
-    yield from _side_by_side(store, pool, tokens)
+        size += window.end - window.begin - 1
+        if size >= POOL * tokens:
+            yield from _batches_by_length(store, pool, tokens)
+            pool, size = [], 0
+    yield from _batches_by_length(store, pool, tokens)
 
 
-def _side_by_side(store: TokenStore, pool: list[Window], tokens: int) -> Iterator[dict[str, Any]]:
+def _batches_by_length(store: TokenStore, pool: list[Window], tokens: int) -> Iterator[dict[str, Any]]:
     pool = sorted(pool, key=lambda window: (window.begin - window.end, window.begin))
     while pool:
         width = pool[0].end - pool[0].begin - 1
-        rows = max(1, tokens // width)
-        yield _stacked(store, pool[:rows], width)
-        pool = pool[rows:]
+        count = max(1, tokens // width)
+        yield _batch(store, pool[:count], width)
+        pool = pool[count:]
 
 
-def _stacked(store: TokenStore, chosen: list[Window], width: int) -> dict[str, Any]:
-    ids = np.zeros((2, len(chosen), width), np.int64)
-    weight = np.zeros((len(chosen), width), np.float32)
-    for row, (begin, first, end) in enumerate(chosen):
+def _batch(store: TokenStore, windows: list[Window], width: int) -> dict[str, Any]:
+    ids = np.zeros((2, len(windows), width), np.int64)
+    weight = np.zeros((len(windows), width), np.float32)
+    for row, (begin, first, end) in enumerate(windows):
         inputs = end - begin - 1
         ids[0, row, :inputs] = store.tokens[begin : end - 1]
         ids[1, row, :inputs] = store.tokens[begin + 1 : end]
         weight[row, first - begin - 1 : inputs] = 1 if store.loss_mask is None else store.loss_mask[first:end]
-    predicted = sum(window.end - window.first for window in chosen)
+    predicted = sum(window.end - window.first for window in windows)
     return {"tokens": ids[0], "labels": ids[1], "weight": weight, "predicted": predicted}

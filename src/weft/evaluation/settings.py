@@ -1,36 +1,42 @@
-"""How a model is measured."""
+"""The settings of an evaluation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from weft.errors import UserError
 
-OF_STORES = ("sequence_length", "stride", "documents", "max_tokens")
+WINDOWS = ("sequence_length", "stride", "documents")
+OF_STORES = (*WINDOWS, "max_tokens")
 OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template")
+_LEAST = {"sequence_length": 1, "batch_size": 1, "max_tokens": 1, "limit": 1, "num_fewshot": 0}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is measured.
+    """The settings of an evaluation.
 
     Attributes:
-        sequence_length: tokens of a store read at once; default: as trained, else at most 1024.
-        stride: how far each window of a store lies behind the one before it; default: the sequence length.
-        documents: each "apart", or "joined" end to end; default: as trained, apart if that is not known.
-        max_tokens: stop after so many predictions on each store.
-        include_path: a folder with tasks of one's own.
-        num_fewshot: examples before each question; default: the task's.
-        limit: the first so many questions of each task.
-        apply_chat_template: ask by the tokenizer's chat template.
-        batch_size: sequences at once.
-        tokenizer: the model's; default: the one that is with it.
-        device, dtype: where and in what a model that is named by its path computes; default: a GPU if there is one, and
-            as saved.
+        sequence_length: maximum input tokens of a window. Default: as in training, otherwise at most 1024.
+        stride: distance of consecutive windows. Default: the sequence length.
+        documents: "apart": each document separately; "joined": concatenated. Default: as in training, otherwise apart.
+        max_tokens: predict at most this many tokens of each store.
+        include_path: a folder with custom tasks.
+        num_fewshot: examples before each question. Default: the task's.
+        limit: use only the first questions of each task.
+        apply_chat_template: format questions with the tokenizer's chat template.
+        batch_size: sequences per batch.
+        tokenizer: the model's. Default: the one next to the model.
+        device, dtype: for a model that is given by its path. Default: a GPU if there is one; as saved.
+
+    Raises:
+        UserError: a value out of range.
     """
 
     sequence_length: int | None = None
@@ -46,13 +52,41 @@ class Settings:
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
 
-    def refuse_idle(self, *, stores: bool, tasks: bool, loaded: bool) -> None:
-        """Raise UserError for a setting that would do nothing."""
-        for names, asked, other in (
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise UserError(f"{name} is {number}; give at least {least}")
+        length, stride = self.sequence_length, self.stride
+        if length is not None and stride is not None and not 1 <= stride <= length:
+            raise UserError(f"stride is {stride}; give 1 to {length:,}, the sequence length")
+
+    def with_windows(self, model: nn.Module, data: Mapping[str, Any]) -> Settings:
+        """Fills in `sequence_length`, `stride` and `documents`.
+
+        Args:
+            data: the `data` section of the run that trained the model; {} if unknown.
+        """
+        length = self.sequence_length
+        if length is None:
+            length = data.get("sequence_length")
+        if not isinstance(length, int):
+            length = min(1024, getattr(getattr(model, "config", None), "max_position_embeddings", None) or 1024)
+        apart = not data or data.get("packing") == "best_fit" or data.get("document_attention") is True
+        return replace(
+            self,
+            sequence_length=length,
+            stride=length if self.stride is None else self.stride,
+            documents=self.documents or ("apart" if apart else "joined"),
+        )
+
+    def refuse_unused(self, *, stores: bool, tasks: bool, loaded: bool) -> None:
+        """Raises UserError for a setting that would have no effect."""
+        for names, used, needed in (
             (OF_STORES, stores, "store"),
             (OF_TASKS, tasks, "tasks"),
             (("device", "dtype"), not loaded, "the path of a model"),
         ):
             given = [name for name in names if getattr(self, name) not in (None, False)]
-            if given and not asked:
-                raise UserError(f"{given[0]} says something only beside {other}; leave it out, or add that")
+            if given and not used:
+                raise UserError(f"{given[0]} has an effect only with {needed}; leave it out, or add that")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -16,29 +16,26 @@ from weft.errors import UserError
 from weft.evaluation.settings import Settings
 from weft.observe.console import Console
 
-if TYPE_CHECKING:
-    from weft.evaluation.harness import WeftLM
-
-DRAWS = 1000  # samples of answers from which the harness estimates an error that has no formula
+DRAWS = 1000  # bootstrap samples for standard errors without a formula
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
-    """The harness's index of tasks, in which all these are. Of its own thousands, which take seconds to read, only if
-    one of them is asked for.
+    """Returns a TaskManager that has all these tasks. The harness's tasks take seconds to index, so they are included
+    only if one of them is needed.
 
     Args:
-        tasks: names, as the harness or the YAML files in `include_path` give them.
-        include_path: a folder with tasks of one's own.
+        tasks: names, as the harness or the YAML files in `include_path` define them.
+        include_path: a folder with custom tasks.
 
     Raises:
-        UserError: no harness, no such folder, or an unknown task.
+        UserError: the harness is not installed, the folder does not exist, or a task is unknown.
     """
     if find_spec("lm_eval") is None:
         raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; pip install 'weft-train[eval]'")
     from lm_eval.tasks import TaskManager
 
     if not tasks:
-        raise UserError("--tasks names no task; give one or several, with commas between them")
+        raise UserError("--tasks names no task; give one or several, separated by commas")
     if include_path is not None and not Path(include_path).is_dir():
         raise UserError("no such folder of tasks; name one with YAML files in it", include_path)
     manager = None
@@ -54,80 +51,59 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
     return manager
 
 
-def on_tasks(
-    model: nn.Module,
-    tokenizer: str | Path | None,
-    tasks: Sequence[str],
-    manager: Any = None,
-    *,
-    settings: Settings,
-    console: Console | None = None,
+def evaluate_tasks(
+    model: nn.Module, tasks: Sequence[str], manager: Any, settings: Settings, console: Console | None = None
 ) -> dict[str, Any]:
-    """Ask a model the questions of tasks.
+    """Evaluates a model on tasks.
 
     Args:
-        model: as `weft.load_model` gives it.
-        tokenizer: the model's folder of it.
-        tasks: their names.
-        manager: from `find_tasks`; default: of the harness's own.
-        settings: those of tasks, and the batch size.
+        model: a module from `weft.load_model`.
+        manager: from `find_tasks`.
 
     Returns:
-        For each task, and each group of them: `questions`, `shots`, `version` and `scores`, each with `metric`,
-        `filter` (what the harness does to an answer first), `value` and `stderr` (None if there is none).
+        For each task and group: `questions`, `shots`, `version` and `scores`, each with `metric`, `filter` (applied to
+        answers by the harness), `value` and `stderr` (or None).
 
     Raises:
-        UserError: no harness, no tokenizer, an unknown task, or one that cannot be built.
+        UserError: there is no tokenizer, or a task cannot be built.
     """
-    manager = find_tasks(tasks) if manager is None else manager
-    if tokenizer is None:
-        raise UserError("tasks are text, and this model has no tokenizer with it; name it with --tokenizer")
-    for name in ("batch_size", "limit", "num_fewshot"):
-        number = getattr(settings, name)
-        if number is not None and number < (name != "num_fewshot"):
-            raise UserError(f"{name} is {number}; give at least {int(name != 'num_fewshot')}")
+    if settings.tokenizer is None:
+        raise UserError("tasks need a tokenizer, and this model has none; name it with --tokenizer")
+    import lm_eval
+
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.evaluation.harness import WeftLM
 
-    lm = WeftLM(model, Tokenizer.load(tokenizer), batch_size=settings.batch_size, console=console)
+    lm = WeftLM(model, Tokenizer.load(settings.tokenizer), batch_size=settings.batch_size, console=console)
     if settings.apply_chat_template:
         lm.chat_template(True)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _no_surroundings():  # ours is for the results
-            results = _ask(lm, tasks, manager, settings)
+        with contextlib.redirect_stdout(sys.stderr), _without_environment():  # standard output is for the results
+            results: Any = lm_eval.simple_evaluate(
+                lm,
+                tasks=[*tasks],
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                apply_chat_template=settings.apply_chat_template,
+                task_manager=manager,
+                bootstrap_iters=DRAWS,
+                log_samples=False,
+            )
     except UserError:
         raise
     except Exception as error:
-        if lm.asked:
+        if lm.requested:
             raise
-        told = " ".join(str(error).split())
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(
-            f"the harness cannot build {', '.join(tasks)}: {type(error).__name__}: {told}; mend the task, or bring its "
-            "data"
+            f"the harness cannot build {', '.join(tasks)}: {what}; fix the task, or provide its data"
         ) from error
     return {task: _scores(task, results) for task in results["results"]}
 
 
-def _ask(lm: WeftLM, tasks: Sequence[str], manager: Any, settings: Settings) -> dict[str, Any]:
-    import lm_eval
-
-    found = lm_eval.simple_evaluate(
-        lm,
-        tasks=[*tasks],
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        apply_chat_template=settings.apply_chat_template,
-        task_manager=manager,
-        bootstrap_iters=DRAWS,
-        log_samples=False,
-    )
-    return dict(found or {})
-
-
 @contextlib.contextmanager
-def _no_surroundings() -> Iterator[None]:
-    """Within it the harness does not look at the machine, for seconds, and the git repository around, where git
-    complains if there is none: nothing of that is kept."""
+def _without_environment() -> Iterator[None]:
+    """Keeps the harness from inspecting the machine, which takes seconds, and the git repository."""
     from lm_eval import evaluator
 
     names = ("get_git_commit_hash", "add_env_info")
@@ -142,7 +118,6 @@ def _no_surroundings() -> Iterator[None]:
 
 
 def _scores(task: str, found: Any) -> dict[str, Any]:
-    """One task's results without what the harness says for itself."""
     results, scores = found["results"][task], []
     for key, value in results.items():
         metric, _, filtered = key.partition(",")
@@ -151,6 +126,6 @@ def _scores(task: str, found: Any) -> dict[str, Any]:
         stderr = results.get(f"{metric}_stderr,{filtered}")
         stderr = float(stderr) if isinstance(stderr, int | float) else None
         scores.append({"metric": metric, "filter": filtered, "value": float(value), "stderr": stderr})
-    asked = found.get("n-samples", {}).get(task, {}).get("effective")
+    questions = found.get("n-samples", {}).get(task, {}).get("effective")
     shots, version = found.get("n-shot", {}).get(task), found.get("versions", {}).get(task)
-    return {"questions": asked, "shots": shots, "version": version, "scores": scores}
+    return {"questions": questions, "shots": shots, "version": version, "scores": scores}

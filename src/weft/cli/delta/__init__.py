@@ -1,5 +1,5 @@
-"""`weft delta`: a model as its differences from another one. One file a sub-verb."""
+"""`weft delta`: a model as its differences from another model. One file per sub-verb."""
 
-HELP = "a model as its differences from another one, and back"
+HELP = "write a model as its differences from another one, and restore it"
 GROUP = "use"
 GROUPS = ("work",)  # of its sub-verbs

@@ -1,27 +1,26 @@
-"""`weft delta apply`: base + delta = model."""
+"""`weft delta apply`: restores a model from a base and a delta."""
 
 from __future__ import annotations
 
 import argparse
 
-from weft.cli.delta.make import PICKLE
+from weft.cli.import_ import ALLOW_PICKLE
 from weft.formatting import counted
 
-HELP = "make a model from the one that it was made from, and the differences"
+HELP = "restore a model from its base and a delta"
 GROUP = "work"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes the folder OUT: the model that DELTA was made of, a checkpoint or a Hugging Face folder as that was, "
-        "bit for bit; every tensor of BASE, of DELTA and of the result is checked by its SHA-256. DELTA may also be a "
-        "Hugging Face folder of plain differences, as FastChat's apply_delta takes them: they are added in float32, "
-        "and nothing can be checked."
+        "Writes the folder OUT: DELTA's model, bit for bit, as a checkpoint or a Hugging Face folder. Every tensor of "
+        "BASE, of DELTA and of the result is checked by its SHA-256. DELTA may also be a Hugging Face folder of "
+        "plain differences, as used by FastChat's apply_delta: they are added in float32 and cannot be verified."
     )
     parser.add_argument("base", metavar="BASE", help="the model that DELTA was made against")
-    parser.add_argument("delta", metavar="DELTA", help="what `weft delta make` wrote, or a folder of plain differences")
-    parser.add_argument("out", metavar="OUT", help="the folder to make")
-    parser.add_argument("--allow-pickle", action="store_true", help=PICKLE)
+    parser.add_argument("delta", metavar="DELTA", help="a folder of `weft delta make`, or of plain differences")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--allow-pickle", action="store_true", help=ALLOW_PICKLE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     work = apply if is_delta(args.delta) else apply_plain
     tensors, size = work(args.base, args.delta, args.out, allow_pickle=args.allow_pickle, console=console)
-    checked = "checked by their SHA-256" if work is apply else "of plain differences, so nothing could be checked"
+    checked = "checked by their SHA-256" if work is apply else "of plain differences, which cannot be verified"
     console.result(f"{args.out}: {counted(tensors, 'tensor')}, {size:,} bytes, {checked}")
     return 0
