@@ -69,12 +69,11 @@ def make_store(folder: Path, documents: int, *, content: bool) -> None:
         if content:
             tokens[np.cumsum(lengths) - 1] = 0
         writer.add(tokens, lengths)
-    index = writer.finish()
+    written = writer.finish()
     with open(folder / "tokens.bin", "ab") as file:
         file.truncate(2 * writer.tokens)
-    info = {"tokenizer_digest": None, "vocab_size": 32_000, "eod_id": 0, "dtype": "uint16", "bytes": None}
-    info |= {"documents": documents, "tokens": writer.tokens, "empty_documents": writer.empty, "idx_sha256": index}
-    (folder / "store.json").write_text(json.dumps(info | {"bin_sha256": writer.digest.hexdigest()}))
+    info = {"tokenizer_digest": None, "vocab_size": 32_000, "eod_id": 0, "bytes": None}
+    (folder / "store.json").write_text(json.dumps(info | {"empty_documents": writer.empty} | written))
 
 
 def make_pbin(folder: Path) -> None:

@@ -17,19 +17,13 @@ def make_store(folder, lengths, *, tokens=None, mask=None, kind="text", dtype=np
     folder.mkdir(parents=True)
     writer = IndexedWriter(folder / "tokens", np.dtype(dtype), mask=mask is not None)
     writer.add(tokens, lengths, mask)
-    index_digest = writer.finish()
     info = StoreInfo(
         kind=kind,
         tokenizer_digest="none",
         vocab_size=int(tokens.max(initial=0)) + 1,
         eod_id=EOD,
-        dtype=str(np.dtype(dtype)),
-        documents=len(lengths),
-        tokens=total,
         bytes=total,
-        bin_sha256=writer.digest.hexdigest(),
-        idx_sha256=index_digest,
-        mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
+        **writer.finish(),
     )
     write_store_json(folder, info.model_dump())
     return TokenStore(folder)

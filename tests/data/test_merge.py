@@ -122,9 +122,8 @@ def test_loss_masks_are_merged_and_blocks_are_crossed(tmp_path, monkeypatch):
         masks.append(chooser.integers(0, 2, lengths.sum()))
         writer.add(tokens[-1], lengths, masks[-1])
         info = {
-            "kind": "conversations", "tokenizer_digest": "d", "vocab_size": 500, "eod_id": 0, "dtype": "uint16",
-            "documents": 30, "tokens": int(lengths.sum()), "bytes": 1, "idx_sha256": writer.finish(),
-            "bin_sha256": writer.digest.hexdigest(), "mask_sha256": writer.mask_digest.hexdigest(),
+            "kind": "conversations", "tokenizer_digest": "d", "vocab_size": 500, "eod_id": 0, "bytes": 1,
+            **writer.finish(),
         }  # fmt: skip
         (folder / "store.json").write_text(json.dumps(info))
         stores.append(folder)

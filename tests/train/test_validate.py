@@ -39,18 +39,12 @@ def store(request, tmp_path):
     (tmp_path / "store").mkdir()
     writer = IndexedWriter(tmp_path / "store" / "tokens", np.dtype(np.uint16), mask=mask is not None)
     writer.add(tokens, LENGTHS, mask)
-    index_digest = writer.finish()
     info = StoreInfo(
         tokenizer_digest="none",
         vocab_size=51,
         eod_id=EOD,
-        dtype="uint16",
-        documents=len(LENGTHS),
-        tokens=len(tokens),
         bytes=TEXT * BYTES_EACH,
-        bin_sha256=writer.digest.hexdigest(),
-        idx_sha256=index_digest,
-        mask_sha256=None if mask is None else writer.mask_digest.hexdigest(),
+        **writer.finish(),
     )
     write_store_json(tmp_path / "store", info.model_dump())
     return TokenStore(tmp_path / "store")

@@ -86,23 +86,18 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
                     raise UserError(
                         "damaged: its digest differs from store.json; pack the store again", store.path / name
                     )
-    idx_sha256 = writer.finish()
+    written = writer.finish()
     infos = [store.info for store in stores]
     sources = join_sources(source for info in infos for source in info.sources)
     _write_rejects(stores, folder)
     info = StoreInfo(
-        **{name: getattr(first.info, name) for name in MUST_MATCH},
-        documents=writer.documents,
-        tokens=writer.tokens,
+        **{name: getattr(first.info, name) for name in MUST_MATCH} | written,
         bytes=None if any(info.bytes is None for info in infos) else sum(info.bytes or 0 for info in infos),
         empty_documents=sum(info.empty_documents for info in infos),
         blank_lines=sum(info.blank_lines for info in infos),
         rejected=_sum_counts(info.rejected for info in infos),
         skipped_files=_sum_counts(info.skipped_files for info in infos),
         notes=_sum_counts(info.notes for info in infos),
-        bin_sha256=writer.digest.hexdigest(),
-        idx_sha256=idx_sha256,
-        mask_sha256=None if first.loss_mask is None else writer.mask_digest.hexdigest(),
         sources=sources,
     )
     if not (info.documents == sum(i.documents for i in infos) and info.tokens == sum(i.tokens for i in infos)):

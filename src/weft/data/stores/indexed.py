@@ -36,8 +36,6 @@ class IndexedWriter:
         mask: also write `loss_mask.bin`, one byte a token: 1 for tokens that are trained on.
 
     Attributes:
-        digest: sha256 of the `.bin` so far.
-        mask_digest: sha256 of `loss_mask.bin` so far.
         documents, tokens: written so far.
         empty: documents so far that have no token except an end-of-document token.
     """
@@ -48,7 +46,7 @@ class IndexedWriter:
         self.file = open(prefix.with_suffix(".bin"), "wb")  # noqa: SIM115 (closed by finish)
         self.mask_file = open(prefix.with_name("loss_mask.bin"), "wb") if mask else None  # noqa: SIM115
         self._lengths = open(prefix.with_suffix(".lengths"), "wb")  # noqa: SIM115
-        self.digest, self.mask_digest = hashlib.sha256(), hashlib.sha256()
+        self._digest, self._mask_digest = hashlib.sha256(), hashlib.sha256()
         self.documents = self.tokens = self.empty = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None = None) -> None:
@@ -74,27 +72,34 @@ class IndexedWriter:
                 for id in (int(block.max()), int(block.min())):
                     if not self.range.min <= id <= self.range.max:
                         raise UserError(f"token id {id} does not fit into {self.dtype}; the tokenizer is inconsistent")
-            _append(self.file, self.digest, block, self.dtype)
+            _append(self.file, self._digest, block, self.dtype)
         if self.mask_file is not None:
             assert mask is not None
             assert len(mask) == len(tokens)
             for start in range(0, len(mask), BLOCK_TOKENS):
-                _append(self.mask_file, self.mask_digest, mask[start : start + BLOCK_TOKENS], np.dtype(np.uint8))
+                _append(self.mask_file, self._mask_digest, mask[start : start + BLOCK_TOKENS], np.dtype(np.uint8))
         self._lengths.write(lengths.astype("<i4").tobytes())
         self.documents += len(lengths)
         self.tokens += len(tokens)
         self.empty += int(np.count_nonzero(lengths <= 1))
 
-    def finish(self) -> str:
-        """Closes the `.bin`, writes the `.idx` and returns the sha256 of the `.idx`."""
+    def finish(self) -> dict[str, Any]:
+        """Closes the `.bin` and writes the `.idx`. Returns counts and digests, which are fields of `StoreInfo`."""
         self.file.close()
         if self.mask_file is not None:
             self.mask_file.close()
         self._lengths.close()
         lengths_file = self.prefix.with_suffix(".lengths")
-        digest = write_index(self.prefix.with_suffix(".idx"), self.dtype, lengths_file)
+        idx_sha256 = write_index(self.prefix.with_suffix(".idx"), self.dtype, lengths_file)
         lengths_file.unlink()
-        return digest
+        return {
+            "dtype": str(self.dtype),
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bin_sha256": self._digest.hexdigest(),
+            "idx_sha256": idx_sha256,
+            "mask_sha256": None if self.mask_file is None else self._mask_digest.hexdigest(),
+        }
 
 
 def write_index(path: Path, dtype: Any, lengths_file: Path) -> str:

@@ -211,10 +211,9 @@ def _to_weft(
             documents=writer.documents,
         )  # fmt: skip
         new_info = StoreInfo(
-            tokenizer_digest=vocabulary.digest, vocab_size=size, eod_id=eod_id, dtype=str(writer.dtype),
-            documents=writer.documents, tokens=writer.tokens, bytes=text_bytes if counter is not None else None,
-            empty_documents=writer.empty, bin_sha256=writer.digest.hexdigest(), idx_sha256=writer.finish(),
-            sources=[source_file],
+            tokenizer_digest=vocabulary.digest, vocab_size=size, eod_id=eod_id,
+            bytes=text_bytes if counter is not None else None, empty_documents=writer.empty, sources=[source_file],
+            **writer.finish(),
         )  # fmt: skip
         write_store_json(folder, {**new_info.model_dump(), "made_from": made_from})
         publish(folder, out)

@@ -99,16 +99,11 @@ class StoreWriter:
             tokenizer_digest=old.tokenizer_digest,
             vocab_size=old.vocab_size,
             eod_id=old.eod_id,
-            dtype=old.dtype,
-            documents=writer.documents,
-            tokens=writer.tokens,
             bytes=self.bytes if self.counter is not None else old.bytes if all_kept else None,
             empty_documents=writer.empty,
             rejected=dict(self.left_out),
-            bin_sha256=writer.digest.hexdigest(),
-            idx_sha256=writer.finish(),
-            mask_sha256=writer.mask_digest.hexdigest() if self.source.loss_mask is not None else None,
             sources=[source],
+            **writer.finish(),
         )
 
 
