@@ -95,27 +95,29 @@ def test_a_name_is_a_file_a_plugin_or_a_module_and_class(site):
 
 
 def test_an_entry_point_of_an_unknown_kind_is_reported_where_its_name_is_unknown(site):
-    from weft.config.components import find_part
+    from weft.config.components import find_component
     from weft.config.model import ModelSection
-    from weft.config.model_rules import mistakes
+    from weft.config.model_rules import model_mistakes
     from weft.families import presets
     from weft.optim import schedules
 
     install(site, "strays", {"family.stray": "stray", "scheduler.stray": "stray:Stray", "pattern.dots": "stray:Dots"})
-    (found, *_) = mistakes(ModelSection(**presets()["llama-tiny"] | {"family": "stray"}))
+    (found, *_) = model_mistakes(ModelSection(**presets()["llama-tiny"] | {"family": "stray"}))
     declared = r"strays 1.2 .*(family|scheduler).stray.* verb, source, export, "
     assert re.search(declared, found.what)
     with pytest.raises(UserError, match=declared):
         plugins.find("schedule", "stray", schedules, "annotations")
     with pytest.raises(UserError, match=r"strays 1.2 .*pattern.dots.* verb, source"):
-        find_part("dots", "attention_pattern")
+        find_component("dots", "attention_pattern")
 
 
 def test_the_kinds_are_those_whose_parts_have_short_names():
-    from weft.config.components import ROOMS
-    from weft.config.custom_components import OWN_PARTS
+    from weft.config.components import COMPONENT_KINDS
+    from weft.config.custom_components import CUSTOM_COMPONENT_KEYS
 
-    assert set(plugins.KINDS) == {"verb", "source", "export"} | (set(ROOMS) - set(OWN_PARTS.values()))
+    assert set(plugins.KINDS) == {"verb", "source", "export"} | (
+        set(COMPONENT_KINDS) - set(CUSTOM_COMPONENT_KEYS.values())
+    )
 
 
 def test_finding_plugins_imports_nothing_heavy():
@@ -144,7 +146,7 @@ def test_a_package_adds_a_verb_and_a_sub_verb(tmp_path):
         done = weft(*outer, "count", "abc")
         assert (done.stdout, done.returncode) == ("3\n", 0)
         assert weft(*outer, "count", "").returncode == 3
-        assert weft(*outer, "coutn").stderr.startswith(f"{' '.join(['weft', *outer])}: there is no")
+        assert weft(*outer, "coutn").stderr.startswith(f"{' '.join(['weft', *outer])}: unknown")
     assert "\n  plugins " in weft("--help").stdout
     assert "of the package counters 1.2" in weft("--help").stdout
     done = weft("bad")

@@ -50,7 +50,7 @@ def test_check_tells_all_problems_and_fails(capsys):
     assert told.out == ""
     assert told.err.splitlines() == [
         "command line: optimizer.learning_rate: unknown key; did you mean 'lr'?",
-        "command line: training.steps: must be a whole number, not 'no'",
+        "command line: training.steps: must be an integer, not 'no'",
     ]
 
 

@@ -107,13 +107,13 @@ DEFAULTS = {
 def test_presets_are_transformers_own_defaults(kind):
     import transformers
 
-    from weft.config.huggingface_config import keys_of
+    from weft.config.huggingface_config import model_keys
     from weft.models.huggingface_weights import to_config_json
 
     name, more = DEFAULTS[kind]
     config = getattr(transformers, f"{kind}Config")(**more).to_dict()
     ours = to_config_json(ModelSection(**presets()[name]))
-    theirs = to_config_json(ModelSection(**keys_of(config | {"architectures": ours["architectures"]})))
+    theirs = to_config_json(ModelSection(**model_keys(config | {"architectures": ours["architectures"]})))
     # Those are about training, or a tokenizer's, which a preset has none of.
     training = ("dropout", "pdrop", "initializer_range", "router_aux_loss_coef", "pad_token_id")
     for key in theirs.keys() | ours.keys():

@@ -1,6 +1,7 @@
 """Files that the tests of config/ write, and how they read what is wrong with them."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -58,6 +59,16 @@ def problems(text: str | None = None, *overrides: str, name: str = "run.yaml", d
     lines = str(caught.value).splitlines()
     assert len(lines) == len(caught.value.problems)
     return lines
+
+
+def shows(found: str | list[str], expected: str | list[str]) -> bool:
+    """Whether a message has all parts of `expected`, which "..." separates, in this order; for lists, each message."""
+    if isinstance(found, list):
+        assert len(found) == len(expected), found
+        return all(shows(line, part) for line, part in zip(found, expected, strict=True))
+    parts = re.split(r"\s*\.\.\.(?=\s|$)\s*", str(expected))
+    assert re.search(".*".join(map(re.escape, parts)), found), f"{found!r} does not show {expected!r}"
+    return True
 
 
 def check_without_torch_and_numpy() -> str:

@@ -47,7 +47,7 @@ def test_length_in_tokens_and_epochs_is_rounded_up():
     assert derive(config, train_tokens=160 * 64 + 1).steps == 20
     with pytest.raises(UserError, match="size of the training data is not known"):
         derive(config)
-    with pytest.raises(UserError, match="no step"):
+    with pytest.raises(UserError, match="shorter than one sequence"):
         derive(config, train_samples=0)
 
 

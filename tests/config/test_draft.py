@@ -1,7 +1,7 @@
 """A mistake is told once, without what would follow from it."""
 
 import pytest
-from config_cases import SHORT, problems
+from config_cases import SHORT, problems, shows
 
 TRAINING = "training: {steps: 10, batch_tokens: 1024, micro_batch_size: 4}\n"
 
@@ -59,15 +59,18 @@ TRAINING = "training: {steps: 10, batch_tokens: 1024, micro_batch_size: 4}\n"
 def test_what_follows_from_a_mistake_is_not_told(text, said):
     found = problems(text)
     assert len(found) == 1, found
-    assert found[0].startswith(said)
+    assert shows(found[0], said)
 
 
 def test_other_mistakes_are_still_told():
-    assert problems("extend: base.yaml\nrun: {sed: 1}\ntraining: {steps: no}\n") == [
-        "run.yaml:1: extend: unknown key; did you mean 'extends'?",
-        "run.yaml:2: run.sed: unknown key; did you mean 'seed'?",
-        "run.yaml:3: training.steps: must be a whole number, not 'no'",
-    ]
+    assert shows(
+        problems("extend: base.yaml\nrun: {sed: 1}\ntraining: {steps: no}\n"),
+        [
+            "run.yaml:1: extend: unknown key; did you mean 'extends'?",
+            "run.yaml:2: run.sed: unknown key; did you mean 'seed'?",
+            "run.yaml:3: training.steps: must be an integer, not 'no'",
+        ],
+    )
     assert len(problems(f"model: {{presett: llama-tiny, hidden_size: x}}\ndata: {{train: store}}\n{TRAINING}")) == 2
 
 
@@ -82,7 +85,7 @@ def test_other_mistakes_are_still_told():
 )
 def test_tags_are_refused(text, key):
     found = problems(text)
-    assert any(f": {key}: tags are not allowed, and !!" in line for line in found), found
+    assert any(f": {key}: the tag !!" in line for line in found), found
 
 
 def test_yamls_own_kinds_may_be_named():

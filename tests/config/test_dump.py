@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from config_cases import RUN, SHORT, load, problems, write
+from config_cases import RUN, SHORT, load, problems, shows, write
 
-from weft.config.load import dump_yaml, read_saved
+from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
-from weft.config.tree import parse_mapping
+from weft.config.tree import parse
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REST = "data: {train: s}\ntraining: {steps: 1}\n"
@@ -75,7 +75,9 @@ def test_floats_are_floats_for_older_readers_too():
 @pytest.mark.parametrize("file", sorted(REPOSITORY.glob("configs/*.yaml")), ids=lambda path: path.name)
 def test_the_examples_are_right(file):
     if file.name == "base.yaml":
-        assert problems(name=str(file)) == [f"{file}:2: model: required: what to train, as model: llama-60m; add it"]
+        assert shows(
+            problems(name=str(file)), [f"{file}:2: model: required: what to train, as model: llama-60m; add it"]
+        )
         return
     config = RunConfig.load(file, check_data=False)
     write(dump_yaml(config), "again.yaml")
@@ -106,7 +108,7 @@ def test_a_broken_saved_file_is_told():
 
 
 def test_the_parser_keeps_scalars_exactly():
-    node = parse_mapping("a: 0o17\nb: -0x1F\nc: -.inf\nd: +1e3\ne: 012\nf: 2024-01-01\ng: 1:30\nh: 'x'\n", "f", [])
+    node = parse("a: 0o17\nb: -0x1F\nc: -.inf\nd: +1e3\ne: 012\nf: 2024-01-01\ng: 1:30\nh: 'x'\n", "f", [])
     assert node.plain() == {
         "a": 15, "b": -31, "c": float("-inf"), "d": 1000.0, "e": 12, "f": "2024-01-01", "g": "1:30", "h": "x",
     }  # fmt: skip

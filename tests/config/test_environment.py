@@ -1,9 +1,9 @@
 """`${NAME}` and a leading `~/` in values are what the environment says, once."""
 
 import pytest
-from config_cases import SHORT, load, problems, write
+from config_cases import SHORT, load, problems, shows, write
 
-from weft.config.load import dump_yaml
+from weft.config.dump import dump_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_values_in_a_mapping_of_either_form(written, read):
     block = f"{SHORT}run:\n  {written}\n"
     if read is None:
         assert load(block).run.directory == "${1}"
-        assert "not valid YAML" in problems(f"{SHORT}run: {{{written}}}\n")[0]
+        assert shows(problems(f"{SHORT}run: {{{written}}}\n")[0], "not valid YAML")
         return
     for text in (block, f"{SHORT}run: {{{written}}}\n"):
         config = load(text)
@@ -45,9 +45,10 @@ def test_values_in_a_mapping_of_either_form(written, read):
 def test_a_plain_value_is_what_it_becomes_and_a_quoted_one_is_text():
     text = SHORT.replace("steps: 10", "steps: ${STEPS}")
     assert load(text).training.steps == 12
-    assert problems(text.replace("${STEPS}", '"${STEPS}"')) == [
-        "run.yaml:3: training.steps: must be a whole number, not '12'; remove the quotes"
-    ]
+    assert shows(
+        problems(text.replace("${STEPS}", '"${STEPS}"')),
+        ["run.yaml:3: training.steps: must be an integer, not '12'; remove the quotes"],
+    )
     assert load(f"{SHORT}tokenizer: tok\nsamples: {{prompts: ['${{STEPS}}']}}\n").samples.prompts == ["12"]
 
 
@@ -60,10 +61,10 @@ def test_the_command_line_and_extends_too():
 def test_a_variable_that_is_not_set_is_told_with_its_place():
     text = f"{SHORT}run: {{directory: '${{NOWHERE}}/x'}}\n"
     said = "${NOWHERE}: the environment has no variable NOWHERE; set it, or write $${NOWHERE} for this text"
-    assert problems(text) == [f"run.yaml:4: run.directory: {said}"]
-    assert problems(SHORT, "training.steps=${NOWHERE}") == [f"command line: training.steps: {said}"]
+    assert shows(problems(text), [f"run.yaml:4: run.directory: {said}"])
+    assert shows(problems(SHORT, "training.steps=${NOWHERE}"), [f"command line: training.steps: {said}"])
 
 
 def test_keys_are_left_alone():
     (found,) = problems(f"{SHORT}${{STEPS}}: 3\n")
-    assert found.startswith("run.yaml:4: ${STEPS}: unknown key")
+    assert shows(found, "run.yaml:4: ${STEPS}: unknown key")

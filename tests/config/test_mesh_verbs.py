@@ -67,9 +67,9 @@ def test_what_is_near_has_as_many_ranks_as_are_started(capsys, monkeypatch):
     ("change", "said"),
     [
         ("parallel.tp=100000000000000000000", "parallel.tp: must be at most 1048576"),
-        ("parallel.stage_layers=[2,2]", "parallel.stage_layers: [2, 2], and there is no pipeline"),
-        ("parallel.stages_per_rank=2", "parallel.stages_per_rank: 2, and "),
-        ("parallel.async_tp=true", "parallel.async_tp: there are no tensor ranks"),
+        ("parallel.stage_layers=[2,2]", "parallel.stage_layers: [2, 2], but there is no pipeline"),
+        ("parallel.stages_per_rank=2", "parallel.stages_per_rank: 2, but "),
+        ("parallel.async_tp=true", "parallel.async_tp: there is no tensor parallelism"),
     ],
 )
 def test_sizes_without_end_and_settings_without_use(capsys, change, said):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from config_cases import RUN, SHORT
+from config_cases import RUN, SHORT, load
 
-from weft.config.components import built_ins, find_part
-from weft.config.fields import known_keys
-from weft.config.reference import json_schema, markdown
+from weft.config.components import built_ins, find_component
+from weft.config.fields import descriptions, field_names, known_keys
+from weft.config.reference import all_sections, examples, json_schema, markdown
 from weft.config.run import RunConfig
-from weft.config.tree import parse_mapping
+from weft.config.tree import parse
 from weft.families import presets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +30,33 @@ def test_the_page_names_every_key():
     for room in ("optimizer", "schedule", "objective", "callback", "tracker"):
         for type_ in built_ins(room):
             assert f"`type: {type_}`" in page
-            for name in find_part(type_, room).arguments:
+            for name in find_component(type_, room).arguments:
                 assert f"| `{name}` |" in page
     for preset in presets():
         assert f"| `{preset}` |" in page
+
+
+def test_every_key_has_a_description_that_is_a_sentence():
+    for section in all_sections(RunConfig):
+        described = descriptions(section)
+        if section.__name__ not in ("DatasetSource", "CustomModelSection"):  # as the built-in alternative's
+            lacking = [key for key in field_names(section) if key not in described]
+            assert all(section is RunConfig or key == "type" for key in lacking), (section, lacking)
+        for key, text in described.items():
+            assert text.endswith("."), (section, key, text)
+            assert not text[0].islower(), (section, key, text)
+
+
+def test_every_section_has_an_example_that_loads():
+    assert set(examples()) == set(RunConfig.model_fields)
+    together = load("".join(examples().values()))
+    assert together.origins["data.train"].startswith("run.yaml:")
+    needed = {"model": "llama-tiny", "tokenizer": "tok", "data": "{train: store}", "training": "{steps: 10000}"}
+    needed = {key: f"{key}: {value}\n" for key, value in needed.items()}
+    for key, text in examples().items():
+        alone = load("".join({**needed, key: text}.values()), name=f"{key}.yaml")
+        assert getattr(alone, key) == getattr(together, key) or key in ("model", "data", "run"), key
+        assert f"```yaml\n{text}```" in markdown()
 
 
 def test_the_schema_is_json_and_resolves():
@@ -80,7 +103,7 @@ JUDGED = {
 def test_the_schema_judges_as_the_check_does():
     validator = jsonschema.Draft202012Validator(json_schema())
     for text, right in JUDGED.items():
-        node = parse_mapping(text, "run.yaml", [])
+        node = parse(text, "run.yaml", [])
         assert validator.is_valid(node.plain()) == right, text
 
 
@@ -95,7 +118,7 @@ def mappings(tree: dict, above: tuple = ()):
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_schema_takes_the_examples_and_no_misspelt_key_in_them(path):
     validator = jsonschema.Draft202012Validator(json_schema())
-    tree = parse_mapping(path.read_text(encoding="utf-8"), path.name, []).plain()
+    tree = parse(path.read_text(encoding="utf-8"), path.name, []).plain()
     assert [error.message for error in validator.iter_errors(tree)] == []
     for above, _ in list(mappings(tree)):
         broken = copy.deepcopy(tree)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from config_cases import RUN, SHORT, check_without_torch_and_numpy, load, problems, write
+from config_cases import RUN, SHORT, check_without_torch_and_numpy, load, problems, shows, write
 
 from weft.config.dump import dump_yaml
 from weft.config.run import RunConfig
@@ -18,18 +18,21 @@ SIZES = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("hidden_size: 66, num_attention_heads: 4", "model.num_attention_heads: 4 heads do not divide the width"),
+        (
+            "hidden_size: 66, num_attention_heads: 4",
+            "model.num_attention_heads: 4 heads ... hidden_size 66; choose 3 heads, or set head_dim",
+        ),
         (
             "hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",
-            "model.num_key_value_heads: 3 key-value heads do not divide 4 attention heads; choose 2",
+            "model.num_key_value_heads: 3 ... 4 attention heads; choose 2",
         ),
-        ("hidden_size: 12, num_attention_heads: 4", "model.head_dim: rotary positions turn pairs, and a head has 3"),
-        ("hidden_size: 64, num_attention_heads: 4, head_dim: 7", "model.head_dim: rotary positions turn pairs"),
+        ("hidden_size: 12, num_attention_heads: 4", "model.head_dim: rotary ... 3; make it even"),
+        ("hidden_size: 64, num_attention_heads: 4, head_dim: 7", "model.head_dim: rotary ... make it even"),
     ],
 )
 def test_heads(model, said):
     (found,) = problems(f"model: {{num_hidden_layers: 1, {model}}}\n{SIZES}")
-    assert found.startswith(f"run.yaml:1: {said}")
+    assert shows(found, f"run.yaml:1: {said}")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_heads(model, said):
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 3}",
-            "model.moe.n_group: 8 experts are no multiple of 3 groups; change one",
+            "model.moe.n_group: 3 groups ... 8 experts; change one",
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 4, topk_group: 5}",
@@ -49,15 +52,15 @@ def test_heads(model, said):
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 3, n_group: 4, topk_group: 1}",
-            "model.moe.topk_group: 1 groups of 2 experts have no 3 to choose; raise topk_group",
+            "model.moe.topk_group: 1 groups of 2 experts ... 3 ... raise topk_group",
         ),
         (
             "mlp: plain, moe: {num_experts: 8, num_experts_per_tok: 3}",
-            "model.mlp: experts are gated; remove the key, or model.moe",
+            "model.mlp: ... remove the key, or model.moe",
         ),
         (
             "moe: {num_experts: 4, num_experts_per_tok: 2, mlp_only_layers: [0, 7]}",
-            "model.moe.mlp_only_layers: there is no layer 7; they are counted from 0 to 0",
+            "model.moe.mlp_only_layers: there is no layer 7; ... from 0 to 0",
         ),
         (
             "moe: {num_experts: 4, num_experts_per_tok: 2, first_k_dense_replace: 1}",
@@ -66,27 +69,27 @@ def test_heads(model, said):
         ("moe: {num_experts: 4, num_expert_per_tok: 5}", "model.moe.num_expert_per_tok: unknown key; did you mean"),
         (
             "qk_norm: true, mla: {kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",
-            "model.qk_norm: latent attention (model.mla) has none; remove the key",
+            "model.qk_norm: latent attention (model.mla) ... remove it",
         ),
     ],
 )
 def test_experts_and_latent_attention(part, said):
     text = f"model: {{num_hidden_layers: 1, hidden_size: 66, num_attention_heads: 4, head_dim: 16, {part}}}\n{SIZES}"
     found = problems(text if "mla" not in part else text.replace("head_dim: 16, ", ""))
-    assert found[0].startswith(f"run.yaml:1: {said}")
+    assert shows(found[0], f"run.yaml:1: {said}")
 
 
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
-        ("rope_type: dynamic", "dynamic needs original_max_position_embeddings, the positions before the stretching"),
+        ("rope_type: dynamic", "dynamic ... original_max_position_embeddings ... set it"),
         (
             "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, 2], long_factor: [1]",
-            "long_factor has 1 numbers; longrope needs 2, all above 0; set it",
+            "long_factor has 1 numbers; ... 2, all above 0; set it",
         ),
         (
             "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, -2], long_factor: [1, 2]",
-            "short_factor has 2 numbers; longrope needs 2, all above 0; set it",
+            "short_factor has 2 numbers; ... 2, all above 0; set it",
         ),
     ],
 )
@@ -96,14 +99,14 @@ def test_rotations(scaling, said):
         f"rope_scaling: {{factor: 2, {scaling}}}}}\n{SIZES}"
     )
     (found,) = problems(text)
-    assert found.startswith(f"run.yaml:1: model.rope_scaling: {said}")
+    assert shows(found, f"run.yaml:1: model.rope_scaling: {said}")
     right = "rope_type: longrope, original_max_position_embeddings: 8, short_factor: [1, 2], long_factor: [1.5, 2]"
     assert load(text.replace(scaling, right)).model.rope_scaling.long_factor == [1.5, 2.0]
 
 
 def test_a_family_that_there_is_not_names_the_nearest():
     (found,) = problems(f"model: {{preset: llama-tiny, family: lama}}\n{SIZES}")
-    assert "model.family: there is no family 'lama'; did you mean 'llama'" in found
+    assert shows(found, "model.family: unknown family 'lama'; did you mean 'llama'")
 
 
 def test_a_head_size_of_its_own_need_not_divide_the_width():
@@ -118,23 +121,20 @@ def test_an_odd_head_size_needs_positions_that_do_not_rotate():
     sizes = "num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4"
     assert load(f"model: {{{sizes}, position: learned}}\n{SIZES}").model.qk_head_dim == 3
     (found,) = problems(f"model: {{{sizes}}}\n{SIZES}")
-    assert found.startswith("run.yaml:1: model.head_dim: rotary positions turn pairs, and a head has 3 dimensions")
+    assert shows(found, "run.yaml:1: model.head_dim: rotary ... 3; make it even")
 
 
 def test_what_a_preset_says_is_told_at_the_key_that_broke_it():
-    assert problems(RUN, "model.hidden_size=66")[0].startswith(
-        "command line: model.num_attention_heads: 4 heads do not"
-    )
+    assert shows(problems(RUN, "model.hidden_size=66")[0], "command line: model.num_attention_heads: 4 heads do not")
 
 
 def test_the_runs_length_is_said_once():
     begin = "model: llama-tiny\ndata: {train: store}\n"
-    assert problems(begin + "training: {}\n") == [
-        "run.yaml:3: training: how long is the run? set one of steps, tokens or epochs"
-    ]
-    assert problems(begin + "training: {dtype: float32,\n  steps: 3, tokens: 4, epochs: 2}\n") == [
-        "run.yaml:4: training.steps: steps and tokens and epochs both say how long the run is; keep one"
-    ]
+    assert shows(problems(begin + "training: {}\n"), ["run.yaml:3: training: ... set one of steps, tokens or epochs"])
+    assert shows(
+        problems(begin + "training: {dtype: float32,\n  steps: 3, tokens: 4, epochs: 2}\n"),
+        ["run.yaml:4: training.steps: steps and tokens and epochs ... keep one of them"],
+    )
     assert load(begin + "training: {steps: null, epochs: 0.5}\n").training.epochs == 0.5
     # One that is wrong is not also missing.
     assert len(problems(begin + "training: {steps: 0}\n")) == 1
@@ -144,8 +144,8 @@ def test_the_runs_length_is_said_once():
 def test_sequences_longer_than_the_model_takes(preset, table):
     text = f"model: {preset}\ndata: {{train: store, sequence_length: 5000}}\ntraining: {{steps: 3}}\n"
     (found,) = problems(text)
-    assert found.startswith("run.yaml:2: data.sequence_length: 5000 is longer than the model's")
-    assert f"positions{table}; shorten it, or set model.max_position_embeddings: 5000" in found
+    assert shows(found, "run.yaml:2: data.sequence_length: 5000 ...")
+    assert shows(found, f"positions{table}; shorten it, or set model.max_position_embeddings: 5000")
     assert load(text, "model.max_position_embeddings=5000").data.sequence_length == 5000
 
 
@@ -155,28 +155,30 @@ def test_the_default_sequence_length():
 
 
 def test_a_batch_is_whole_sequences():
-    assert problems(RUN, "training.batch_tokens=1000") == [
-        "command line: training.batch_tokens: 1000 tokens are not whole sequences of 64; set 960 or 1024"
-    ]
-    assert "set 64" in problems(RUN, "training.batch_tokens=32")[0]
-    assert problems(RUN, "data.sequence_length=100") == [
-        "run.yaml:8: training.batch_tokens: 1024 tokens are not whole sequences of 100; set 1000 or 1100"
-    ]
+    assert shows(
+        problems(RUN, "training.batch_tokens=1000"),
+        ["command line: training.batch_tokens: 1000 ... 64; set 960 or 1024"],
+    )
+    assert shows(problems(RUN, "training.batch_tokens=32")[0], "set 64")
+    assert shows(
+        problems(RUN, "data.sequence_length=100"), ["run.yaml:8: training.batch_tokens: 1024 ... 100; set 1000 or 1100"]
+    )
 
 
 def test_a_micro_batch_is_no_more_than_the_batch():
     (found,) = problems(RUN, "training.micro_batch_size=17")
-    assert found.startswith(
-        "command line: training.micro_batch_size: 17 sequences per forward, but the whole batch has 16"
+    assert shows(
+        found,
+        "command line: training.micro_batch_size: 17 sequences ... set at most 16, or raise training.batch_tokens",
     )
     load(RUN, "training.micro_batch_size=16")
-    assert "the whole batch has 32" in problems(SHORT, "training.micro_batch_size=33")[0]
+    assert shows(problems(SHORT, "training.micro_batch_size=33")[0], "set at most 32")
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "a\\b", "''", "' '", '"a\\nb"'])
 def test_names_that_are_no_folders(name):
     (found,) = problems(f"{SHORT}run: {{name: {name}}}\n")
-    assert "cannot be a folder's name; where runs are kept is run.directory" in found
+    assert shows(found, "... run.directory")
 
 
 def test_the_default_name_is_the_files():
@@ -184,31 +186,31 @@ def test_the_default_name_is_the_files():
 
 
 def test_warm_up():
-    assert problems(RUN, "schedule.warmup_steps=31")[0].startswith(
-        "command line: schedule.warmup_steps: 31 steps of warm-up, but the run has 30"
+    assert shows(
+        problems(RUN, "schedule.warmup_steps=31")[0],
+        "command line: schedule.warmup_steps: 31 steps of warm-up, but the run has 30",
     )
-    assert problems(RUN, "schedule.warmup_fraction=0.1")[0].startswith(
-        "run.yaml:7: schedule.warmup_steps: warmup_fraction is set as well"
+    assert shows(
+        problems(RUN, "schedule.warmup_fraction=0.1")[0],
+        "run.yaml:7: schedule.warmup_steps: warmup_fraction ... keep one",
     )
     (found,) = problems(RUN, "training.steps=null", "training.tokens=4000")
-    assert "5 steps of warm-up, but the run has 4" in found
+    assert shows(found, "5 steps of warm-up, but the run has 4")
     load(RUN, "training.steps=null", "training.epochs=0.001")  # the data's size is not known here
 
 
 def test_the_mesh(monkeypatch):
-    assert problems(RUN, "parallel.dp_replicate=-1")[0].startswith("command line: parallel: only one of")
-    assert problems(RUN, "parallel.dp_replicate=0")[0].startswith("command line: parallel.dp_replicate: 0 ranks")
+    assert shows(problems(RUN, "parallel.dp_replicate=-1")[0], "command line: parallel: only one of")
+    assert shows(problems(RUN, "parallel.dp_replicate=0")[0], "command line: parallel.dp_replicate: 0 ranks")
     load(RUN, "parallel.dp_replicate=3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert problems(RUN, "parallel.dp_replicate=3")[0].startswith(
-        "command line: parallel: 3 does not divide the 4 ranks"
-    )
+    assert shows(problems(RUN, "parallel.dp_replicate=3")[0], "command line: parallel: 3 does not divide the 4 ranks")
     load(RUN, "parallel.dp_replicate=2")
 
 
 def test_prompts_need_a_tokenizer():
     (found,) = problems(SHORT, "samples.prompts=[a]")
-    assert found.startswith("command line: samples.prompts: there is no tokenizer to read them with")
+    assert shows(found, "command line: samples.prompts: ... set tokenizer, or remove the prompts")
     load(SHORT, "samples.prompts=[a]", "tokenizer=tok")
 
 
@@ -254,33 +256,38 @@ def test_the_vocabulary_comes_from_the_tokenizer_or_the_store(data):
     assert config.model.vocab_size == 600
     assert config.origins["model.vocab_size"] == "from the tokenizer tok, up to a multiple of 100"
     (found,) = problems(RUN, "model.vocab_size=1024", "model.pad_vocab_to_multiple=100", data=True)
-    assert found.startswith("command line: model.pad_vocab_to_multiple: vocab_size is 1024 already; leave it out")
+    assert shows(found, "command line: model.pad_vocab_to_multiple: vocab_size ... 1024; remove vocab_size")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(data):
-    assert problems(RUN, "model.vocab_size=511", data=True) == [
-        "command line: model.vocab_size: 511 is smaller than the tokenizer tok, which has 512 tokens; "
-        "set 512 or remove the key"
-    ]
+    assert shows(
+        problems(RUN, "model.vocab_size=511", data=True),
+        ["command line: model.vocab_size: 511 ... 512 tokens of the tokenizer tok; set 512 or remove the key"],
+    )
 
 
 def test_all_that_is_missing_is_told(data):
     found = problems(RUN, "tokenizer=a", "data.train=b", "data.validation=c", data=True)
-    assert found == [
-        "command line: tokenizer: a: there is no tokenizer here; make one",
-        "command line: data.train: b: there is no token store here; make one",
-        "command line: data.validation: c: there is no token store here; make one",
-    ]
+    assert shows(
+        found,
+        [
+            "command line: tokenizer: a: there is no tokenizer here; make one",
+            "command line: data.train: b: there is no token store here; make one",
+            "command line: data.validation: c: there is no token store here; make one",
+        ],
+    )
 
 
 def test_stores_shorter_than_one_sequence(data):
     data.stores["heldout"].num_tokens = 64
     (found,) = problems(RUN, data=True)
-    assert found.startswith("run.yaml:4: data.validation: heldout has 64 tokens, which is shorter than one sequence")
+    assert shows(
+        found, "run.yaml:4: data.validation: heldout has 64 tokens, ... shorten data.sequence_length or pack more text"
+    )
     data.stores["heldout"].num_tokens = 65
     load(RUN, data=True)
     data.stores["store"].num_tokens = 3
-    assert problems(RUN, data=True)[0].startswith("run.yaml:4: data.train: store has 3 tokens")
+    assert shows(problems(RUN, data=True)[0], "run.yaml:4: data.train: store has 3 tokens")
 
 
 SEVERAL = RUN.replace("validation: heldout", "validation: {code: heldout, prose: store}")
@@ -294,41 +301,47 @@ def test_several_validation_stores_by_name(data):
     assert load(RUN, "data.validation=null").data.held_out == {}
     data.stores["heldout"].num_tokens = 64
     (found,) = problems(SEVERAL, data=True)
-    assert found.startswith("run.yaml:4: data.validation.code: heldout has 64 tokens, which is shorter than one")
-    assert problems(SEVERAL, "data.validation.code=c", "data.validation.prose=[3]", "data.validation.x={}") == [
-        "command line: data.validation.prose: must be a folder or {type: ...}, not a list",
-        "command line: data.validation.x.type: required: a built-in's short name, or module:Class of your own; add it",
-    ]
+    assert shows(found, "run.yaml:4: data.validation.code: heldout has 64 tokens, ... shorten data.sequence_length")
+    assert shows(
+        problems(SEVERAL, "data.validation.code=c", "data.validation.prose=[3]", "data.validation.x={}"),
+        [
+            "command line: data.validation.prose: must be a folder or {type: ...}, not a list",
+            "command line: data.validation.x.type: required: ... module:Class`; add it",
+        ],
+    )
     (found,) = problems(SEVERAL, "data.validation.a/b=c")
-    assert found.endswith("the name 'a/b' becomes part of metrics' names; use letters, digits, _, - and . alone")
+    assert shows(found, "'a/b' ... use only letters, digits, _, - and .")
     told = problems(SEVERAL, "data.validation.loss=c", "data.validation.bits_per_byte=d")
-    assert told == [
-        f"command line: data.validation.{name}: {name!r} is the name of a measurement, and would make the metric "
-        f"validation_loss/{name}; rename it"
-        for name in ("loss", "bits_per_byte")
-    ]
-    assert problems(RUN, "data.validation={}") == [
-        "command line: data.validation: the mapping is empty; name something in it, or remove the key"
-    ]
+    assert shows(
+        told,
+        [
+            f"command line: data.validation.{name}: {name!r} ... validation_loss/{name}); rename the set"
+            for name in ("loss", "bits_per_byte")
+        ],
+    )
+    assert shows(
+        problems(RUN, "data.validation={}"),
+        ["command line: data.validation: the mapping is empty; name something in it, or remove the key"],
+    )
     (found,) = problems(SEVERAL, "data.validation.code=''")
-    assert found == "command line: data.validation.code: empty; name a folder"
+    assert shows(found, "command line: data.validation.code: empty; name a folder")
 
 
 def test_other_tokenizers(data):
     data.stores["heldout"].tokenizer_digest = "two"
     assert (
-        "data.validation: heldout was packed with another tokenizer than the training data"
+        "data.validation: heldout was packed with a different tokenizer than the training data"
         in problems(RUN, data=True)[0]
     )
     data.stores["heldout"].tokenizer_digest = "one"
     data.tokenizers["tok"].digest = "three"
-    assert "data.train: store was packed with another tokenizer than tok" in problems(RUN, data=True)[0]
+    assert shows(problems(RUN, data=True)[0], "data.train: store was packed with a different tokenizer than tok")
 
 
 def test_warm_up_of_a_run_in_epochs(data):
     overrides = ["training.steps=null", "training.epochs=1", "schedule.warmup_steps=2"]
     (found,) = problems(RUN, *overrides, data=True)
-    assert "2 steps of warm-up, but the run has 1" in found
+    assert shows(found, "2 steps of warm-up, but the run has 1")
 
 
 def test_structure_and_data_are_told_together(data):
@@ -373,15 +386,14 @@ def headers_module():
 def test_real_headers_are_read(files):
     assert load(RUN, data=True).model.vocab_size == 512
     (found,) = problems(RUN, "model.vocab_size=299", data=True)
-    assert "299 is smaller than the tokenizer tok, which has 300 tokens" in found
+    assert shows(found, "299 ... 300 tokens of the tokenizer tok")
 
 
 def test_a_store_short_by_one_byte_and_a_missing_tokenizer(files):
     Path("heldout/tokens.bin").write_bytes(Path("heldout/tokens.bin").read_bytes()[:-1])
     found = problems(RUN, "tokenizer=nowhere", data=True)
     assert len(found) == 2
-    assert found[0].startswith("run.yaml:4: data.validation: heldout/tokens.bin: ")
-    assert "139 bytes instead of 140" in found[0]
+    assert shows(found[0], "run.yaml:4: data.validation: heldout/tokens.bin: ... 139 bytes instead of 140")
     assert found[1].startswith("command line: tokenizer: nowhere: no such tokenizer")
     load(RUN, "tokenizer=nowhere", data=False)
 
@@ -396,31 +408,31 @@ def test_checking_headers_needs_no_torch_and_no_numpy(files):
 def test_a_run_that_cannot_end():
     for key, value in (("steps", "1e30"), ("tokens", "1e30"), ("tokens", 10**400), ("steps", 10**12 + 1)):
         (found,) = problems(SHORT.replace("steps: 10", f"{key}: {value}"))
-        what = "a run has at most 1e+12 steps, and this would be more; lower it"
-        assert found == f"run.yaml:3: training.{key}: {what}"
+        what = "a run has at most 1e+12 steps ... lower it"
+        assert shows(found, f"run.yaml:3: training.{key}: {what}")
     load(SHORT.replace("steps: 10", "steps: 1e12"))
 
 
 def test_a_name_longer_than_a_folders():
     (found,) = problems(SHORT, f"run.name={'a' * 300}")
-    assert found.endswith("run.name: 300 bytes are too long for a folder's name; use at most 200")
+    assert shows(found, "run.name: 300 bytes ... use at most 200")
     assert load(SHORT, f"run.name={'a' * 200}").run.name == "a" * 200
-    assert "201 bytes" in problems(SHORT, "run.name=a" + 100 * "\u00e9")[0]
+    assert shows(problems(SHORT, "run.name=a" + 100 * "\u00e9")[0], "201 bytes")
 
 
 def test_early_stopping_needs_validations():
     for stop in ("early_stopping", "{type: early_stopping, metric: loss}"):
         (found,) = problems(RUN + f"callbacks: [lr_monitor, {stop}]\n", "data.validation=null")
-        assert "callbacks[1]: early_stopping needs validations; set data.validation, or remove the callback" in found
+        assert shows(found, "callbacks[1]: early_stopping ... set data.validation, or remove the callback")
     assert load(RUN + "callbacks: [early_stopping]\n").callbacks
 
 
 def test_the_same_tracker_twice():
     (found,) = problems(SHORT + "log: {trackers: [tensorboard, mlflow, tensorboard]}\n")
-    assert found == "run.yaml:4: log.trackers[2]: tensorboard is in the list already; remove one of the two"
+    assert shows(found, "run.yaml:4: log.trackers[2]: tensorboard is in the list twice; remove one")
     write("class T:\n    def __init__(self, run, where: str = 'x'): ...\n", "mine.py")
     twice = "log: {trackers: [{type: 'mine:T', where: a}, {type: 'mine:T', where: b}]}\n"
     assert len(load(SHORT + twice).log.trackers) == 2
-    assert "mine:T is in the list already" in problems(SHORT + twice.replace("where: b", "where: a"))[0]
+    assert shows(problems(SHORT + twice.replace("where: b", "where: a"))[0], "mine:T is in the list twice; remove one")
     (found,) = problems(SHORT + "callbacks: [lr_monitor, ema, lr_monitor]\n")
-    assert found == "run.yaml:4: callbacks[2]: lr_monitor is in the list already; remove one of the two"
+    assert shows(found, "run.yaml:4: callbacks[2]: lr_monitor is in the list twice; remove one")

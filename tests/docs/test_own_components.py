@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from weft.cli.main import main
-from weft.config.components import ROOMS
+from weft.config.components import COMPONENT_KINDS
 from weft.data.batches.layout import PLAIN, Field, Layout
 from weft.data.batches.samples import read_samples
 from weft.errors import UserError
@@ -44,7 +44,7 @@ def test_each_component_has_a_short_example_in_the_houses_style(page):
     rooms = {"optimizer", "schedule", "objective", "callback", "metric", "tracker"}
     modules = {f"my_{room}.py" for room in ("data", *rooms)}
     assert set(FILES) == {"run.yaml", "preference.yaml", "my_pairs.py", "my_preference.py", "my_stream.py"} | modules
-    assert {room for room in ROOMS if f"my_{room}.py" in modules} == rooms
+    assert {room for room in COMPONENT_KINDS if f"my_{room}.py" in modules} == rooms
     for name in (*modules, "my_pairs.py", "my_preference.py", "my_stream.py"):
         assert len(FILES[name].splitlines()) <= (20 if name in modules else 24), name
     ruff = shutil.which("ruff", path=str(Path(sys.executable).parent))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weft.config.components import ROOMS, built_ins, load_class
+from weft.config.components import COMPONENT_KINDS, built_ins, load_class
 from weft.kernels.attention import attention
 from weft.kernels.masks import (
     attention_mask,
@@ -93,7 +93,7 @@ def documents(*lengths):
 
 def test_every_built_in_pattern_is_here():
     assert set(built_ins("attention_pattern")) == {literal.__name__ for literal, _ in CASES}
-    assert ROOMS["attention_pattern"].folder == "kernels/patterns"
+    assert COMPONENT_KINDS["attention_pattern"].folder == "kernels/patterns"
 
 
 @each
@@ -168,7 +168,7 @@ def test_each_device_gets_its_form():
     assert attention_mask(tokens, None, sparse=8, **settings) is None
     assert attention_mask(tokens, None, sparse=7, **settings).dtype == torch.bool
     assert attention_mask(tokens, tokens, implementation="flex", **settings) is tokens
-    assert attention_mask(tokens, tokens, implementation="my:Own", **settings).dtype == torch.bool
+    assert attention_mask(tokens, tokens, implementation="my:CustomClass", **settings).dtype == torch.bool
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import transformers
 from test_families import NESTED, ROWS, longrope, scaled
 
 from weft.checkpoint.huggingface.folder import section_of
-from weft.config.huggingface_config import model_of
+from weft.config.huggingface_config import checked_model
 from weft.errors import UserError
 from weft.families.mapping import keep_activation_names
 from weft.models.huggingface_weights import to_config_json
@@ -63,7 +63,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 )
 def test_the_rotations_that_count(family, keys):
     config = of(family, **keys)
-    expected, section = theirs(of(family, **keys)).rope_parameters, model_of(config)
+    expected, section = theirs(of(family, **keys)).rope_parameters, checked_model(config)
     assert section.rope_theta == expected["rope_theta"]
     kind = section.rope_scaling.rope_type if section.rope_scaling else "default"
     assert kind == expected["rope_type"]
@@ -86,7 +86,7 @@ def test_the_rotations_that_count(family, keys):
 )
 def test_gemma_3_lays_the_older_block_over_the_newer(keys):
     config = of("Gemma3Text", **({"rope_parameters": NESTED["rope_parameters"]} | keys))
-    expected, section = theirs(json.loads(json.dumps(config))).rope_parameters, model_of(config)
+    expected, section = theirs(json.loads(json.dumps(config))).rope_parameters, checked_model(config)
     full = expected["full_attention"]
     assert section.rope_theta == full["rope_theta"]
     assert section.rope_local_base_freq == expected["sliding_attention"]["rope_theta"]
@@ -102,26 +102,28 @@ def test_a_share_of_the_head_that_the_class_ignores(family):
         {"partial_rotary_factor": 0.5, "rope_parameters": plain},
         {"rope_parameters": {**plain, "partial_rotary_factor": 0.5}},
     ):
-        assert model_of(of(family, **keys)).partial_rotary_factor == 1.0
+        assert checked_model(of(family, **keys)).partial_rotary_factor == 1.0
     with pytest.raises(UserError, match=r"^partial_rotary_factor: 0\.5 .*'linear'"):
-        model_of(of(family, rope_parameters={**plain, "rope_type": "linear", "factor": 2.0}, partial_rotary_factor=0.5))
+        checked_model(
+            of(family, rope_parameters={**plain, "rope_type": "linear", "factor": 2.0}, partial_rotary_factor=0.5)
+        )
 
 
 def test_a_share_of_the_head_that_the_class_takes():
     for keys in ({"partial_rotary_factor": 0.5, "rope_parameters": None}, scaled("default", partial_rotary_factor=0.5)):
-        assert model_of(of("Phi3", **keys)).partial_rotary_factor == 0.5
+        assert checked_model(of("Phi3", **keys)).partial_rotary_factor == 0.5
     # GPT-NeoX's has names of its own, and looks at no others.
-    neox = model_of(of("GPTNeoX", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=300, rope_theta=9.0))
+    neox = checked_model(of("GPTNeoX", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=300, rope_theta=9.0))
     assert (neox.partial_rotary_factor, neox.rope_theta) == (0.5, 300.0)
-    assert model_of(of("GPTNeoX", rope_parameters=None, partial_rotary_factor=0.5)).partial_rotary_factor == 0.25
+    assert checked_model(of("GPTNeoX", rope_parameters=None, partial_rotary_factor=0.5)).partial_rotary_factor == 0.25
 
 
 def test_what_a_missing_key_means():
     config = of("Phi3", "longrope", max_position_embeddings=...)
-    section = model_of(config)
+    section = checked_model(config)
     assert section.max_position_embeddings == theirs(config).max_position_embeddings == 4096
     assert section.rope_scaling.factor == 4096 / 32
-    section = model_of(of("DeepseekV3", norm_topk_prob=None, rope_interleave=None))
+    section = checked_model(of("DeepseekV3", norm_topk_prob=None, rope_interleave=None))
     assert (section.moe.norm_topk_prob, section.mla.rope_interleave) == (False, False)  # as transformers takes null
 
 
@@ -141,7 +143,7 @@ WRONG = [
     ("Llama", {"vocab_size": 10**18}, "vocab_size: 1000000000000000000"),
     ("Llama", {"hidden_size": int(1e30)}, "hidden_size: "),
     ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000"),
-    ("Llama", {"intermediate_size": 2**31 - 1, "hidden_size": 6 * 2**28, "num_hidden_layers": 9999}, "its sizes are"),
+    ("Llama", {"intermediate_size": 2**31 - 1, "hidden_size": 6 * 2**28, "num_hidden_layers": 9999}, "the sizes imply"),
     ("Llama", {"tie_word_embeddings": "x"}, "tie_word_embeddings: 'x'"),
     ("Llama", {"hidden_act": [1, 2]}, "hidden_act: ... [1, 2]"),
     ("Llama", {"rope_parameters": {"rope_type": [1]}}, "rope_scaling: rope_type [1]"),
@@ -158,7 +160,7 @@ WRONG = [
     ("GPTNeoX", {"rotary_pct": None, "rope_parameters": None}, "partial_rotary_factor: None"),
     ("DeepseekV3", {"head_dim": 2.5}, "head_dim: 2.5 ... qk_rope_head_dim, 8"),
     ("DeepseekV3", {"head_dim": None}, "head_dim: None ... qk_rope_head_dim, 8"),
-    ("DeepseekV3", {"n_group": 4}, "n_group: 6 experts ... 4 groups"),
+    ("DeepseekV3", {"n_group": 4}, "n_group: 4 groups ... 6 experts"),
     ("Gemma3Text", {"sliding_window": None}, "sliding_window: "),
     ("Gemma3Text", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention: "),
     ("Gemma3Text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: ... 'rope_type'"),
@@ -199,14 +201,14 @@ def test_json_that_python_cannot_hold(text, tmp_path):
 
 
 def test_other_names_that_a_model_may_have():
-    assert model_of(of("DeepseekV3", model_type="kimi_k2")) == model_of(of("DeepseekV3"))
-    assert model_of(of("Mpt", architectures=["MPTForCausalLM"])) == model_of(of("Mpt"))
-    assert model_of(of("Llama", model_type=...)) == model_of(of("Llama"))
+    assert checked_model(of("DeepseekV3", model_type="kimi_k2")) == checked_model(of("DeepseekV3"))
+    assert checked_model(of("Mpt", architectures=["MPTForCausalLM"])) == checked_model(of("Mpt"))
+    assert checked_model(of("Llama", model_type=...)) == checked_model(of("Llama"))
 
 
 def test_the_name_of_a_nonlinearity_stays():
     """Of two names with one meaning; transformers' logits differ by them in the last digits."""
-    written = to_config_json(model_of(of("Llama", hidden_act="gelu_new")))
+    written = to_config_json(checked_model(of("Llama", hidden_act="gelu_new")))
     assert written["hidden_act"] == "gelu_pytorch_tanh"
     assert keep_activation_names(written, {"hidden_act": "gelu_new"}) == written | {"hidden_act": "gelu_new"}
     for other in ("gelu", "silu", "nonsense", None, []):
@@ -254,7 +256,7 @@ def test_anything_under_any_key(family):
         changed = json.loads(json.dumps(config))
         (changed if len(place) == 1 else changed[place[0]])[place[-1]] = value
         try:
-            model_of(changed)
+            checked_model(changed)
         except UserError as error:
             said.append(str(error))
     assert time.process_time() - started < 5, "a size was counted up to"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from weft.config.huggingface_config import keys_of
+from weft.config.huggingface_config import model_keys
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import family_of
@@ -191,7 +191,7 @@ def build_pair(family, keys):
     with torch.no_grad():
         for tensor in (*theirs.parameters(), *saved_buffers(theirs).values()):
             tensor.copy_(torch.randn_like(tensor) * 0.2)
-    section = ModelSection(**keys_of({**config.to_dict(), "architectures": [type(theirs).__name__]}))
+    section = ModelSection(**model_keys({**config.to_dict(), "architectures": [type(theirs).__name__]}))
     ours = build_model(section).eval()
     ours.load_state_dict(convert(section, on_disk(theirs)))
     return theirs, ours
@@ -336,14 +336,14 @@ def test_size_by_formula_is_that_of_the_model(family, shape):
 
 def test_older_spellings_of_rotations():
     keys = {**SHAPE, "architectures": ["LlamaForCausalLM"], "rope_theta": 5000, "rms_norm_eps": 1e-6}
-    section = ModelSection(**keys_of({**keys, "rope_scaling": {"type": "linear", "factor": 2.0}}))
+    section = ModelSection(**model_keys({**keys, "rope_scaling": {"type": "linear", "factor": 2.0}}))
     assert (section.rope_theta, section.rope_scaling.factor) == (5000.0, 2.0)
-    section = ModelSection(**keys_of({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
+    section = ModelSection(**model_keys({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
     assert section.rope_scaling.original_max_position_embeddings == 128
     with pytest.raises(UserError, match="rope_scaling: rope_type 'mrope' is not supported; there are linear, llama3"):
-        keys_of({**keys, "rope_scaling": {"type": "mrope", "factor": 2.0}})
+        model_keys({**keys, "rope_scaling": {"type": "mrope", "factor": 2.0}})
     gemma = {**GEMMA, "architectures": ["Gemma3ForCausalLM"], "rope_theta": 9000.0, "rope_local_base_freq": 800.0}
-    section = ModelSection(**keys_of(gemma))
+    section = ModelSection(**model_keys(gemma))
     assert (section.rope_theta, section.rope_local_base_freq) == (9000.0, 800.0)
 
 
@@ -358,9 +358,9 @@ def test_what_a_family_cannot_say_is_told():
     with pytest.raises(UserError, match=r"'LlamaForCasualLM'.* is LlamaForCausalLM$"):
         family_of({"architectures": ["LlamaForCasualLM"]})
     with pytest.raises(UserError, match=r"hidden_act: .*'mish'.* silu"):
-        keys_of({**SHAPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "mish"})
+        model_keys({**SHAPE, "architectures": ["LlamaForCausalLM"], "hidden_act": "mish"})
     with pytest.raises(UserError, match="hidden_size: missing"):
-        keys_of({"architectures": ["LlamaForCausalLM"], "vocab_size": 5})
+        model_keys({"architectures": ["LlamaForCausalLM"], "vocab_size": 5})
 
 
 @pytest.mark.parametrize("pad", [3, -2])
@@ -389,7 +389,7 @@ def test_the_padding_row_gets_the_gradient_that_transformers_gives_it(family, ti
 )  # fmt: skip
 def test_a_padding_row_that_config_json_leaves_out_or_that_is_not_there(family, stated, row):
     keys = {key: value for key, value in SHAPE.items() if key != "pad_token_id"} | stated
-    section = ModelSection(**keys_of(keys | {"architectures": [f"{family}ForCausalLM"]}))
+    section = ModelSection(**model_keys(keys | {"architectures": [f"{family}ForCausalLM"]}))
     assert section.pad_token_id == row
     with pytest.raises(UserError, match=r"model\.pad_token_id is 5"):
         huggingface.to_config_json(section.model_copy(update={"pad_token_id": 5, "family": "gpt_neox"}))

@@ -9,7 +9,7 @@ from hf_reference import convert
 from test_families import ONE_GROUP, SHAPE, near, on_disk, scaled, texts
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.config.huggingface_config import keys_of
+from weft.config.huggingface_config import model_keys
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
@@ -34,7 +34,7 @@ def pair(family, keys):
     with torch.no_grad():
         for tensor in theirs.parameters():
             tensor.copy_(torch.randn_like(tensor) * 0.2)
-    section = ModelSection(**keys_of({**config.to_dict(), "architectures": [type(theirs).__name__]}))
+    section = ModelSection(**model_keys({**config.to_dict(), "architectures": [type(theirs).__name__]}))
     ours = build_model(section).eval()
     ours.load_state_dict(convert(section, on_disk(theirs)))
     return theirs, ours
@@ -52,13 +52,13 @@ def test_table(keys, length):
     config = transformers.LlamaConfig(**keys)
     kind = config.rope_parameters["rope_type"]
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
-    section = ModelSection(**keys_of({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
+    section = ModelSection(**model_keys({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}))
     positions = torch.arange(length)[None]
     cos, sin = rotary_cos_sin(positions, 8, section.rope_theta, torch.float32, section.rope_scaling)
     angles = positions[..., None] * frequencies
     near(cos[:, 0], angles.cos() * factor, 1e-6)
     near(sin[:, 0], angles.sin() * factor, 1e-6)
-    again = keys_of(huggingface.to_config_json(section))
+    again = model_keys(huggingface.to_config_json(section))
     assert ModelSection(**again).rope_scaling == section.rope_scaling
 
 
@@ -127,7 +127,7 @@ def test_generation_with_a_base_that_grows():
 @pytest.mark.parametrize("keys", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
 def test_one_graph(keys):
     section = ModelSection(
-        **keys_of(
+        **model_keys(
             {**keys, "architectures": ["LlamaForCausalLM"]},
         )
     )
@@ -148,19 +148,19 @@ def test_phi3_in_older_spellings():
     """`su`, and what is left to follow from the lengths, as in the published config.json files."""
     keys = {**ONE_GROUP, "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
     old = {**keys, "original_max_position_embeddings": 512, "rope_scaling": {"type": "su", **FACTORS}}
-    scaling = ModelSection(**keys_of(old)).rope_scaling
+    scaling = ModelSection(**model_keys(old)).rope_scaling
     assert (scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings) == ("longrope", 16.0, 512)
-    written = huggingface.to_config_json(ModelSection(**keys_of(old)))
+    written = huggingface.to_config_json(ModelSection(**model_keys(old)))
     assert written["rope_scaling"] == {"type": "longrope", **FACTORS}
     assert written["original_max_position_embeddings"] == 512
     with pytest.raises(UserError, match="'linear' is not supported for Phi-3"):
-        keys_of({**keys, "rope_scaling": {"type": "linear", "factor": 2.0}})
+        model_keys({**keys, "rope_scaling": {"type": "linear", "factor": 2.0}})
     with pytest.raises(UserError, match="needs long_factor, a list of numbers"):
-        keys_of({**keys, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}})
+        model_keys({**keys, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}})
     nested = {"full_attention": {"rope_type": "default", "rope_theta": 1.0}, "sliding_attention": {}}
     with pytest.raises(UserError, match=r"^rope_parameters: .*layer type"):
-        keys_of({**keys, "rope_parameters": nested})
+        model_keys({**keys, "rope_parameters": nested})
     gemma = {**SHAPE, "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 8, "sliding_window": 8}
     nested = {**nested, "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}}
     with pytest.raises(UserError, match=r"^rope_parameters: .*sliding_attention"):
-        keys_of({**gemma, "rope_parameters": nested})
+        model_keys({**gemma, "rope_parameters": nested})

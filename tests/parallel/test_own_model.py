@@ -126,7 +126,7 @@ def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, mesh
 
 LINE = '        "blocks.*.mlp.2.bias": "added",\n'
 WRONG = {
-    "no table": ([("weft_sharding = {", "sharding = {")], {}, " does not say how its matrices are cut"),
+    "no table": ([("weft_sharding = {", "sharding = {")], {}, " does not define how its matrices are sharded"),
     "no pattern": (
         [("blocks.*.attention.o.weight", "blocks.*.atention.o.weight")],
         {},

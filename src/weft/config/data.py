@@ -1,4 +1,4 @@
-"""`data:` what is read, in which shares, and how it is cut into sequences."""
+"""`data:` the training and validation data, mixture weights and sequence layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperatu
 
 
 class DatasetSection(Component):
-    """A dataset of the user's own: `{type: module:Class, ...its arguments}`.
+    """A custom dataset: `{type: module:Class, ...}` with its arguments.
 
     The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """
@@ -22,32 +22,34 @@ class DatasetSection(Component):
     kind: ClassVar[str] = "dataset"
 
 
-class _Source(Section):
+class _WithoutNulls(Section):
     @model_serializer(mode="wrap")
     def _without_nulls(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {key: value for key, value in write(self).items() if value is not None}
 
 
-class StoreSource(_Source):
-    """A token store in a mixture. A text stands for `{store: text}`."""
+class StoreSource(_WithoutNulls):
+    """A token store in a mixture. A text stands for `{store: text}`. `type: module:Class` is a custom dataset."""
 
-    store: Folder = Field(description="the token store; instead of it, `type: module:Class` is a dataset of your own")
-    weight: float | None = Field(
-        None, ge=0, description="share of the sequences, relative to the others'; default, for all: by size"
-    )
-    max_epochs: float | None = Field(
-        None, gt=0, description="passes over it at the most; then its share goes to the others"
-    )
-    name: str | None = Field(None, description="default: the folder's name, or the class's")
+    store: Folder
+    """The token store."""
+    weight: float | None = Field(None, ge=0)
+    """Share of the sequences, relative to the weights of the other sources. Default, if no source has a weight: by
+    size.
+    """
+    max_epochs: float | None = Field(None, gt=0)
+    """Maximum number of passes; afterwards the other sources take the source's share."""
+    name: str | None = None
+    """Name in the curriculum and in reports. Default: the name of the folder or of the class."""
 
     @property
     def label(self) -> str:
-        """What the source is called: in the curriculum, in the plan, and in the key of its order."""
+        """The name of the source in the curriculum, in reports, and in the key of its sample order."""
         return self.name or os.path.basename(os.path.normpath(self.store))
 
 
 class DatasetSource(DatasetSection):
-    """A dataset of the user's own in a mixture: `{type: module:Class, weight: ..., ...its arguments}`."""
+    """A custom dataset in a mixture: `{type: module:Class, weight: ..., ...}` with its arguments."""
 
     weight: float | None = Field(None, ge=0)
     max_epochs: float | None = Field(None, gt=0)
@@ -55,37 +57,36 @@ class DatasetSource(DatasetSection):
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        own = DatasetSource.model_fields
-        return {key: value for key, value in write(self).items() if value is not None or key not in own}
+        fields = DatasetSource.model_fields
+        return {key: value for key, value in write(self).items() if value is not None or key not in fields}
 
     @property
     def label(self) -> str:
-        """What the source is called."""
+        """The name of the source."""
         return self.name or self.type.rpartition(":")[2]
 
 
-def _kind_of_source(source: Any) -> str:
-    return (
-        "a dataset"
-        if isinstance(source, DatasetSource) or (isinstance(source, dict) and "type" in source)
-        else "a store"
-    )
+def _source_tag(source: Any) -> str:
+    is_dataset = isinstance(source, DatasetSource) or (isinstance(source, dict) and "type" in source)
+    return "a dataset" if is_dataset else "a store"
 
 
 Source = Annotated[
-    Annotated[StoreSource, Tag("a store")] | Annotated[DatasetSource, Tag("a dataset")], Discriminator(_kind_of_source)
+    Annotated[StoreSource, Tag("a store")] | Annotated[DatasetSource, Tag("a dataset")], Discriminator(_source_tag)
 ]
 
 
 def held_out_sets(validation: Any) -> dict[str, Any]:
-    """`data.validation` by name; what stands there by itself has the name "". In a file, a dataset is a mapping with a
-    `type`: no set can have that name."""
+    """Returns the sets of `data.validation` by name; a single set has the name "".
+
+    A mapping with a `type` is a dataset, so no set can have the name "type".
+    """
     if isinstance(validation, dict) and "type" not in validation:
         return validation
     return {} if validation is None else {"": validation}
 
 
-def _kind_of_held_out(held_out: Any) -> str:
+def _held_out_tag(held_out: Any) -> str:
     if held_out is held_out_sets(held_out):
         return "several by name"
     return "a dataset" if isinstance(held_out, dict | DatasetSection) else "a store"
@@ -95,84 +96,81 @@ HeldOut = Annotated[
     Annotated[Folder, Tag("a store")]
     | Annotated[DatasetSection, Tag("a dataset")]
     | Annotated[dict[str, Folder | DatasetSection], MinLen(1), Tag("several by name")],
-    Discriminator(_kind_of_held_out),
+    Discriminator(_held_out_tag),
 ]
 
 
-class StageSection(_Source):
-    """Weights that hold for some tokens."""
+class StageSection(_WithoutNulls):
+    """A stage of a curriculum: mixture weights for a number of tokens."""
 
-    tokens: int | None = Field(
-        None, ge=1, description="how long they hold, rounded up to whole sequences; the last stage's hold to the end"
-    )
-    weights: dict[str, Annotated[float, Ge(0)]] = Field(
-        description="source's name -> its share, relative to the others'; 0 for those not named"
-    )
+    tokens: int | None = Field(None, ge=1)
+    """Length of the stage in tokens, rounded up to complete sequences. The last stage needs none."""
+    weights: dict[str, Annotated[float, Ge(0)]]
+    """Relative weight of each source by name; sources that are not named have weight 0."""
 
 
 class LengthWarmupSection(Section):
-    """Short rows first: full sequences are cut into rows of `start` tokens, then of twice as many, up to the whole.
+    """Sequence length warm-up: full sequences are split into short ones, whose length doubles until they are full.
 
-    The length aimed at grows linearly over the steps; rows have the longest of these lengths that is not above it. A
-    batch keeps its tokens: it has more rows instead.
+    The target length grows linearly over the steps; sequences have the longest of these lengths that is not above it.
+    The number of tokens of a batch does not change: it has more sequences instead.
     """
 
-    start: int = Field(ge=1, description="tokens per row at first: sequence_length divided by a power of two")
-    steps: int = Field(ge=1, description="steps until rows are whole sequences")
+    start: int = Field(ge=1)
+    """Initial sequence length in tokens: `sequence_length` divided by a power of two."""
+    steps: int = Field(ge=1)
+    """Number of steps until sequences have their full length."""
 
 
 class DataSection(Section):
-    """Token stores (directories that `weft data pack` wrote) and how they become batches."""
+    """Token stores (directories that `weft data pack` writes), and how batches are made from them."""
 
-    train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)] = Field(
-        description="the token store to learn from, or {type: module:Class, ...}; a list of such mixes them"
-    )
-    validation: HeldOut | None = Field(
-        None,
-        description="held-out data: a store or {type: module:Class, ...}, or several by name, as {code: stores/code, "
-        "prose: stores/prose}; none: no validation",
-    )
-    sequence_length: int | None = Field(
-        None, ge=1, description="tokens per sequence; default: min(1024, max_position_embeddings)"
-    )
-    shuffle: bool = Field(True, description="a new order of sequences in each epoch, keyed by run.seed")
-    workers: int = Field(0, ge=0, description="processes that read ahead, per rank; 0 reads in the training process")
-    temperature: float | None = Field(
-        None, gt=0, description="of sources without weights: these are size^(1 / temperature); default: 1"
-    )
-    curriculum: Annotated[list[StageSection], MinLen(1)] | None = Field(
-        None, description="weights that change with the tokens seen"
-    )
-    mixture_block: int | None = Field(
-        None, ge=1, le=1_000_000, description="sequences over which a mixture's shares are exact; default: 10,000"
-    )
-    packing: Literal["concatenate", "best_fit"] = Field(
-        "concatenate",
-        description="concatenate: documents end to end, cut anywhere; best_fit: whole documents put together so that "
-        "little room is left, none cut that fits",
-    )
-    document_attention: bool = Field(
-        False, description="keep attention and positions in each document; best_fit always does"
-    )
-    length_warmup: LengthWarmupSection | None = Field(None, description="short rows first; default: none")
+    train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)]
+    """Training data: a token store, a custom dataset `{type: module:Class, ...}`, or a list of these, which is a
+    mixture.
+    """
+    validation: HeldOut | None = None
+    """Held-out data: a token store, a custom dataset, or several by name, as `{code: stores/code, prose:
+    stores/prose}`. Default: no validation.
+    """
+    sequence_length: int | None = Field(None, ge=1)
+    """Tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""
+    shuffle: bool = True
+    """Whether each epoch has a new order of sequences, which `run.seed` seeds."""
+    workers: int = Field(0, ge=0)
+    """Data loader processes per rank; with 0 the training process loads the data."""
+    temperature: float | None = Field(None, gt=0)
+    """Sampling temperature of sources without weights: size^(1 / temperature). Default: 1."""
+    curriculum: Annotated[list[StageSection], MinLen(1)] | None = None
+    """Stages with different mixture weights. Default: constant weights."""
+    mixture_block: int | None = Field(None, ge=1, le=1_000_000)
+    """Sequences over which the mixture weights are exact. Default: 10,000."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents become sequences. `concatenate`: documents end to end, split at any token. `best_fit`: complete
+    documents, packed with little padding; only documents longer than a sequence are split.
+    """
+    document_attention: bool = False
+    """Whether attention and positions stay within each document. `packing: best_fit` implies it."""
+    length_warmup: LengthWarmupSection | None = None
+    """Training on short sequences first. Default: full sequences from the start."""
 
     @property
     def sources(self) -> list[StoreSource | DatasetSource]:
-        """`train` as a list of sources; empty if it is one store or dataset."""
+        """`train` as a list of sources; empty if it is a single store or dataset."""
         return list(self.train) if isinstance(self.train, list) else []
 
     @property
     def weighted(self) -> bool:
-        """Whether the sources have shares of their own. If not, they are read as one: each sequence once an epoch."""
-        own = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
-        return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or own)
+        """Whether the sources have weights. Otherwise they are read as one: each sequence once an epoch."""
+        given = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
+        return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or given)
 
     def stages(self, sizes: Sequence[int], length: int) -> list[Stage]:
-        """The stages of a weighted mixture.
+        """Returns the stages of a weighted mixture.
 
         Args:
-            sizes: sequences of each source, of which weights are made where none are given.
-            length: tokens per sequence; a stage's tokens are rounded up to whole sequences.
+            sizes: sequences of each source, for sources without weights.
+            length: tokens per sequence; the tokens of a stage are rounded up to complete sequences.
         """
         if not self.curriculum:
             if all(source.weight is None for source in self.sources):
@@ -187,7 +185,7 @@ class DataSection(Section):
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
-        """The phases of a weighted mixture."""
+        """Returns the phases of a weighted mixture."""
         limits = [
             None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)
@@ -196,12 +194,12 @@ class DataSection(Section):
 
     @property
     def held_out(self) -> dict[str, str | DatasetSection]:
-        """`validation` by name; what stands there by itself has the name ""."""
+        """The sets of `validation` by name; a single set has the name ""."""
         return held_out_sets(self.validation)
 
     @property
     def stores(self) -> dict[str, str]:
-        """The paths of token stores to learn from, by their keys."""
+        """The paths of the token stores for training, by their keys."""
         if isinstance(self.train, str):
             return {"data.train": self.train}
         stores = ((number, source) for number, source in enumerate(self.sources) if isinstance(source, StoreSource))
@@ -209,6 +207,6 @@ class DataSection(Section):
 
     @property
     def held_out_stores(self) -> dict[str, str]:
-        """Those of token stores to validate on."""
+        """The paths of the token stores for validation, by their keys."""
         stores = ((name, store) for name, store in self.held_out.items() if isinstance(store, str))
         return {f"data.validation.{name}" if name else "data.validation": store for name, store in stores}

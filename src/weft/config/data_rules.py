@@ -1,4 +1,4 @@
-"""What must hold within `data:`, and between it and the headers of the tokenizer and the token stores."""
+"""Rules within `data:` that need no file."""
 
 from __future__ import annotations
 
@@ -8,44 +8,37 @@ from weft.config.data import DataSection
 from weft.config.derive import DEFAULT_SEQUENCES, count_steps
 from weft.config.draft import Draft
 from weft.config.python_source import NotFound, find_class
-from weft.config.section import known_section
+from weft.config.section import partial_section
 from weft.config.signature import method_signature
 from weft.config.suggest import did_you_mean
 from weft.config.training import TrainingSection
 from weft.formatting import counted
 from weft.mixing import BLOCK, find_empty_share
 
-MEASUREMENTS = ("loss", "bits_per_byte", "perplexity")  # a held-out set of this name would read as one
-MIXING = ("temperature", "curriculum", "mixture_block")
+MEASUREMENTS = ("loss", "bits_per_byte", "perplexity")  # not allowed as names of held-out sets
 
 
 def check_data_section(draft: Draft) -> None:
-    """What needs no file."""
-    _names(draft)
-    _mixture(draft)
-    _length_warmup(draft)
-    _documents_apart(draft)
-    no_store = "data.train" in draft.values and not data_section(draft).stores
+    """Checks all rules of this module."""
+    _check_names(draft)
+    _check_mixture(draft)
+    _check_length_warmup(draft)
+    _check_document_attention(draft)
+    key, no_store = "data.document_attention", "data.train" in draft.values and not data_section(draft).stores
     if draft.get("data.packing") == "best_fit":
         if no_store:
-            draft.problem(
-                "data.packing", "best_fit packs documents of token stores, and data.train has none; remove it"
-            )
-        if draft.origins.get("data.document_attention") == "default":
-            draft.fill("data.document_attention", True, "best_fit keeps documents apart")
-        elif draft.get("data.document_attention") is False:
-            draft.problem(
-                "data.document_attention", "packing: best_fit keeps documents apart; set true, or remove the key"
-            )
-    elif draft.get("data.document_attention") and no_store:
-        draft.problem(
-            "data.document_attention",
-            "this keeps documents of token stores apart, and data.train has none; a dataset of your own gives segments",
-        )
+            draft.report("data.packing", "best_fit packs documents of token stores, and data.train has none; remove it")
+        if draft.origins.get(key) == "default":
+            draft.fill(key, True, "implied by packing: best_fit")
+        elif draft.get(key) is False:
+            draft.report(key, "packing: best_fit implies document attention; set true, or remove the key")
+    elif draft.get(key) and no_store:
+        what = "only token stores have documents, and data.train has no store"
+        draft.report(key, f"{what}; remove the key and have the dataset return segments")
 
 
-def _documents_apart(draft: Draft) -> None:
-    """A model of the user's own must take what keeps documents apart; the built-in decoder does."""
+def _check_document_attention(draft: Draft) -> None:
+    """Checks that the forward of a custom model accepts segments and positions."""
     model = draft.get("model")
     if not draft.get("data.document_attention") or not isinstance(model, dict) or ":" not in str(model.get("type")):
         return
@@ -57,109 +50,98 @@ def _documents_apart(draft: Draft) -> None:
     takes = method_signature(source, "forward") if source is not None else None
     missing = [part for part in ("segments", "positions") if takes is not None and part not in takes.arguments]
     if missing and takes is not None and not takes.accepts_any:
-        draft.problem(
-            "data.document_attention",
-            f"{name}.forward takes no {' and no '.join(missing)}, so it cannot keep documents apart; "
-            "add them to it, or remove the key",
-        )
+        what = f"{name}.forward has no argument {' and no argument '.join(missing)}, which document attention needs"
+        draft.report("data.document_attention", f"{what}; add it, or remove the key")
 
 
 def data_section(draft: Draft) -> DataSection:
-    """The section as far as it is known."""
-    return known_section(DataSection, draft.get, "data")
+    """Returns the known values of the section."""
+    return partial_section(DataSection, draft.get, "data")
 
 
-def _names(draft: Draft) -> None:
-    """The names of several validation sets, which become parts of metrics' names."""
+def _check_names(draft: Draft) -> None:
+    """Checks the names of held-out sets, which become part of metric names."""
     found = draft.get("data.validation")
     for name in found if isinstance(found, dict) and "type" not in found else ():
+        what = None
         if not re.fullmatch(r"\w[\w.-]*", name):
-            what = f"the name {name!r} becomes part of metrics' names; use letters, digits, _, - and . alone"
-            draft.problem(f"data.validation.{name}", what)
+            what = f"{name!r} becomes part of metric names; use only letters, digits, _, - and ."
         elif name in MEASUREMENTS:
-            what = f"{name!r} is the name of a measurement, and would make the metric validation_loss/{name}; rename it"
-            draft.problem(f"data.validation.{name}", what)
+            what = f"{name!r} is the name of a measurement (metric validation_loss/{name}); rename the set"
+        if what is not None:
+            draft.report(f"data.validation.{name}", what)
 
 
-def _mixture(draft: Draft) -> None:
-    sources = data_section(draft).sources
+def _check_mixture(draft: Draft) -> None:
+    section = data_section(draft)
+    sources = section.sources
     if not sources:
-        for name in MIXING if "data.train" in draft.values else ():
+        for name in ("temperature", "curriculum", "mixture_block") if "data.train" in draft.values else ():
             if draft.get(f"data.{name}") is not None:
-                draft.problem(f"data.{name}", "data.train is one source: there is nothing to mix; remove the key")
+                draft.report(f"data.{name}", "data.train is a single source, not a mixture; remove the key")
         return
     names = [source.label for source in sources]
     for number, name in enumerate(names):
         if name in names[:number]:
-            what = f"an earlier source is called {name!r} as well; give this one a name of its own"
-            draft.problem(f"data.train[{number}]", what)
+            draft.report(f"data.train[{number}]", f"another source has the name {name!r} too; set a different name")
     before = len(draft.problems)
-    uneven = any(draft.get(f"data.{key}") is not None for key in ("curriculum", "temperature")) or any(
-        source.weight is not None or source.max_epochs is not None for source in sources
-    )
-    if draft.get("data.mixture_block") is not None and not uneven:
-        what = "the sources have no weights, so they are read as one; give them weights, or remove the key"
-        draft.problem("data.mixture_block", what)
     curriculum, temperature = draft.get("data.curriculum"), draft.get("data.temperature")
+    limited = any(source.weight is not None or source.max_epochs is not None for source in sources)
+    if draft.get("data.mixture_block") is not None and curriculum is None and temperature is None and not limited:
+        what = "the sources have no weights, so they are read as one; set weights, or remove the key"
+        draft.report("data.mixture_block", what)
     given = [number for number, source in enumerate(sources) if source.weight is not None]
     for key, value in (("curriculum", curriculum), ("temperature", temperature)):
         if value is not None and given:
-            what = {"curriculum": "says the weights", "temperature": "makes weights from sizes"}[key]
-            draft.problem(f"data.train[{given[0]}].weight", f"data.{key} {what}; remove one of the two")
+            what = f"data.{key} sets the weights too; remove one of the two keys"
+            draft.report(f"data.train[{given[0]}].weight", what)
     if curriculum is not None and temperature is not None:
-        draft.problem("data.temperature", "data.curriculum says the weights; remove one of the two")
+        draft.report("data.temperature", "data.curriculum sets the weights; remove one of the two keys")
     if given and len(given) < len(sources):
         missing = next(number for number in range(len(sources)) if number not in given)
-        draft.problem(
-            f"data.train[{missing}]",
-            f"{names[missing]} has no weight and others have; give all sources one, or none (then sizes count)",
-        )
+        what = f"{names[missing]} has no weight, but other sources have; set all weights, or none (then by size)"
+        draft.report(f"data.train[{missing}]", what)
     elif given and not any(source.weight for source in sources):
-        draft.problem(f"data.train[{given[0]}].weight", "all weights are 0; give some source more")
+        draft.report(f"data.train[{given[0]}].weight", "all weights are 0; raise one of them")
     if curriculum is not None:
-        _curriculum(draft, names)
+        _check_curriculum(draft, names)
     if len(draft.problems) == before and (given or curriculum):
         check_shares(draft, [1] * len(names), 1)
-    if draft.get("training.epochs") is not None and data_section(draft).weighted:
-        draft.problem(
-            "training.epochs",
-            "sources with weights are not all read equally often, so there is no epoch of the whole; "
-            "say training.tokens or steps instead",
-            "data.train",
-        )
+    if draft.get("training.epochs") is not None and section.weighted:
+        what = "a weighted mixture has no epochs, because its sources differ in passes; set training.tokens or steps"
+        draft.report("training.epochs", what, "data.train")
 
 
-def _curriculum(draft: Draft, names: list[str]) -> None:
+def _check_curriculum(draft: Draft, names: list[str]) -> None:
     stages = draft.get("data.curriculum")
     for number, stage in enumerate(stages):
         key = f"data.curriculum[{number}]"
         for name in stage.weights:
             if name not in names:
                 hint = did_you_mean(name, names)
-                draft.problem(f"{key}.weights.{name}", f"no source has this name{hint} (there are {', '.join(names)})")
+                draft.report(f"{key}.weights.{name}", f"no source has this name{hint} (there are {', '.join(names)})")
         if not any(stage.weights.values()):
-            draft.problem(f"{key}.weights", "all weights are 0; give some source more")
+            draft.report(f"{key}.weights", "all weights are 0; raise one of them")
         if stage.tokens is None and number < len(stages) - 1:
-            draft.problem(key, "how long does this stage last? only the last one may leave out tokens; add them")
+            draft.report(key, "the stage has no length; add tokens, which only the last stage may omit")
     for number, name in enumerate(names):
         if not any(stage.weights.get(name) for stage in stages):
-            what = f"no stage of the curriculum uses {name}; give it weight in one, or remove it"
-            draft.problem(f"data.train[{number}]", what)
-    tokens = _run_tokens(draft)
-    started = 0
+            what = f"no stage of the curriculum has a weight for {name}; add one, or remove the source"
+            draft.report(f"data.train[{number}]", what)
+    steps, tokens, started = run_steps(draft), None, 0
+    if steps is not None:
+        tokens = steps * (sequences_per_step(draft) or 0) * draft.get("data.sequence_length")
     for number, stage in enumerate(stages):
         if tokens is not None and started >= tokens:
-            draft.problem(
-                f"data.curriculum[{number}]",
-                f"this stage begins after {started:,} tokens, and the run has {tokens:,}; "
-                "remove it, shorten those before it or lengthen the run",
-            )
+            what = f"the stage starts after {started:,} tokens, but the run has {tokens:,}"
+            remedy = "remove the stage, shorten earlier stages or lengthen the run"
+            draft.report(f"data.curriculum[{number}]", f"{what}; {remedy}")
             break
         started += stage.tokens or 0
 
 
 def check_shares(draft: Draft, sizes: list[int], length: int) -> None:
-    """A weight too small for a block would never be heard."""
+    """Reports a source whose share of a mixture block is less than one sequence."""
     section = data_section(draft)
     if "data.mixture_block" not in draft.values:
         return
@@ -168,40 +150,36 @@ def check_shares(draft: Draft, sizes: list[int], length: int) -> None:
         return
     stage, place, what = found
     source = section.sources[place]
-    name = source.label
     key = f"data.train[{place}]"
     if section.curriculum is not None:
-        key = f"data.curriculum[{stage}].weights.{name}"
+        key = f"data.curriculum[{stage}].weights.{source.label}"
     elif source.weight is not None:
         key += ".weight"
-    draft.problem(key, f"{name} has {what}")
+    draft.report(key, f"{source.label} has {what}")
 
 
-def _length_warmup(draft: Draft) -> None:
+def _check_length_warmup(draft: Draft) -> None:
     length, start = draft.get("data.sequence_length"), draft.get("data.length_warmup.start")
     if start and length:
         ratio = length // start
         if length % start or ratio & (ratio - 1) or ratio < 2:
             fitting = [length >> n for n in range(1, length.bit_length()) if length % (1 << n) == 0]
-            choices = f"; choose {' or '.join(map(str, fitting[:4]))}" if fitting else "; make sequence_length even"
-            draft.problem(
-                "data.length_warmup.start",
-                f"{start} is not sequence_length ({length}) divided by 2, 4, 8 ...{choices}",
-                "data.sequence_length",
-            )
+            remedy = f"choose {' or '.join(map(str, fitting[:4]))}" if fitting else "make sequence_length even"
+            what = f"{start} is not sequence_length ({length}) divided by 2, 4, 8, ..."
+            draft.report("data.length_warmup.start", f"{what}; {remedy}", "data.sequence_length")
     check_warm_up(draft, "data.length_warmup.steps", run_steps(draft), 5)
 
 
-def check_warm_up(draft: Draft, key: str, total: int | None, part: int) -> None:
-    """Steps of a warm-up: no more than the run has, of which advice is to take a `part`-th."""
+def check_warm_up(draft: Draft, key: str, total: int | None, divisor: int) -> None:
+    """Reports a warm-up that is longer than the run; the remedy is `total / divisor` steps."""
     steps = draft.get(key)
     if isinstance(steps, int) and total is not None and steps > total:
-        what = f"{counted(steps, 'step')} of warm-up, but the run has {total}; set it to {max(1, total // part)}"
-        draft.problem(key, f"{what}, or lengthen the run", "training.steps")
+        what = f"{counted(steps, 'step')} of warm-up, but the run has {total}; set it to {max(1, total // divisor)}"
+        draft.report(key, f"{what}, or lengthen the run", "training.steps")
 
 
-def sequences_of(draft: Draft) -> int | None:
-    """Sequences per step, if known."""
+def sequences_per_step(draft: Draft) -> int | None:
+    """Returns the sequences of the global batch, if they are known."""
     length, tokens = draft.get("data.sequence_length"), draft.get("training.batch_tokens")
     if not length or "training.batch_tokens" not in draft.values:
         return None
@@ -209,18 +187,13 @@ def sequences_of(draft: Draft) -> int | None:
 
 
 def run_steps(draft: Draft, samples: int | None = None) -> int | None:
-    """Steps of the run, if known.
+    """Returns the steps of the run, if they are known.
 
     Args:
-        samples: training sequences there are, if known; a run of epochs needs them.
+        samples: training sequences, if known; a run of epochs needs them.
     """
-    sequences = sequences_of(draft)
+    sequences = sequences_per_step(draft)
     if sequences is None:
         return None
-    training = known_section(TrainingSection, draft.get, "training")
+    training = partial_section(TrainingSection, draft.get, "training")
     return count_steps(training, sequences, draft.get("data.sequence_length"), samples)
-
-
-def _run_tokens(draft: Draft) -> int | None:
-    steps = run_steps(draft)
-    return None if steps is None else steps * (sequences_of(draft) or 0) * draft.get("data.sequence_length")

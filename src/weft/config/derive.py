@@ -1,17 +1,20 @@
-"""What follows from a config, the data's size and the number of ranks: steps, rows, micro-batches, intervals."""
+"""Numbers of a run that follow from its config, the size of the data and the mesh."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.config.mesh import MeshShape, ParallelSection
-from weft.config.sections import RunSections
 from weft.config.training import TrainingSection
 from weft.errors import UserError
 
-DEFAULT_SEQUENCES = 32  # per step, if training.batch_tokens is not set
-DEFAULT_MICRO_BATCH_TOKENS = 8192  # enough to fill matrix products, little enough to fit
+if TYPE_CHECKING:
+    from weft.config.run import RunConfig
+
+DEFAULT_SEQUENCES = 32  # of the global batch, if training.batch_tokens is not set
+DEFAULT_MICRO_BATCH_TOKENS = 8192  # large enough for efficient matrix products, small enough for memory
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,11 @@ class RunLength:
         steps: optimizer updates.
         sequences_per_step: of the global batch.
         sequence_length: tokens per sequence.
-        rows_per_rank: sequences that each data rank gets in a step, padding rows among them.
+        rows_per_rank: sequences of each data rank in a step, including padding sequences.
         micro_batch_size: sequences per forward and rank.
         accumulation: forwards per step and rank.
         epochs: passes over the training data; None if its size is not known.
-        validation_every, checkpoint_every, samples_every: steps between.
+        validation_every, checkpoint_every, samples_every: intervals in steps.
     """
 
     steps: int
@@ -47,40 +50,40 @@ class RunLength:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole run."""
+        """Tokens of the run."""
         return self.steps * self.tokens_per_step
 
 
-def batch_sequences(config: RunSections) -> int:
-    """Sequences of the global batch."""
+def batch_sequences(config: RunConfig) -> int:
+    """Returns the sequences of the global batch."""
     length = sequence_length(config)
     return DEFAULT_SEQUENCES if config.training.batch_tokens is None else max(1, config.training.batch_tokens // length)
 
 
-def sequence_length(config: RunSections) -> int:
-    """Tokens per sequence; a loaded config has it set."""
+def sequence_length(config: RunConfig) -> int:
+    """Returns the tokens per sequence."""
     if config.data.sequence_length is not None:
         return config.data.sequence_length
     return min(1024, getattr(config.model, "max_position_embeddings", None) or 1024)
 
 
 def derive(
-    config: RunSections,
+    config: RunConfig,
     *,
     train_tokens: int | None = None,
     train_samples: int | None = None,
     mesh: MeshShape | None = None,
 ) -> RunLength:
-    """The run's numbers.
+    """Returns the numbers of a run.
 
     Args:
         config: a checked config.
-        train_tokens: tokens in the training data; only a run given in epochs needs it, or `train_samples`.
-        train_samples: sequences in the training data; by default `(train_tokens - 1) // sequence_length`.
+        train_tokens: tokens of the training data; a run of epochs needs them, or `train_samples`.
+        train_samples: sequences of the training data; default: `(train_tokens - 1) // sequence_length`.
         mesh: default: one rank.
 
     Raises:
-        UserError: the run is given in epochs and the size of the data is not known; or it has no step.
+        UserError: for a run of epochs the size of the data is not known, or the run has no step.
     """
     training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
     mesh = mesh or MeshShape()
@@ -89,10 +92,12 @@ def derive(
     steps = count_steps(training, sequences, length, train_samples)
     if steps is None:
         if training.epochs is None:
-            raise UserError("training: how long is the run? set one of steps, tokens or epochs")
+            raise UserError("training: the run has no length; set one of steps, tokens or epochs")
         raise UserError("training.epochs: the size of the training data is not known; set training.steps")
     if steps < 1:
-        raise UserError("training: the run has no step; the training data hold no whole sequence")
+        raise UserError(
+            "training: the training data are shorter than one sequence; shorten data.sequence_length or add data"
+        )
     rows, micro = share_rows(sequences, length, mesh, training.micro_batch_size, config.parallel)
     tenth = max(1, steps // 10)
     validation = config.validation.every or tenth
@@ -113,12 +118,13 @@ def derive(
 def share_rows(
     sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
 ) -> tuple[int, int]:
-    """How many of a batch's sequences a data rank gets, and how many of these at a time.
+    """Returns the sequences of a data rank in a step, and its micro-batch size.
 
     Args:
-        length: tokens of a sequence.
-        micro_batch_size: as it is set; None: as many as fill matrix products, or so few that each stage of a pipeline
-            has a micro-batch.
+        sequences: of the global batch.
+        length: tokens per sequence.
+        micro_batch_size: the configured size. None: up to DEFAULT_MICRO_BATCH_TOKENS, and with a pipeline at least one
+            micro-batch for each stage.
     """
     rows = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:
@@ -132,10 +138,12 @@ def share_rows(
 
 
 def count_steps(training: TrainingSection, sequences: int, length: int, samples: int | None) -> int | None:
-    """Optimizer updates of a run of `sequences` x `length` tokens a step; None if that cannot be known.
+    """Returns the optimizer updates of a run; None if they are not known.
 
     Args:
-        samples: sequences in the training data, if known; a run of epochs needs them.
+        sequences: of the global batch.
+        length: tokens per sequence.
+        samples: sequences of the training data, if known; a run of epochs needs them.
     """
     if training.steps is not None:
         return training.steps

@@ -1,71 +1,88 @@
-"""A run's tree on its way to a `RunConfig`: validated by pydantic, with all problems gathered."""
+"""`Draft`: one run's YAML tree while pydantic validates it and the rules check it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ModelWrapValidatorHandler, ValidationError
 from pydantic_core import ErrorDetails
 
-from weft.config.components import Part, arguments_model, find_part
-from weft.config.error_messages import Mistake, converted, message, settle, spell
-from weft.config.fields import field_names, keeps_text, known_keys, listed_sections, required_key, section_class
+from weft.config.components import ComponentClass, arguments_model, find_component
+from weft.config.error_messages import FieldError, convert, error_message, resolve_unions
+from weft.config.fields import (
+    descriptions,
+    field_names,
+    keeps_text,
+    known_keys,
+    listed_sections,
+    required_key,
+    section_class,
+)
 from weft.config.inherit import TYPES
 from weft.config.section import Component, Section
-from weft.config.sections import RunSections
 from weft.config.signature import MISSING
 from weft.config.suggest import RENAMED, meant_key, unknown_key
 from weft.config.tree import Node
 from weft.errors import Problem, UserError
 
-# What a key that must be there is for.
+# What a required key is for.
 _SIZE = "a size of the decoder, or name a preset, as preset: llama-60m"
 REQUIRED = {
     "model": "what to train, as model: llama-60m",
-    "data.train": "the token store to learn from (`weft data pack` makes one)",
+    "data.train": "the token store to train on (`weft data pack` makes one)",
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
 
-_Run = TypeVar("_Run", bound=RunSections)
 
+class Draft:
+    """The tree, the values and the problems of a run's file. Sections are validated with it as pydantic's context.
 
-class Draft(Generic[_Run]):
-    """What is known of a run so far. It is the context that pydantic validates the sections with.
+    Args:
+        tree: the merged file.
+        problems: those found so far; more are added.
+        kind: the class of the configuration, `RunConfig`.
+        model_known: False if a preset or checkpoint could not be read; its keys are then not reported as missing.
+        ranks: the world size; None if it is not known.
 
     Attributes:
-        tree: the merged file.
-        values: dotted key -> validated value, defaults filled in; a key with a problem is not in it. A component is a
-            mapping; of any other section there are the keys alone.
+        values: dotted key -> validated value or default; a key with a problem has none. A component is a mapping; any
+            other section has an entry for each of its keys, and none of its own.
         origins: dotted key -> where the value came from.
-        problems: all found.
-        meant: keys that misspelt ones were meant to be: they are not missed, and have no default.
-        ranks: that the run has; None if that is not known.
-        model_known: False if a preset or checkpoint could not be read: so with all keys that it would have.
+        meant: correct names of misspelled keys. They are not reported as missing, and have no default.
+        config: the validated configuration; None if there was a problem.
     """
 
-    def __init__(self, tree: Node, problems: list[Problem], *, model_known: bool = True, ranks: int | None = None):
-        self.tree, self.problems, self.model_known, self.ranks = tree, problems, model_known, ranks
-        self.meant: set[str] = set()
+    def __init__(
+        self,
+        tree: Node,
+        problems: list[Problem],
+        kind: type[Any],
+        *,
+        model_known: bool = True,
+        ranks: int | None = None,
+    ):
+        self.tree, self.problems, self.kind, self.model_known, self.ranks = tree, problems, kind, model_known, ranks
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        self.config: _Run | None = None
+        self.meant: set[str] = set()
+        self.config: Any = None
+        self._derived: dict[str, Any] = {}
         self._plain: dict[str, Any] = {}
-        self._filled: set[str] = set()
-        self._keys: dict[int, str] = {}  # of the mappings of `_plain`, by their ids
-        self._above: list[str] = []  # the sections that are being validated
-        self._sections: dict[str, type[BaseModel]] = {}  # dotted key -> what a mapping was validated as
-        self._parts: dict[str, Part | None] = {}  # dotted key -> a component's class
+        self._keys: dict[int, str] = {}  # id of a mapping in `_plain` -> its dotted key
+        self._stack: list[str] = []  # keys of the sections that are being validated
+        self._sections: dict[str, type[BaseModel]] = {}  # dotted key -> class of the section there
+        self._components: dict[str, ComponentClass | None] = {}  # dotted key -> class of the component there
 
-    # ---- for the rules between keys
+    # ---- for rules
 
     def get(self, key: str) -> Any:
-        """A checked value; None if it has a problem."""
+        """Returns a checked value; None if it has a problem."""
         return self.values.get(key)
 
     def node(self, key: str) -> Node:
-        """The node of a key, or the nearest above it that is written down."""
+        """Returns the node of a key, or its nearest parent that is written."""
         node = self.tree
         for part in key.split("."):
             below = node.get(part)
@@ -74,10 +91,13 @@ class Draft(Generic[_Run]):
             node = below
         return node
 
-    def problem(self, key: str, what: str, *also: str) -> None:
-        """Note a mistake at the first of the keys that is in a file, not in a preset; a section's keys first."""
-        own = self.tree.get(*key.split("."))
-        for place in (*also, key) if own is not None and own.is_mapping else (key, *also):
+    def report(self, key: str, what: str, *also: str) -> None:
+        """Adds a problem of `key`, at the first of `key` and `also` that a file (not a preset) has.
+
+        The keys of a section come before the section.
+        """
+        node = self.tree.get(*key.split("."))
+        for place in (*also, key) if node is not None and node.is_mapping else (key, *also):
             node = self.tree.get(*place.split("."))
             if node is not None and node.origin is None:
                 self.problems.append(node.problem(key, what))
@@ -85,50 +105,51 @@ class Draft(Generic[_Run]):
         self.problems.append(self.node(key).problem(key, what))
 
     @property
-    def whole(self) -> bool:
-        """Whether all that the file inherits was read."""
+    def complete(self) -> bool:
+        """Whether every file that the run inherits from was read."""
         return "extends" not in self.meant
 
     def fill(self, key: str, value: Any, origin: str) -> None:
-        """Set a value that follows from others."""
+        """Sets a value that is derived from others."""
         self.values[key], self.origins[key] = value, origin
-        self._filled.add(key)
+        self._derived[key] = value
 
     # ---- validation
 
-    def check(self, kind: type[_Run]) -> None:
-        """Validate the whole tree as `kind`; sets `config` if nothing is wrong."""
-        self.tree = self._with_items(self.tree, kind, "")
+    def check(self) -> None:
+        """Validates the tree; sets `config` if there is no error, and reports the errors otherwise."""
+        self.tree = self._with_items(self.tree, self.kind, "")
         self._plain = self._as_plain(self.tree, "")
-        for name, info in field_names(kind).items():
+        for name, info in field_names(self.kind).items():
             if section_class(info.annotation) is not None and name not in ("model", *self._plain):
                 self._plain[name] = self._as_plain(Node({}), name)
         while True:
             self.values.clear()
             try:
-                self.config = kind.model_validate(self._plain, context=self)
+                self.config = self.kind.model_validate(self._plain, context=self)
                 return
             except ValidationError as error:
-                mistakes = [self._mistake(found) for found in error.errors(include_url=False)]
-            if not self._convert(mistakes):
-                self._tell(mistakes)
+                errors = [self._placed(found) for found in error.errors(include_url=False)]
+            converted = {error.path: value for error in errors if (value := convert(error)) is not None}
+            if not converted:
+                self._report_errors(errors)
                 return
+            for path, value in converted.items():
+                self._plain = _replaced(self._plain, path, value)
 
-    def finish(self) -> _Run:
-        """The config, with what rules have filled in."""
-        assert self.config is not None
+    def finish(self) -> Any:
+        """Returns the configuration with the derived values."""
         changed: dict[str, Any] = {}
-        for key in self._filled:
+        for key, value in self._derived.items():
             section, _, name = key.partition(".")
-            before = changed.get(section) or getattr(self.config, section)
-            changed[section] = before.model_copy(update={name: self.values[key]})
-        whole = self.config.model_copy(update=changed)
-        whole._origins.update(self.origins)
-        return whole
+            changed[section] = (changed.get(section) or getattr(self.config, section)).model_copy(update={name: value})
+        return self.config.model_copy(update=changed)
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
-        """A tree whose lists of sections have mappings: a text stands for one with the required key alone."""
-        fields, content = field_names(section), dict(node.value) if node.is_mapping else {}
+        """Replaces texts in lists of sections by mappings of the section's required key."""
+        if not node.is_mapping:
+            return node
+        fields, content = field_names(section), dict(node.value)
         for name, below in content.items():
             annotation, inner = fields[name].annotation if name in fields else None, f"{key}.{name}" if key else name
             listed, under = listed_sections(annotation), section_class(annotation)
@@ -141,22 +162,22 @@ class Draft(Generic[_Run]):
                 content[name] = replace(below, value=items)
             elif under is not None and not issubclass(under, Component):
                 content[name] = self._with_items(below, under, inner)
-        return replace(node, value=content) if node.is_mapping else node
+        return replace(node, value=content)
 
     def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
-        """An item of a list of sections; `names` if a built-in's name may stay one."""
+        """Returns an item of a list of sections; with `names`, the short name of a component stays a text."""
         if not isinstance(item.value, str):
             return item
         if names is None or ":" in item.value:
             return Node({required: item}, item.file, item.line)
         try:
-            find_part(item.value, names.kind)
+            find_component(item.value, names.kind)
         except UserError as error:
             self.problems.append(item.problem(key, error.what))
         return item
 
     def _as_plain(self, node: Node, key: str) -> Any:
-        """A tree as plain data, whose mappings are known by their ids."""
+        """Returns a tree as plain data, and records its origins and the keys of its mappings."""
         if key and node.file is not None:
             self.origins[key] = node.place
         if isinstance(node.value, list):
@@ -167,62 +188,61 @@ class Draft(Generic[_Run]):
         self._keys[id(found)] = key
         return found
 
-    # ---- what the sections call while pydantic validates them
+    # ---- called by sections while pydantic validates them
 
     def section(self, section: type[BaseModel], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Validate a section, and note which keys have their defaults."""
+        """Validates a section, and records the defaults of the keys that it lacks."""
         key = self._keys.get(id(data)) if isinstance(data, dict) else None
         if key is None:
             return handler(data)
         self._sections[key] = section
         for name, info in field_names(section).items():
             if name not in data and not info.is_required() and info.default is not MISSING:
-                self._note(f"{key}.{name}" if key else name, info.get_default(call_default_factory=True))
-        self._above.append(key)
+                inner = f"{key}.{name}" if key else name
+                self.values[inner] = info.get_default(call_default_factory=True)
+                self.origins.setdefault(inner, "default")
+        self._stack.append(key)
         try:
             return handler(data)
         finally:
-            self._above.pop()
-
-    def _note(self, key: str, value: Any) -> None:
-        self.values[key] = value
-        self.origins.setdefault(key, "default")
+            self._stack.pop()
 
     def component(self, section: type[Component], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Validate a component by the signature of the class that its `type` means."""
+        """Validates a component by the signature of the class that its `type` names."""
         key = self._keys.get(id(data)) if isinstance(data, dict) else None
         if key is None:
             return handler(data)
-        part, model = _class_of(section, data)
-        self._parts[key] = part
-        made = model.model_validate(data, context=self)
-        found = {name: getattr(made, field) for field, name in _aliases(type(made))} | (made.model_extra or {})
-        for name in made.model_extra or ():
-            self.values[f"{key}.{name}"] = found[name]
-        component = section.model_construct(**{name: value for name, value in found.items() if value is not MISSING})
+        chosen = data.get("type", section.model_fields["type"].default)
+        found, wrong = None, None
+        try:
+            found = find_component(chosen, section.kind) if isinstance(chosen, str) else None
+        except UserError as error:
+            wrong = error.what
+        self._components[key] = found
+        made = arguments_model(section, found, wrong).model_validate(data, context=self)
+        extra = made.model_extra or {}
+        self.values |= {f"{key}.{name}": value for name, value in extra.items()}
+        given = {name: value for name, value in (_by_alias(made) | extra).items() if value is not MISSING}
+        component = section.model_construct(**given)
         if self.origins.get(f"{key}.type", "default") != "default":
             component._place = f"{self.origins[f'{key}.type']}: {key}.type"
         return component
 
     def field(self, section: type[BaseModel], name: str, value: Any) -> None:
-        """Note a value that is right."""
-        if not self._above or isinstance(value, Section):
-            return
-        name = section.model_fields[name].alias or name
-        if isinstance(value, Component):
-            own = {alias: getattr(value, field) for field, alias in _aliases(type(value))}
-            value = own | value.arguments
-        self.values[f"{self._above[-1]}.{name}" if self._above[-1] else name] = value
+        """Records a valid value, even if other fields of the section have errors."""
+        if self._stack and not isinstance(value, Section):
+            name = section.model_fields[name].alias or name
+            key = f"{self._stack[-1]}.{name}" if self._stack[-1] else name
+            self.values[key] = _by_alias(value) | value.arguments if isinstance(value, Component) else value
 
     # ---- errors
 
-    def _mistake(self, error: ErrorDetails) -> Mistake:
-        """An error in its place. What stands in its location beside keys and indices are branches of unions."""
-        key, node = "", self.tree
+    def _placed(self, error: ErrorDetails) -> FieldError:
+        """Finds the place of an error. Its location has keys, indices, and names of union branches."""
+        key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []
         branches: list[tuple[str, str]] = []
-        kind = error["type"]
         for place, part in enumerate(error["loc"]):
             missing = error["type"] == "missing" and place == len(error["loc"]) - 1
             if isinstance(part, str) and not missing and not (isinstance(here, dict) and part in here):
@@ -242,48 +262,45 @@ class Draft(Generic[_Run]):
             path.append(part)
         above, _, name = key.rpartition(".")
         field = field_names(self._sections[above]).get(name) if above in self._sections else None
-        return Mistake(key, node, kind, error.get("ctx") or {}, here, tuple(path), tuple(branches), field)
+        return FieldError(key, node, kind, error.get("ctx") or {}, here, tuple(path), tuple(branches), field)
 
-    def _convert(self, mistakes: list[Mistake]) -> bool:
-        """Whether something is right in other words: it has been replaced, to be validated once more."""
-        right = {mistake.path: value for mistake in mistakes if (value := converted(mistake)) is not None}
-        for path, value in right.items():
-            self._plain = _replaced(self._plain, path, value)
-        return bool(right)
-
-    def _tell(self, mistakes: list[Mistake]) -> None:
-        """Note the problems, without what follows from a misspelt key."""
-        told = {problem.key for problem in self.problems}
-        groups = [group for group in settle(mistakes) if group[0].key not in told]
+    def _report_errors(self, errors: list[FieldError]) -> None:
+        """Reports errors, without those that only follow from a misspelled key."""
+        reported = {problem.key for problem in self.problems}
+        groups = [group for group in resolve_unions(errors) if group[0].key not in reported]
         unknown = [(group[0], self._unknown(group[0])) for group in groups if group[0].type == "extra_forbidden"]
-        # Of a component whose `type` is misspelt, it is not known which keys it has.
-        untold = {key.removesuffix(".type") for key in self.meant if key.endswith(".type") and not self._written(key)}
-        for mistake, (what, meant) in unknown:
-            if meant == "type" or mistake.key.rpartition(".")[0] not in untold:
-                self.problems.append(mistake.node.problem(mistake.key, what))
+        # The keys of a component are not known if its `type` is misspelled.
+        untyped = {key.removesuffix(".type") for key in self.meant if key.endswith(".type") and not self._written(key)}
+        for error, (what, meant) in unknown:
+            if meant == "type" or error.key.rpartition(".")[0] not in untyped:
+                self.problems.append(error.node.problem(error.key, what))
         for group in groups:
             first = group[0]
-            above, _, name = first.key.rpartition(".")
-            part = self._parts.get(above)
-            if first.type == "missing":
-                if self._expected(first.key) or above in untold:
-                    continue
-                if part is not None and name in part.arguments:
-                    self.problems.append(first.node.problem(first.key, f"required by {part.name}; add it"))
-                else:
-                    said = first.field.description if first.field is not None else None
-                    what = REQUIRED.get(first.key) or said or "give it a value"
-                    self.problem(first.key, f"required: {what}; add it")
-            elif first.type != "extra_forbidden":
-                self.problems.append(first.node.problem(first.key, message(group)))
+            if first.type == "missing" and not self._may_be_set(first.key):
+                self._report_missing(first, untyped)
+            elif first.type not in ("missing", "extra_forbidden"):
+                self.problems.append(first.node.problem(first.key, error_message(group)))
         for key in list(self.values):
-            default = self.origins.get(key) == "default" and self._expected(key)
-            if default or key.partition(".")[0] in untold - {"model"}:
+            default = self.origins.get(key) == "default" and self._may_be_set(key)
+            if default or key.partition(".")[0] in untyped - {"model"}:
                 del self.values[key]
 
-    def _expected(self, key: str) -> bool:
-        """Whether a key that is not there may be there all the same: misspelt, or in a file that could not be read."""
-        if not self.whole or (key.startswith("model.") and not self.model_known):
+    def _report_missing(self, error: FieldError, untyped: set[str]) -> None:
+        above, _, name = error.key.rpartition(".")
+        component = self._components.get(above)
+        if above in untyped:
+            return
+        if component is not None and name in component.arguments:
+            self.problems.append(error.node.problem(error.key, f"required by {component.name}; add it"))
+        else:
+            known = descriptions(Component) | descriptions(self._sections.get(above, self.kind))
+            described = known.get(name, "Give it a value")
+            purpose = described[0].lower() + described[1:].partition(". ")[0].rstrip(".")
+            self.report(error.key, f"required: {REQUIRED.get(error.key, purpose)}; add it")
+
+    def _may_be_set(self, key: str) -> bool:
+        """Whether a missing key may be misspelled, or set in a file that could not be read."""
+        if not self.complete or (key.startswith("model.") and not self.model_known):
             return True
         above = [meant for meant in self.meant if key.startswith(f"{meant}.")]
         return key in self.meant or any(not self._written(meant) for meant in above)
@@ -291,21 +308,21 @@ class Draft(Generic[_Run]):
     def _written(self, key: str) -> bool:
         return self.tree.get(*key.split(".")) is not None
 
-    def _unknown(self, mistake: Mistake) -> tuple[str, str | None]:
-        """What to say about a key that does not exist, and what it was meant to be."""
-        section, _, key = mistake.key.rpartition(".")
-        if (renamed := RENAMED.get(mistake.key)) is not None:
+    def _unknown(self, error: FieldError) -> tuple[str, str | None]:
+        """Returns the message for an unknown key, and the key that was most likely meant."""
+        section, _, key = error.key.rpartition(".")
+        if (renamed := RENAMED.get(error.key)) is not None:
             self.meant.add(renamed)
             name = renamed.rpartition(".")[2]
             return f"this key is now called {name!r}; rename it", name
-        part = self._parts.get(section)
+        component = self._components.get(section)
         fields = field_names(self._sections[section])
-        known = [name for name in fields if part is None or name not in part.injected]
+        known = [name for name in fields if component is None or name not in component.injected]
         known = known if section else [*known, "extends"]
-        everywhere = {*known_keys(RunSections), "extends"}
-        for home in ("optimizer", "schedule"):
-            part = self._parts.get(home) or find_part(TYPES[home], home)
-            everywhere |= {f"{home}.{name}" for name in part.arguments}
+        everywhere = {*known_keys(self.kind), "extends"}
+        for place in ("optimizer", "schedule"):
+            component = self._components.get(place) or find_component(TYPES[place], place)
+            everywhere |= {f"{place}.{name}" for name in component.arguments}
         meant, note = meant_key(section, key, known, everywhere)
         if meant is not None and (meant != "extends" or not section):
             self.meant.add(f"{section}.{meant}" if section and meant in known else meant)
@@ -313,23 +330,13 @@ class Draft(Generic[_Run]):
         return unknown_key(meant, note, known), meant
 
 
-def _class_of(section: type[Component], data: dict[str, Any]) -> tuple[Part | None, type[BaseModel]]:
-    """The class that a component's `type` means, if there is one, and what validates the component."""
-    chosen = data.get("type", section.model_fields["type"].default)
-    try:
-        part = find_part(chosen, section.kind) if isinstance(chosen, str) else None
-    except UserError as error:
-        return None, arguments_model(section, None, error.what)
-    return part, arguments_model(section, part)
-
-
-def _aliases(section: type[BaseModel]) -> list[tuple[str, str]]:
-    """A section's fields, as Python and as a file have them."""
-    return [(name, info.alias or name) for name, info in section.model_fields.items()]
+def _by_alias(section: BaseModel) -> dict[str, Any]:
+    """Returns the fields of a section by the names that they have in a file."""
+    return {info.alias or name: getattr(section, name) for name, info in type(section).model_fields.items()}
 
 
 def _replaced(tree: Any, path: Sequence[int | str], value: Any) -> Any:
-    """Plain data with another value in a place; only tuples are made anew."""
+    """Returns plain data with another value at `path`; dicts and lists are changed in place, tuples are copied."""
     if not path:
         return value
     inner = _replaced(tree[path[0]], path[1:], value)
@@ -337,14 +344,3 @@ def _replaced(tree: Any, path: Sequence[int | str], value: Any) -> Any:
         return tuple(inner if place == path[0] else item for place, item in enumerate(tree))
     tree[path[0]] = inner
     return tree
-
-
-def node_of(value: Any, like: Node, origin: str) -> Node:
-    """Plain data as a tree whose mistakes are told at `like`'s place."""
-    if isinstance(value, dict):
-        return Node(
-            {name: node_of(item, like, origin) for name, item in value.items()}, like.file, like.line, None, origin
-        )
-    if isinstance(value, list):
-        return Node([node_of(item, like, origin) for item in value], like.file, like.line, None, origin)
-    return Node(value, like.file, like.line, spell(value), origin)

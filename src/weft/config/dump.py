@@ -1,4 +1,4 @@
-"""A resolved config as YAML that loads again to the same config."""
+"""Writes a resolved config as YAML, which loads to an equal config."""
 
 from __future__ import annotations
 
@@ -8,28 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.config.components import find_part
+from weft.config.components import find_component
 from weft.config.model import ModelSection
+from weft.config.run import RunConfig
 from weft.config.section import Component
-from weft.config.sections import RunSections
 from weft.config.suggest import RENAMED
 from weft.config.tree import read_file, without_variables
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*( [\w./-]+)*")
-_ABOUT = 60  # where comments begin, if the line is shorter
+_COMMENT_COLUMN = 60
 
 
-def dump_yaml(config: RunSections, *, origins: bool = False) -> str:
-    """The whole config, defaults and derived values too.
+def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
+    """Returns a config as YAML, with defaults and derived values.
 
     Args:
         config: a checked config.
-        origins: a comment on each line with where the value came from.
-
-    Returns:
-        YAML that `RunConfig.load` reads again to an equal config.
+        origins: add the origin of each value as a comment.
     """
     lines: list[str] = []
     for section, content in config.as_dict().items():
@@ -46,17 +43,17 @@ def dump_yaml(config: RunSections, *, origins: bool = False) -> str:
 
 
 def dump_section(name: str, keys: Mapping[str, Any]) -> str:
-    """One section by itself as YAML, which a run's file can hold or extend."""
+    """Returns one section as YAML."""
     return "\n".join([f"{name}:", *(f"  {_spell(key)}: {_spell(value)}" for key, value in keys.items())]) + "\n"
 
 
-def _write(lines: list[str], config: RunSections, key: str, line: str, origins: bool) -> None:
+def _write(lines: list[str], config: RunConfig, key: str, line: str, origins: bool) -> None:
     place = config.origins.get(key, "default") if origins else None
-    lines.append(line if place is None else f"{line:{_ABOUT}}  # {place}")
+    lines.append(line if place is None else f"{line:{_COMMENT_COLUMN}}  # {place}")
 
 
-def _left_out(config: RunSections, section: str, key: str, value: Any) -> bool:
-    """Nothing is said of a key that is None by default, unless a preset would set it."""
+def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
+    """Whether a key is omitted: its value and default are null, and no preset sets it."""
     if value is not None:
         return False
     if section == "model" and isinstance(config.model, ModelSection):
@@ -64,7 +61,7 @@ def _left_out(config: RunSections, section: str, key: str, value: Any) -> bool:
     chosen = getattr(config, section)
     if isinstance(chosen, Component) and key in chosen.arguments:
         try:
-            argument = find_part(chosen.type, chosen.kind).arguments.get(key)
+            argument = find_component(chosen.type, chosen.kind).arguments.get(key)
         except UserError:
             return False
         return argument is not None and argument.default is None
@@ -74,7 +71,7 @@ def _left_out(config: RunSections, section: str, key: str, value: Any) -> bool:
 
 
 def _spell(value: Any) -> str:
-    """A value as YAML 1.2, which older readers take for the same."""
+    """Returns a value as YAML 1.2, which readers of YAML 1.1 read as the same value."""
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return json.dumps(value)
     if isinstance(value, float):
@@ -89,7 +86,7 @@ def _spell(value: Any) -> str:
         return "{" + ", ".join(f"{_spell(str(key))}: {_spell(item)}" for key, item in value.items()) + "}"
     text = without_variables(str(value))
     plain = _PLAIN.fullmatch(text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
-    # JSON's escapes are YAML's; but a lone surrogate half of a pair is not, so characters stand for themselves.
+    # YAML has JSON's escapes, except surrogate pairs: so characters are not escaped if they are printable.
     return text if plain else _quoted(text)
 
 
@@ -99,9 +96,9 @@ def _quoted(text: str) -> str:
 
 
 def read_saved(path: str | Path) -> dict[str, Any]:
-    """A saved config as plain data, not checked: another version of Weft may have written it.
+    """Returns a saved config as plain data, unchecked: another version of Weft may have written it.
 
-    Keys that an earlier version called otherwise have their names of today.
+    Keys of earlier versions have their current names.
 
     Raises:
         ConfigError: it is not YAML.

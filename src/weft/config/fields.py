@@ -1,49 +1,68 @@
-"""What a section's annotations say: its keys, and the sections below them."""
+"""Keys of a section, their descriptions, and the sections below it."""
 
 from __future__ import annotations
 
+import ast
+import sys
 import types
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from weft.config.python_source import Module
 from weft.config.section import Component
 
 
 def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """A section's keys as they stand in a file."""
+    """Returns the fields of a section by their keys in a file."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
+@cache
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Returns the descriptions of a section's keys: the docstrings below its fields, read from source when needed."""
+    found: dict[str, str] = {}
+    for kind in reversed([kind for kind in section.__mro__ if kind.__module__.startswith("weft.")]):
+        module = Module.parse(kind.__module__, Path(str(sys.modules[kind.__module__].__file__)))
+        for field, doc in pairwise(getattr(module.names.get(kind.__name__), "body", ())):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                name = getattr(field.target, "id", "")
+                alias = section.model_fields[name].alias if name in section.model_fields else None
+                found[alias or name] = " ".join(str(doc.value.value).split())
+    return found
+
+
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """The first section among an annotation's alternatives, if there is one."""
+    """Returns the first section among the alternatives of an annotation."""
     return next(iter(_sections(branches(annotation))), None)
 
 
 def listed_sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a list's items may be, if one of an annotation's alternatives is a list of sections."""
+    """Returns the sections that items of a list field may be."""
     return _sections(_items(annotation))
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """All sections that an annotation names, items of lists too."""
+    """Returns all sections that an annotation names, as values or as items of lists."""
     return [*_sections(branches(annotation)), *listed_sections(annotation)]
 
 
 def keeps_text(annotation: Any) -> bool:
-    """Whether a list's items may be texts that stay texts: names of built-ins."""
+    """Whether items of a list field may stay texts: short names of built-ins."""
     return str in _items(annotation)
 
 
 def required_key(section: type[BaseModel]) -> str | None:
-    """The first key that a section must have."""
+    """Returns the first required key of a section."""
     return next((name for name, info in field_names(section).items() if info.is_required()), None)
 
 
 def branches(annotation: Any) -> list[Any]:
-    """An annotation's alternatives, without what they are annotated with."""
+    """Returns the alternatives of a union, without `Annotated`."""
     if get_origin(annotation) is Annotated:
         return branches(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -62,7 +81,7 @@ def _sections(alternatives: list[Any]) -> list[type[BaseModel]]:
 
 @cache
 def known_keys(section: type[BaseModel]) -> frozenset[str]:
-    """All dotted keys of a section and those below it (components' arguments are not among them)."""
+    """Returns all dotted keys of a section and of those below it, except arguments of components."""
     found = set()
     for name, info in field_names(section).items():
         below = section_class(info.annotation)

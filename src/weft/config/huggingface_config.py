@@ -1,6 +1,6 @@
-"""A Hugging Face folder as the checks of a run file see it: what its config.json says, read without torch.
+"""Reads the config.json of a Hugging Face folder as keys of `model:`, without torch.
 
-What a config.json's keys mean is its family's to say (`weft.families`); the sections here check what that gives.
+The model families (`weft.families`) convert the keys; `ModelSection` checks the result.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 from pydantic import ValidationError
 
 from weft.config.model import ModelSection
-from weft.config.model_rules import mistakes
+from weft.config.model_rules import model_mistakes
 from weft.errors import UserError
 from weft.families import family_of
 from weft.families.config_json import CONFIG, read_config
 
 _KINDS = {
-    "int_type": "no whole number", "int_from_float": "no whole number", "float_type": "no number",
-    "bool_type": "neither true nor false", "list_type": "no list", "string_type": "no name",
+    "int_type": "not an integer", "int_from_float": "not an integer", "float_type": "not a number",
+    "bool_type": "neither true nor false", "list_type": "not a list", "string_type": "not a name",
 }  # fmt: skip
-_MOST_PARAMETERS = 10**15  # beyond a thousand trillion it is a mistake, and sizes of tensors overflow
+_MOST_PARAMETERS = 10**15  # a larger model is a mistake, and its tensor sizes overflow
 
 
-def keys_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `ModelSection` for a config.json, each of a type and within the bounds that its field has.
+def model_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of `ModelSection` for a config.json, each with a valid type and range.
 
     Raises:
-        UserError: an unknown architecture, or a key's value that is not supported; it names config.json's key.
+        UserError: an unknown architecture, or an unsupported value; it names the key of config.json.
     """
     return _read(config)[0]
 
 
-def model_of(config: dict[str, Any]) -> ModelSection:
-    """The model that a config.json means, its sizes checked against one another as a run file's are.
+def checked_model(config: dict[str, Any]) -> ModelSection:
+    """Returns the model of a config.json, with the same checks as a run file.
 
     Raises:
-        UserError: as `keys_of`, or for sizes that do not fit together.
+        UserError: as `model_keys`, or for sizes that contradict each other.
     """
-    section, said = _read(config)[1], "if it is not meant so, the file is damaged: download it again"
-    for key, what, _ in mistakes(section):
-        raise UserError(f"{family_of(config).KEYS.get(key, key)}: {what}; {said}")
+    section, remedy = _read(config)[1], "if it is not intended, the file is damaged: download it again"
+    for key, what, _ in model_mistakes(section):
+        raise UserError(f"{family_of(config).KEYS.get(key, key)}: {what}; {remedy}")
     if (size := section.size().parameters) > _MOST_PARAMETERS:
-        raise UserError(f"its sizes are those of a model of {float(size):.1e} parameters; {said}")
+        raise UserError(f"the sizes imply {float(size):.1e} parameters; {remedy}")
     return section
 
 
@@ -54,7 +54,7 @@ def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
         said = config.get(key)
         ids = said if key == "eos_token_id" and isinstance(said, list) else [said]
         if said is not None and not all(type(one) is int for one in ids):
-            raise UserError(f"{key}: {reprlib.repr(said)} is no token's id, which is a whole number")
+            raise UserError(f"{key}: {reprlib.repr(said)} is not a token id, which is an integer")
     keys = family.from_hf(dict(config))
     try:
         return keys, ModelSection(**keys)
@@ -63,20 +63,20 @@ def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
     path = [part for part in mistake["loc"] if isinstance(part, str)]
     inner = bool(path) and len(path) < len(mistake["loc"])  # of a list
     value = reduce(lambda found, part: found[part], path, keys)
-    kind = "no list of such" if inner else _KINDS.get(mistake["type"])
-    what = f"is {kind}" if kind else f"cannot be: {mistake['msg'].replace('Input should', 'it must')}"
+    kind = "a list with an invalid item" if inner else _KINDS.get(mistake["type"])
+    what = f"is {kind}" if kind else f"is not valid: {mistake['msg'].replace('Input should', 'it must')}"
     ours = ".".join(path)
     raise UserError(f"{family.KEYS.get(ours, ours)}: {reprlib.repr(value)} {what}")
 
 
-def section_keys(path: str | Path) -> dict[str, Any]:
-    """The keys of `ModelSection` that a folder's config.json means.
+def folder_model_keys(path: str | Path) -> dict[str, Any]:
+    """Returns the keys of `ModelSection` for the config.json of a folder.
 
     Raises:
-        UserError: with the file, for an unknown architecture or a key that is not supported.
+        UserError: as `model_keys`, with the file.
     """
     config = read_config(path)
     try:
-        return keys_of(config)
+        return model_keys(config)
     except UserError as error:
         raise UserError(error.what, Path(path) / CONFIG) from None

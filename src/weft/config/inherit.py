@@ -1,4 +1,4 @@
-"""From a file to one tree: `extends`, then overrides from the command line."""
+"""Reads a file with the files that it extends, and command line overrides, into one tree."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 from weft.config.tree import COMMAND_LINE, Node, merge, parse, read_file
 from weft.errors import Problem
 
-# A `type` that is not written is this one.
+# The default `type` of sections.
 TYPES = {"objective": "pretrain", "optimizer": "adamw", "schedule": "cosine", "model": "decoder"}
 _KEY = re.compile(r"[^\s.=]+(\.[^\s.=]+)*")
 
 
 def read_tree(path: Path, overrides: Sequence[str], problems: list[Problem]) -> tuple[Node | None, list[str]]:
-    """A file with all that it extends, and the overrides over it.
+    """Reads a file, what it extends, and overrides.
 
     Returns:
-        The tree, or None if a file could not be read; and the files' names, the main one first, then "command line".
+        The tree, or None if a file could not be read; and the names of the files, the main one first, then
+        "command line".
     """
     files: list[str] = []
     tree = _read(path, str(path), [], files, problems, None)
@@ -36,9 +37,8 @@ def _read(
     if any(real == above for above, _ in chain):
         names = " -> ".join([*(name for _, name in chain), label])
         where = at or Problem("extends", "", label)
-        problems.append(
-            Problem("extends", f"files extend each other in a circle: {names}; take one out", where.file, where.line)
-        )
+        what = f"files extend each other in a circle: {names}; remove one of them"
+        problems.append(Problem("extends", what, where.file, where.line))
         return None
     if label not in files:
         files.append(label)
@@ -50,27 +50,25 @@ def _read(
     child = Node({key: value for key, value in node.value.items() if key != "extends"}, node.file, node.line)
     if extends is None:
         return child
-    bases = extends.value if isinstance(extends.value, list) else [extends]
-    merged: Node | None = None
-    broken = False
-    for base in bases:
+    bases: list[Node | None] = []
+    for base in extends.value if isinstance(extends.value, list) else [extends]:
         if not isinstance(base.value, str) or not base.value.strip() or "\0" in base.value:
-            problems.append(base.problem("extends", "must be a file's name, or a list of them"))
-            broken = True
+            problems.append(base.problem("extends", "must be a file name, or a list of file names"))
+            bases.append(None)
             continue
-        wanted = path.parent / base.value
         name = os.path.normpath(os.path.join(os.path.dirname(label), base.value))
-        read = _read(wanted, name, [*chain, (real, label)], files, problems, base.problem("extends", ""))
-        broken |= read is None
-        if read is not None:
-            merged = read if merged is None else merge(merged, read, types=TYPES)
-    if broken:
+        above = [*chain, (real, label)]
+        bases.append(_read(path.parent / base.value, name, above, files, problems, base.problem("extends", "")))
+    if None in bases:
         return None
-    return child if merged is None else merge(merged, child, types=TYPES)
+    merged: Node | None = None
+    for one in (*bases, child):
+        merged = one if merged is None or one is None else merge(merged, one, types=TYPES)
+    return merged
 
 
 def _with_model(node: Node) -> Node:
-    """`model: llama-60m` is `model: {preset: llama-60m}`; written so, it replaces whatever model a base has."""
+    """Writes `model: llama-60m` as `model: {preset: llama-60m}`, which replaces an inherited model."""
     model = node.get("model")
     if model is None or not isinstance(model.value, str):
         return node
@@ -79,37 +77,33 @@ def _with_model(node: Node) -> Node:
 
 
 def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]) -> Node:
-    """`key.path=value` arguments over `base` as one tree; a later one wins over an earlier."""
+    """Returns `key.path=value` arguments as one tree; a later one takes precedence over an earlier one."""
     tree = Node({}, COMMAND_LINE)
     for override in overrides:
         key, equals, text = override.partition("=")
+        wrong = None
         if not equals or not _KEY.fullmatch(key):
-            problems.append(Problem("", f"{override!r} is not key=value; write it as optimizer.lr=1e-3", COMMAND_LINE))
-            continue
-        if key.split(".")[0] == "extends":
-            problems.append(Problem(key, "only a file can extend another; write it there", COMMAND_LINE))
-            continue
-        if (whole := _list_above(base, key.split("."))) is not None:
-            what = f"the items of a list are not set one by one; write all of it, as {whole}='[...]'"
-            problems.append(Problem(key, what, COMMAND_LINE))
-            continue
-        if not text.strip():
-            problems.append(
-                Problem(key, "there is no value after '='; to unset an optional key write null", COMMAND_LINE)
-            )
+            key, wrong = "", f"{override!r} is not key=value; write it as optimizer.lr=1e-3"
+        elif key.split(".")[0] == "extends":
+            wrong = "only a file can extend another; write extends in the file"
+        elif (items := _list_above(base, key.split("."))) is not None:
+            wrong = f"items of a list cannot be set one by one; write the full list, as {items}='[...]'"
+        elif not text.strip():
+            wrong = "no value after '='; write null to unset an optional key"
+        if wrong is not None:
+            problems.append(Problem(key, wrong, COMMAND_LINE))
             continue
         value = parse(text, COMMAND_LINE, found := [], numbered=False)
         problems += [Problem(key, problem.what, COMMAND_LINE) for problem in found]
-        if value is None:
-            continue
-        for part in reversed(key.split(".")):
-            value = Node({part: value}, COMMAND_LINE)
-        tree = merge(tree, _with_model(value))
+        if value is not None:
+            for part in reversed(key.split(".")):
+                value = Node({part: value}, COMMAND_LINE)
+            tree = merge(tree, _with_model(value))
     return tree
 
 
 def _list_above(base: Node, parts: list[str]) -> str | None:
-    """The list whose item a key means, as `data.train` of `data.train.0.weight` and `data.train[0]`; None if none."""
+    """Returns the list of which a key names an item (`data.train` for `data.train.0.weight`), or None."""
     for place, part in enumerate(parts):
         name, bracket, _ = part.partition("[")
         if bracket:

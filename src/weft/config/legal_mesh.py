@@ -1,13 +1,13 @@
-"""Whether a mesh makes sense for a run: every reason against it, and the nearest mesh that has none.
+"""Checks whether a mesh is legal for a run: all reasons against it, and the nearest legal mesh.
 
-It is asked before anything starts: when the file is checked, on the number of ranks that the caller or torchrun tells
-(or on the least that the mesh can have); and again when the number of processes is known.
+The check of a file uses the world size of the caller or of torchrun, or the smallest that fits the mesh. The check is
+repeated when the number of processes is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.config.derive import batch_sequences
 from weft.config.mesh import (
@@ -20,20 +20,22 @@ from weft.config.mesh import (
     least_ranks,
     mesh_shape,
 )
-from weft.config.mesh_needs import Get, Needs, Reason
+from weft.config.mesh_needs import GetValue, Needs, Reason
 from weft.config.nearest_mesh import as_yaml, nearest_mesh
-from weft.config.sections import RunSections
 from weft.config.tree import COMMAND_LINE
 from weft.errors import ConfigError, Problem, UserError
+
+if TYPE_CHECKING:
+    from weft.config.run import RunConfig
 
 SIZES = (*AXES, "ep")
 
 
-def check_mesh(config: RunSections, ranks: int) -> MeshShape:
-    """The mesh of a checked config on so many ranks.
+def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
+    """Returns the mesh of a checked config on `ranks` ranks.
 
     Raises:
-        ConfigError: it does not fit them, the model, the data or the training: each reason, and the nearest that does.
+        ConfigError: the mesh is not legal; with each reason, and the nearest legal mesh.
     """
 
     def get(key: str) -> Any:
@@ -48,8 +50,8 @@ def check_mesh(config: RunSections, ranks: int) -> MeshShape:
     return mesh_shape(config.parallel, ranks)
 
 
-def _placed(config: RunSections, reason: Reason) -> Problem:
-    """A reason, at the first of its key and the axes that is written in a file or on the command line."""
+def _placed(config: RunConfig, reason: Reason) -> Problem:
+    """Returns a reason as a problem, at the first of its key and the axes that the user wrote."""
     axes = [f"parallel.{axis}" for axis in SIZES]
     for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")
@@ -60,13 +62,13 @@ def _placed(config: RunSections, reason: Reason) -> Problem:
     return Problem(reason.key, reason.what)
 
 
-def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[Reason]:
-    """All that is wrong with a run's mesh.
+def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> list[Reason]:
+    """Returns all reasons against the mesh of a run.
 
     Args:
-        get: the run's values; those of `parallel` have been checked each by itself.
-        sequences: of the global batch; None if that is not known.
-        ranks: None if that is not known either: then on the least number that the mesh can have.
+        get: the run's values; each value of `parallel` is valid by itself.
+        sequences: of the global batch; None if they are not known.
+        ranks: the world size. None: the smallest that fits the mesh.
     """
     values = {name: get(f"parallel.{name}") for name in ParallelSection.model_fields}
     section = ParallelSection.model_construct(**values)
@@ -74,7 +76,7 @@ def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[
     against: list[Reason] = []
     try:
         least = least_ranks(section)
-        # What fills the rest has any size, if the number of ranks is not known: some rules want more than 1 of it.
+        # Without a world size, an axis of -1 may have any size; some rules need more than 1.
         tried = [ranks] if ranks is not None else [least, 2 * least] if -1 in values.values() else [least]
         found = [list(needs.reasons(mesh_shape(section, number))) for number in tried]
         against = min(found, key=len)
@@ -84,7 +86,7 @@ def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[
         against = [Reason(key, what), *needs.of_axes(said)]
     reasons = list(_of_settings(needs, section))
     if against:
-        nearest = nearest_mesh(section, ranks, needs.experts, needs.alone, needs.fits)
+        nearest = nearest_mesh(section, ranks, needs.experts, needs.allows, needs.fits)
         said = "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
         last = against.pop()
         reasons += [*against, Reason(last.key, f"{last.what}; {said}")]
@@ -92,14 +94,14 @@ def reasons_against(get: Get, sequences: int | None, ranks: int | None) -> list[
 
 
 def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
-    """What is wrong on every mesh, or with every pipeline: a change of sizes is not what mends it."""
+    """Yields contradictions between settings, which other sizes do not remove."""
     stage, reshards = section.zero_stage, section.reshard_after_forward
     if stage is not None and reshards is not None and bool(reshards) != (stage == 3):
-        what = f"{str(reshards).lower()}, and zero_stage {stage} says {str(stage == 3).lower()}; remove one of the two"
+        what = f"{str(reshards).lower()}, but zero_stage {stage} sets {str(stage == 3).lower()}; remove one of the keys"
         yield Reason("parallel.reshard_after_forward", what)
     when = "last" if stage == 1 else "every"
     if stage is not None and section.reduce_gradients not in (None, when):
-        what = f"{section.reduce_gradients}, and zero_stage {stage} says {when}; remove one of the two"
+        what = f"{section.reduce_gradients}, but zero_stage {stage} sets {when}; remove one of the keys"
         yield Reason("parallel.reduce_gradients", what)
     if reshards is not None and not isinstance(reshards, bool) and reshards < 1:
         yield Reason("parallel.reshard_after_forward", f"{reshards} ranks; set true, false or a number of ranks")
@@ -107,20 +109,22 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
     if section.pp == 1:
         for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
             if value is not None:
-                yield Reason(f"parallel.{key}", f"{value}, and there is no pipeline (parallel.pp is 1); remove the key")
+                yield Reason(f"parallel.{key}", f"{value}, but there is no pipeline (parallel.pp is 1); remove the key")
     elif several not in (None, 2) and section.pp_schedule in V_SHAPED:
-        what = f"{several}, and {section.pp_schedule} has 2, one from each end of the model; remove the key"
+        what = f"{several}, but {section.pp_schedule} has 2, one from each end of the model; remove the key"
         yield Reason("parallel.stages_per_rank", what)
     elif several not in (None, 1) and section.pp_schedule in ONE_STAGE:
-        what = f"{several}, and {section.pp_schedule} has one; remove the key, or set pp_schedule: interleaved_1f1b"
+        what = f"{several}, but {section.pp_schedule} has one; remove the key, or set pp_schedule: interleaved_1f1b"
         yield Reason("parallel.stages_per_rank", what)
     if counts is not None and min(counts, default=0) < 1:
-        yield Reason("parallel.stage_layers", f"{counts}: every stage needs a layer; give each at least 1")
+        yield Reason("parallel.stage_layers", f"{counts}: a stage has no layer; give each at least 1")
     elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:
-        what = f"{sum(counts)} layers in all, and the model has {needs.layers} (model.num_hidden_layers); mend the list"
-        yield Reason("parallel.stage_layers", what)
+        what = f"{sum(counts)} layers in total, but the model has {needs.layers} (model.num_hidden_layers)"
+        yield Reason("parallel.stage_layers", f"{what}; correct the list")
     if section.tp == 1 and section.async_tp:
-        yield Reason("parallel.async_tp", "there are no tensor ranks to overlap (parallel.tp is 1); remove the key")
+        yield Reason("parallel.async_tp", "there is no tensor parallelism (parallel.tp is 1); remove the key")
     if section.pp != 1 and section.pp_schedule in SPLIT_BACKWARD and needs.compiles:
-        what = f"{section.pp_schedule} takes each backward in two parts, which compiled code does not have"
-        yield Reason("training.compile", f"{what}; set it to false, or parallel.pp_schedule: interleaved_1f1b")
+        what = (
+            f"{section.pp_schedule} splits each backward in two, which compiled code does not support; set it to false"
+        )
+        yield Reason("training.compile", f"{what}, or parallel.pp_schedule: interleaved_1f1b")

@@ -1,4 +1,4 @@
-"""What each axis of a mesh asks of the model, the data and the training."""
+"""Rules that a mesh must satisfy: conditions of each axis on the model, the data and the training."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.derive import share_rows
-from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection, exchangeable
+from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection, can_exchange_heads
 from weft.config.model_rules import known_model
 from weft.config.python_source import NotFound, find_class
 from weft.config.signature import has_attribute
 from weft.config.transformers_model import LIMITS
 
-Get = Callable[[str], Any]  # a checked value by its dotted key; None: not set, or not known
+GetValue = Callable[[str], Any]  # returns a checked value by its dotted key; None if it is not set or not known
 
 
 @dataclass(frozen=True)
 class Reason:
-    """What is wrong with a mesh, and the key to tell it at."""
+    """A reason against a mesh, and the key where it is reported."""
 
     key: str
     what: str
 
 
 class Needs:
-    """The numbers of a run that its mesh must fit, and every rule of how.
+    """The values of a run that its mesh depends on, and all rules.
 
     Args:
-        get: the run's values; a rule whose numbers are not known says nothing.
-        section: of the mesh.
-        sequences: of the global batch.
+        get: the run's values; a rule with an unknown value is skipped.
+        section: the section `parallel`.
+        sequences: of the global batch; None if they are not known.
     """
 
-    def __init__(self, get: Get, section: ParallelSection, sequences: int | None):
+    def __init__(self, get: GetValue, section: ParallelSection, sequences: int | None):
         self.section, self.sequences = section, sequences
         self.compresses = get("parallel.compress.rank") is not None
         self.only_rows = get("training.only_rows_from")
@@ -45,78 +45,78 @@ class Needs:
         self.type = get("model.type")
         self.layers: int | None = None
         self.experts: int | None = None
-        self.heads: tuple[int, int] | None = None  # of queries; of keys and values
-        self.cut: list[tuple[int, str, str]] = []  # what tensor ranks share: how many, in words, and what to do
-        self.shared = False  # whether several tensor ranks may have the same head of keys and values
-        self.own: list[tuple[str, str]] = []  # parts that would see only some heads or tokens: key and class
+        self.heads: tuple[int, int] | None = None  # query heads, and key/value heads
+        self.split: list[tuple[int, str, str]] = []  # dimensions that `tp` splits: size, description, remedy
+        self.shared = False  # whether several tensor parallel ranks may have the same key/value head
+        self.custom: list[tuple[str, str]] = []  # custom components that need all heads and tokens: key and class
         if self.type == "decoder":
             self._read(get)
         self._feeds: dict[tuple[int, int], Reason | None] = {}
 
-    def _read(self, get: Get) -> None:
-        """The numbers of a built-in decoder."""
+    def _read(self, get: GetValue) -> None:
+        """Reads the values of a built-in decoder."""
         model = known_model(get)
         moe, heads, groups = model.moe, model.num_attention_heads, model.num_key_value_heads
         self.layers, self.experts = model.num_hidden_layers, moe and moe.num_experts
         if heads is not None:
             self.heads = heads, groups or heads
-            self.cut.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))
+            self.split.append((heads, f"{heads} attention heads (model.num_attention_heads)", ""))
             self.shared = not (model.qk_norm and model.qk_norm_over == "width")
         inner = model.inner_width if model.hidden_size is not None else None
         if inner is not None and any(moe is None or not moe.has_experts(layer) for layer in range(self.layers or 0)):
-            self.cut.append((inner, f"the MLP's width, {inner:,} (model.intermediate_size)", ""))
+            self.split.append((inner, f"the MLP's hidden size, {inner:,} (model.intermediate_size)", ""))
         each = moe and (moe.moe_intermediate_size or inner)
         if each is not None:
-            self.cut.append((each, f"the experts' width, {each:,} (model.moe.moe_intermediate_size)", ""))
+            self.split.append((each, f"the experts' hidden size, {each:,} (model.moe.moe_intermediate_size)", ""))
         if (rows := model.vocab_size) is not None:
-            remedy = "set model.pad_vocab_to_multiple: {tp}, or where vocab_size is set make it {up}"
-            self.cut.append((rows, f"the vocabulary's {rows:,} rows (model.vocab_size)", remedy))
+            remedy = "set model.pad_vocab_to_multiple: {tp}, or, if vocab_size is set, make it {up}"
+            self.split.append((rows, f"the vocabulary's {rows:,} rows (model.vocab_size)", remedy))
         keys = ("position", "attention_implementation")
-        self.own = [(f"model.{key}", getattr(model, key)) for key in keys if ":" in (getattr(model, key) or "")]
+        self.custom = [(f"model.{key}", getattr(model, key)) for key in keys if ":" in (getattr(model, key) or "")]
 
     def fits(self, shape: MeshShape) -> bool:
-        """Whether there is no reason against a mesh."""
+        """Whether a mesh is legal."""
         return next(self.reasons(shape), None) is None
 
-    def alone(self, axis: str, size: int) -> bool:
-        """Whether an axis may have a size at all, whatever the others have."""
+    def allows(self, axis: str, size: int) -> bool:
+        """Whether an axis may have a size, regardless of the other axes."""
         return next(self.of_axes(MeshShape(**{axis: size})), None) is None
 
     def reasons(self, shape: MeshShape) -> Iterator[Reason]:
-        """All reasons against a mesh."""
+        """Yields all reasons against a mesh."""
         yield from self.of_axes(shape)
         yield from self._of_all(shape)
 
-    # ---- rules that a mesh keeps only if each of its axes keeps them without the others
+    # ---- rules for single axes
 
     def of_axes(self, shape: MeshShape) -> Iterator[Reason]:
-        """Reasons against single axes."""
+        """Yields reasons against the sizes of single axes."""
         if self.type not in (None, "decoder"):
             yield from self._other_models(shape)
         if shape.tp > 1 and self.section.async_tp and not self.compiles:
-            what = "it is compiled code that overlaps them; set training.compile: true, or remove it"
+            what = "it needs compiled code; set training.compile: true, or remove it"
             yield Reason("parallel.async_tp", what)
         if shape.tp > 1:
-            for size, what, remedy in self.cut:
+            for size, what, remedy in self.split:
                 if size % shape.tp:
                     more = f"; {remedy.format(tp=shape.tp, up=-(-size // shape.tp) * shape.tp)}" if remedy else ""
                     yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
             heads, groups = self.heads or (0, 0)
             if groups != heads and groups % shape.tp and not (self.shared and shape.tp % groups == 0):
-                more = ", nor do they divide it" if self.shared else ", whose norm is one of all (model.qk_norm_over)"
-                what = f"{shape.tp} does not divide {groups} key-value heads (model.num_key_value_heads){more}"
+                more = ", and they do not divide it" if self.shared else ", which share one norm (model.qk_norm_over)"
+                what = f"{shape.tp} does not divide {groups} key/value heads (model.num_key_value_heads){more}"
                 yield Reason("parallel.tp", what)
         if shape.cp > 1:
             yield from self._exchange(shape)
         if shape.cp * shape.tp > 1:
             axis, seen = ("tp", "heads") if shape.tp > 1 else ("cp", "tokens")
-            for key, chosen in self.own:
-                what = f"{chosen} would be given only some of the {seen} ({axis} {shape.sizes[axis]})"
-                yield Reason(key, f"{what}; choose a built-in one")
+            for key, chosen in self.custom:
+                what = f"{chosen} would receive only some of the {seen} ({axis} {shape.sizes[axis]})"
+                yield Reason(key, f"{what}; choose a built-in component")
             yield from self._rows(shape)
         if shape.ep > 1 and self.type == "decoder":
             if self.experts is None:
-                yield Reason("parallel.ep", f"{shape.ep}, and the model has no experts (model.moe)")
+                yield Reason("parallel.ep", f"{shape.ep}, but the model has no experts (model.moe)")
             elif self.experts % shape.ep:
                 what = f"{shape.ep} does not divide the {self.experts} experts (model.moe.num_experts)"
                 yield Reason("parallel.ep", what)
@@ -124,15 +124,15 @@ class Needs:
             yield from self._stages(shape)
 
     def _stages(self, shape: MeshShape) -> Iterator[Reason]:
-        for key, chosen in self.own:
+        for key, chosen in self.custom:
             if key == "model.position":
-                yield Reason(key, f"{chosen} would be one in each stage of a pipeline; choose a built-in one")
+                yield Reason(key, f"{chosen} would be duplicated in each pipeline stage; choose a built-in component")
         if self.only_rows is not None and self.type == "decoder":
-            what = f"{self.only_rows}, and most stages of a pipeline have no row to train; remove it"
+            what = f"{self.only_rows}, but most pipeline stages have no row to train; remove it"
             yield Reason("training.only_rows_from", what)
         if self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
             each = f" x {self.section.virtual_stages}" if self.section.virtual_stages > 1 else ""
-            what = f"{shape.pp}{each} stages, and the model has {self.layers} layers (model.num_hidden_layers)"
+            what = f"{shape.pp}{each} stages, but the model has {self.layers} layers (model.num_hidden_layers)"
             if self.section.stages_per_rank and (fewer := self.layers // shape.pp) > 1:
                 what += f"; set stages_per_rank: {fewer}"
             yield Reason("parallel.pp", what)
@@ -141,47 +141,47 @@ class Needs:
         for axis in ("pp", "cp", "tp", "ep"):
             size, key = shape.sizes[axis], f"parallel.{axis}"
             if size > 1 and self.type == "hf":
-                yield Reason(key, f"{size}, and a model of type hf is {LIMITS}")
+                yield Reason(key, f"{size}, but a model of type hf is {LIMITS}")
             elif size > 1 and axis != "tp":
-                what = f"{size}, and a model of your own has the axes of data and, with a table weft_sharding, tp"
+                what = f"{size}, but a custom model supports the data axes and, with a table weft_sharding, tp"
                 yield Reason(key, what)
             elif size > 1 and has_table(self.type) is False:
-                what = f"{size}, and {self.type} does not say how its matrices are cut"
-                yield Reason(key, f"{what}; give the class a table, weft_sharding (docs/parallel-own-model.md)")
+                what = f"{size}, but {self.type} does not define how its matrices are sharded"
+                yield Reason(key, f"{what}; add a table weft_sharding to the class (docs/parallel-own-model.md)")
 
     def _exchange(self, shape: MeshShape) -> Iterator[Reason]:
         if self.section.cp_method != "all_to_all" or self.exchanges(shape):
             return
         heads, groups = self.heads or (0, 0)
-        what = f"{heads} attention" if heads // shape.tp % shape.cp else f"{groups} key-value"
+        what = f"{heads} attention" if heads // shape.tp % shape.cp else f"{groups} key/value"
         each = f" / tp {shape.tp}" if shape.tp > 1 else ""
         yield Reason(
-            "parallel.cp_method", f"all_to_all, and cp {shape.cp} does not divide {what} heads{each}; set auto"
+            "parallel.cp_method", f"all_to_all, but cp {shape.cp} does not divide {what} heads{each}; set auto"
         )
 
     def exchanges(self, shape: MeshShape) -> bool:
-        """Whether the heads of a tensor rank can be exchanged for tokens."""
-        return self.heads is None or exchangeable(self.heads, shape.tp, shape.cp)
+        """Whether context parallel ranks can exchange heads for tokens."""
+        return self.heads is None or can_exchange_heads(self.heads, shape.tp, shape.cp)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
         gathers = shape.cp > 1 and (self.section.cp_method in ("all_gather", "ring") or not self.exchanges(shape))
-        # Where keys and values are gathered, a rank has a piece from the front of a row and one from its end.
+        # With gathered keys and values, a rank has one slice from the front of a sequence and one from its end.
         unit = shape.cp * (math.lcm(2, shape.tp) if gathers else shape.tp)
         for key, length in self.lengths:
             if length % unit:
                 axes = [axis for axis in ("cp", "tp") if shape.sizes[axis] > 1]
                 parts = " x ".join(f"{axis} {shape.sizes[axis]}" for axis in axes)
-                what = f"{parts} cannot cut rows of {length:,} tokens ({key}), which would be a multiple of {unit}"
+                what = f"{parts} cannot split sequences of {length:,} tokens ({key}); choose a multiple of {unit}"
                 yield Reason(f"parallel.{axes[0]}", what)
 
-    # ---- rules of several axes
+    # ---- rules between axes
 
     def _of_all(self, shape: MeshShape) -> Iterator[Reason]:
         if shape.fsdp % shape.ep:
-            what = f"{shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from whose ranks it is taken"
+            what = f"{shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, whose ranks it uses"
             yield Reason("parallel.ep", what)
         if self.compresses and shape.dp_replicate == 1:
-            what = "it makes smaller what copies of the model tell one another, and there is one copy; set dp_replicate"
+            what = "it compresses the all-reduce between replicas, but there is one replica; set dp_replicate"
             yield Reason("parallel.compress", f"{what}, or remove it")
         number = self.section.reshard_after_forward
         if number is not None and not isinstance(number, bool) and number > 1:
@@ -190,8 +190,8 @@ class Needs:
             return
         counts, stages = self.section.stage_layers, shape.pp * self.section.virtual_stages
         if counts is not None and len(counts) != stages:
-            what = f"{len(counts)} stages, and pp {shape.pp} with {self.section.pp_schedule} has {stages}"
-            yield Reason("parallel.stage_layers", f"{what}; give each its layers, or remove the key")
+            what = f"{len(counts)} stages, but pp {shape.pp} with {self.section.pp_schedule} has {stages}"
+            yield Reason("parallel.stage_layers", f"{what}; list the layers of each stage, or remove the key")
         if self.sequences and self.length:
             where = shape.pp, shape.data_ranks
             if where not in self._feeds:
@@ -201,18 +201,18 @@ class Needs:
 
     def _reshards(self, shape: MeshShape, number: int) -> Iterator[Reason]:
         key, experts = "parallel.reshard_after_forward", shape.fsdp // shape.ep
-        # PyTorch makes the groups of so many ranks one after another: where some ranks of the run have no part in it,
-        # each waits for another one's.
+        # PyTorch creates the process groups of N ranks one after another; ranks that are not part of all of them would
+        # wait for each other.
         if shape.fsdp > 1 and shape.fsdp % number:
             yield Reason(key, f"{number} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}; set true or false")
         elif number < shape.fsdp and shape.pp * shape.tp > 1:
-            yield Reason(key, f"{number} of {shape.fsdp} ranks goes with neither pp nor tp; set true or false")
+            yield Reason(key, f"{number} of {shape.fsdp} ranks is not supported with pp or tp; set true or false")
         elif shape.ep > 1 and experts not in (1, number):
-            what = f"{number}, and experts are shared by {experts} ranks (dp_shard x cp / ep); set that, true or false"
-            yield Reason(key, what)
+            what = f"{number}, but experts are sharded over {experts} ranks (dp_shard x cp / ep)"
+            yield Reason(key, f"{what}; set {experts}, true or false")
 
     def _micro_batches(self, shape: MeshShape, sequences: int, length: int) -> Reason | None:
-        """Whether a step has micro-batches that the schedule can order."""
+        """Checks that the schedule supports the number of micro-batches per step."""
         section, pp = self.section, shape.pp
         rows, micro = share_rows(sequences, length, shape, self.micro, section)
         count = -(-rows // micro)
@@ -225,15 +225,15 @@ class Needs:
         else:
             enough = next(number for number in range(count, count + 2 * pp + 1) if section.orders(number, pp))
             remedy = f"set training.batch_tokens: {enough * micro * shape.data_ranks * length}"
-        wanted = f"less than {2 * pp} micro-batches, or a multiple of {pp}"
+        wanted = f"fewer than {2 * pp} micro-batches, or a multiple of {pp}"
         if section.pp_schedule in (*V_SHAPED, "1f1b"):
             wanted = f"at least {pp * section.virtual_stages} micro-batches"
         what = f"{section.pp_schedule} over {pp} ranks needs {wanted}"
-        return Reason("parallel.pp", f"{what}, and a step has {count} ({rows} rows, {micro} at a time); {remedy}")
+        return Reason("parallel.pp", f"{what}, but a step has {count} ({rows} sequences, {micro} at a time); {remedy}")
 
 
 def has_table(type_: str) -> bool | None:
-    """Whether a class of the user's own says how it is cut; None where its source does not tell."""
+    """Whether a custom model defines how it is sharded; None if its source does not show it."""
     module, _, name = type_.partition(":")
     try:
         source = find_class(module, name)

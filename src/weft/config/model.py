@@ -1,4 +1,4 @@
-"""`model:` the decoder's shape and parts, in the words of Hugging Face's config files."""
+"""`model:` the decoder's shape and components, with the keys of Hugging Face's config files."""
 
 from __future__ import annotations
 
@@ -6,75 +6,23 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from weft.config.moe import ExpertsSection, LatentAttentionSection
-from weft.config.section import Component, Folder, Own, Section
+from weft.config.model_sections import AttentionPatternSection, ExpertsSection, LatentAttentionSection, RopeScaling
+from weft.config.section import Component, CustomClass, Folder, Section
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Attention = Literal["auto", "sdpa", "flex", "flash"]
 Initialization = Literal["normal", "scaled", "muon_zero"]
-
-
-class AttentionPatternSection(Component):
-    """Sparse attention: which of the keys before it a query looks at. Built in: files of `weft/kernels/patterns/`.
-
-    Within each document, which a pattern is counted from the start of; a query always sees itself. On a GPU blocks that
-    nobody looks at are skipped (flex attention); on a CPU it is a mask. A class of one's own is called with the places
-    of queries and keys.
-    """
-
-    kind: ClassVar[str] = "attention_pattern"
-
-
-class RopeScaling(Section):
-    """Rotations stretched to more positions than a model was first trained for, as Hugging Face's `rope_scaling`."""
-
-    rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = Field(
-        description="linear: all alike; dynamic: a larger base, the longer the sequence; llama3: only the slow ones; "
-        "yarn: the slow ones, and attention sharpened; longrope: each by a factor of its own, of two sets by length"
-    )
-    factor: float = Field(gt=0, description="how many times as many positions")
-    original_max_position_embeddings: int | None = Field(
-        None, ge=1, description="positions before that; needed by all but linear"
-    )
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: below so many turns, a rotation is slowed in full")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: above so many turns, it is left alone")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: above so many turns, a rotation is left alone")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: below so many turns, it is slowed in full")
-    attention_factor: float | None = Field(
-        None,
-        gt=0,
-        description="yarn, longrope: factor of the rotated queries and keys; default: 1 + log(factor) / 10, and "
-        "sqrt(1 + log(factor) / log(original_max_position_embeddings))",
-    )
-    mscale: float | None = Field(None, description="yarn: with mscale_all_dim, another attention_factor, as DeepSeek's")
-    mscale_all_dim: float | None = Field(None, description="yarn: see mscale")
-    truncate: bool = Field(True, description="yarn: round the range of rotations between the two")
-    short_factor: list[float] | None = Field(
-        None, description="longrope: what each rotation is slowed by in sequences of up to the original positions"
-    )
-    long_factor: list[float] | None = Field(None, description="longrope: the same in longer ones")
-
-    def unfit(self, rotary_dim: int) -> str | None:
-        """What cannot be of heads that have so many rotated numbers; None if all is well."""
-        if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            return f"{self.rope_type} needs original_max_position_embeddings, the positions before the stretching"
-        if self.rope_type == "dynamic" and rotary_dim < 4:
-            return "dynamic needs at least 4 rotated numbers a head"
-        if self.rope_type == "longrope":
-            for key in ("short_factor", "long_factor"):
-                factors = getattr(self, key) or []
-                if len(factors) != rotary_dim // 2 or not all(factor > 0 for factor in factors):
-                    return f"{key} has {len(factors)} numbers; longrope needs {rotary_dim // 2}, all above 0"
-            if self.original_max_position_embeddings == 1:
-                return "longrope needs original_max_position_embeddings above 1"
-        return None
+Norm = Literal["rmsnorm", "rmsnorm1p", "layernorm"]
+Position = Literal["rope", "learned", "alibi", "none"]
 
 
 class ModelSize(NamedTuple):
-    """Numbers of a model's parameters.
+    """Numbers of parameters.
 
     Attributes:
-        matmul: those that a token is multiplied with: a look-up is none, a tied head is one, and of a mixture of
-            experts only those count that a token goes through.
+        parameters: all parameters.
+        matmul: parameters of a token's matrix products: those of the chosen experts only, and a tied output head, but
+            not the embedding look-up.
     """
 
     parameters: int
@@ -82,134 +30,140 @@ class ModelSize(NamedTuple):
 
 
 class ModelSection(Section):
-    """A decoder-only transformer built from exchangeable parts.
+    """A decoder-only transformer built from exchangeable components.
 
-    `preset` (llama-tiny ... llama-8b, gpt2 ...) fills all keys; keys beside it override. `from` takes shape and weights
-    from another run, one checkpoint of it, or a Hugging Face folder.
+    `preset` (llama-tiny ... llama-8b, gpt2 ...) sets all keys; other keys take precedence over it. `from` takes shape
+    and weights from another run, from one of its checkpoints, or from a Hugging Face folder.
     """
 
-    type: Literal["decoder"] = Field("decoder", description="the built-in decoder; or module:Class of your own")
-    preset: str | None = Field(None, description="a family with sizes; the other keys override it")
-    from_: Folder | None = Field(
-        None, alias="from", description="a run, checkpoint or Hugging Face folder whose shape and weights to start from"
-    )
-    load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
-    family: str = Field("llama", description="whose weight names it has in Hugging Face's files")
+    type: Literal["decoder"] = "decoder"
+    """The built-in decoder, or a custom model `module:Class`."""
+    preset: str | None = None
+    """Name of a published model whose keys are the defaults (`weft models` lists them)."""
+    from_: Folder | None = Field(None, alias="from")
+    """Run, checkpoint or Hugging Face folder with the initial weights and the shape."""
+    load_optimizer: bool = False
+    """Whether the optimizer state of `from` is loaded too."""
+    family: str = "llama"
+    """Model family whose weight names are used in Hugging Face files."""
 
-    vocab_size: int | None = Field(None, ge=1, description="rows of the embedding; default: the tokenizer's")
-    pad_vocab_to_multiple: int | None = Field(
-        None,
-        ge=1,
-        description="round the tokenizer's vocab_size up to a multiple, as matrix products like; default: no",
-    )
-    pad_token_id: int | None = Field(
-        None,
-        ge=0,
-        description="a row of the embedding that look-ups give no gradient, as the `padding_idx` of transformers' "
-        "models; default: none",
-    )
-    hidden_size: int = Field(ge=1, description="width of the residual stream")
-    num_hidden_layers: int = Field(ge=1, description="blocks of attention and MLP")
-    num_attention_heads: int = Field(ge=1, description="query heads of each block")
-    num_key_value_heads: int | None = Field(None, ge=1, description="default: num_attention_heads")
-    head_dim: int | None = Field(None, ge=1, description="default: hidden_size / num_attention_heads")
-    intermediate_size: int | None = Field(
-        None, ge=1, description="width of the MLP; default: 8/3 (gated) or 4 x hidden_size"
-    )
-    max_position_embeddings: int = Field(2048, ge=1, description="longest sequence; the table's size if learned")
+    vocab_size: int | None = Field(None, ge=1)
+    """Rows of the embedding. Default: the size of the tokenizer's vocabulary."""
+    pad_vocab_to_multiple: int | None = Field(None, ge=1)
+    """Multiple to which a `vocab_size` from the tokenizer is rounded up, for faster matrix products. Default: 1."""
+    pad_token_id: int | None = Field(None, ge=0)
+    """Row of the embedding that receives no gradient from look-ups (`padding_idx`). Default: none."""
+    hidden_size: int = Field(ge=1)
+    """Width of the residual stream."""
+    num_hidden_layers: int = Field(ge=1)
+    """Number of layers, each with attention and an MLP."""
+    num_attention_heads: int = Field(ge=1)
+    """Number of query heads per layer."""
+    num_key_value_heads: int | None = Field(None, ge=1)
+    """Number of key/value heads per layer. Default: `num_attention_heads`."""
+    head_dim: int | None = Field(None, ge=1)
+    """Dimensions of a head. Default: `hidden_size` / `num_attention_heads`."""
+    intermediate_size: int | None = Field(None, ge=1)
+    """Hidden size of the MLP. Default: 4 x `hidden_size`; for a gated MLP 8/3 x, rounded up to a multiple of 8."""
+    max_position_embeddings: int = Field(2048, ge=1)
+    """Maximum sequence length in tokens, and the number of learned position embeddings."""
 
-    position: Literal["rope", "learned", "alibi", "none"] | Annotated[str, Own(kind="position")] = Field(
-        "rope",
-        description="rotations of queries and keys, a learned table, penalties on distance (Press et al., 2022), none; "
-        "or module:Class of your own",
-    )
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotations' wavelengths")
-    rope_scaling: RopeScaling | None = Field(None, description="stretched rotations, as Llama 3.1's; default: none")
-    partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="the share of each head that is rotated")
-    rope_local_base_freq: float | None = Field(
-        None,
-        gt=0,
-        description="rope_theta of the layers with a sliding window, which are not stretched; default: as all",
-    )
-    no_rope_layers: list[int] | None = Field(
-        None,
-        description="one number a layer, as Hugging Face has it: 1 rotates, 0 has no positions; default: all rotate",
-    )
-    no_rope_layer_interval: int | None = Field(
-        None, ge=1, description="every so-manieth layer has no positions; default: none"
-    )
-    alibi_bias_max: float = Field(
-        8.0, gt=0, description="alibi: heads are penalized by 2 ** -(alibi_bias_max x 1/heads, 2/heads ... 1) a token"
-    )
-    sliding_window: int | None = Field(
-        None, ge=1, description="a token sees so many tokens, itself with them; default: all before it"
-    )
-    sliding_window_pattern: int | None = Field(
-        None, ge=1, description="every so-manieth layer sees all the same; default: none does"
-    )
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = Field(
-        None, description="which layers have the sliding window, one by one; default: as sliding_window_pattern says"
-    )
-    attention_implementation: Literal["auto", "sdpa", "flex", "flash"] | Annotated[str, Own(kind="attention")] = Field(
-        "auto",
-        description="auto: PyTorch's fastest for the device and the mask; sdpa: no flex attention; flex: where it "
-        "can be (GPUs); flash: the package flash-attn (GPUs, 16 bits); or module:Class of your own. Beside a cache of "
-        "keys the first four are all sdpa",
-    )
-    attention_pattern: AttentionPatternSection | None = Field(
-        None, description="sparse attention, as {type: sliding, window: 256}; default: all before it"
-    )
-    norm: Literal["rmsnorm", "rmsnorm1p", "layernorm"] | Annotated[str, Own(kind="norm")] = Field(
-        "rmsnorm", description="what normalizes; rmsnorm1p multiplies by 1 + weight; or module:Class of your own"
-    )
-    norm_bias: bool = Field(True, description="layernorm has a bias")
-    norm_placement: Literal["pre", "post", "both"] = Field(
-        "pre", description="before each part of a block, after it (inside the residual), or both; and one at the end"
-    )
-    use_parallel_residual: bool = Field(False, description="attention and MLP read the same input, and are added")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="epsilon of every norm, LayerNorm's too")
-    qk_norm: bool = Field(False, description="RMS-normalize queries and keys, before RoPE")
-    qk_norm_over: Literal["head", "width"] = Field("head", description="each head by itself, or all of them together")
-    clip_qkv: float | None = Field(
-        None, gt=0, description="queries, keys and values are clamped to it; none by default"
-    )
-    attention_sinks: bool = Field(
-        False, description="each head may look at nothing: a learned score that takes part in the softmax"
-    )
-    mla: LatentAttentionSection | None = Field(None, description="multi-head latent attention; default: none")
-    mlp: Literal["gated", "plain"] = Field(
-        "gated", description="gated: act(gate(x)) * up(x), as SwiGLU; plain: act(up(x))"
-    )
-    moe: ExpertsSection | None = Field(None, description="a mixture of experts in place of the MLP; default: none")
-    hidden_act: Activation | Annotated[str, Own(kind="activation")] = Field(
-        "silu", description="the MLP's nonlinearity; or module:Class of your own"
-    )
-    attention_bias: bool = Field(False, description="biases on the q, k, v and output projections")
-    attention_output_bias: bool | None = Field(None, description="the output projection's; default: attention_bias")
-    mlp_bias: bool = Field(False, description="biases in the MLP")
-    tie_word_embeddings: bool = Field(False, description="the output head is the embedding's matrix")
-    embedding_multiplier: float = Field(1.0, gt=0, description="embedded tokens are multiplied by it")
-    attention_multiplier: float | None = Field(
-        None, gt=0, description="attention's scores are; default: 1 / sqrt(head_dim)"
-    )
-    residual_multiplier: float = Field(1.0, gt=0, description="what each part of a block adds is")
-    logits_scaling: float = Field(1.0, gt=0, description="logits are divided by it")
-    attn_logit_softcapping: float | None = Field(
-        None, gt=0, description="attention's scores = cap * tanh(scores / cap); none by default"
-    )
-    logit_softcap: float | None = Field(None, gt=0, description="logits = cap * tanh(logits / cap); none by default")
+    position: Position | Annotated[str, CustomClass(kind="position")] = "rope"
+    """Position embedding. `rope`: rotary; `learned`: a learned table; `alibi`: attention biases by distance (Press et
+    al., 2022); `none`; or a custom `module:Class`.
+    """
+    rope_theta: float = Field(10000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies. Default: none."""
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    """Fraction of the dimensions of a head that are rotated."""
+    rope_local_base_freq: float | None = Field(None, gt=0)
+    """`rope_theta` of layers with a sliding window, which are not scaled. Default: as in other layers."""
+    no_rope_layers: list[int] | None = None
+    """For each layer, 1 if it has a rotary embedding and 0 if it has none (Hugging Face's key). Default: all layers
+    have one.
+    """
+    no_rope_layer_interval: int | None = Field(None, ge=1)
+    """N, where every N-th layer has no rotary embedding. Default: all layers have one."""
+    alibi_bias_max: float = Field(8.0, gt=0)
+    """`alibi`: head h of H has the slope 2^-(alibi_bias_max x h / H) per token, for h = 1 ... H."""
+    sliding_window: int | None = Field(None, ge=1)
+    """Window size in tokens, counting the query itself. Default: no window."""
+    sliding_window_pattern: int | None = Field(None, ge=1)
+    """N, where every N-th layer has no sliding window. Default: all layers have it."""
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    """For each layer, whether it has the sliding window. Default: by `sliding_window_pattern`."""
+    attention_implementation: Attention | Annotated[str, CustomClass(kind="attention")] = "auto"
+    """Attention kernels. `auto`: PyTorch's fastest for the device and the mask; `sdpa`: never flex attention; `flex`:
+    flex attention where it is available (GPUs); `flash`: the package flash-attn (GPUs, 16 bits); or a custom
+    `module:Class`. Generation with a KV cache uses sdpa for the first four.
+    """
+    attention_pattern: AttentionPatternSection | None = None
+    """Sparse attention, as `{type: sliding, window: 256}`. Default: full causal attention."""
+    norm: Norm | Annotated[str, CustomClass(kind="norm")] = "rmsnorm"
+    """Normalization. `rmsnorm1p` is RMSNorm with scale 1 + weight; or a custom `module:Class`."""
+    norm_bias: bool = True
+    """Whether `layernorm` has a bias."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Whether norms are before attention and MLP, after them (on the residual branch), or both. There is always a final
+    norm.
+    """
+    use_parallel_residual: bool = False
+    """Whether attention and MLP read the same input, and their outputs are added."""
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    """Epsilon of all norms, including LayerNorm."""
+    qk_norm: bool = False
+    """Whether queries and keys have an RMSNorm, before the rotary embedding."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """Whether `qk_norm` normalizes each head, or all heads together."""
+    clip_qkv: float | None = Field(None, gt=0)
+    """Maximum absolute value to which queries, keys and values are clamped. Default: none."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax but has no value."""
+    mla: LatentAttentionSection | None = None
+    """Multi-head latent attention. Default: none."""
+    mlp: Literal["gated", "plain"] = "gated"
+    """MLP. `gated`: down(act(gate(x)) * up(x)), as SwiGLU; `plain`: down(act(up(x)))."""
+    moe: ExpertsSection | None = None
+    """Mixture of experts in place of the MLP. Default: none."""
+    hidden_act: Activation | Annotated[str, CustomClass(kind="activation")] = "silu"
+    """Activation function of the MLP, or a custom `module:Class`."""
+    attention_bias: bool = False
+    """Whether the q, k, v and output projections have biases."""
+    attention_output_bias: bool | None = None
+    """Whether the output projection has a bias. Default: `attention_bias`."""
+    mlp_bias: bool = False
+    """Whether the MLP has biases."""
+    tie_word_embeddings: bool = False
+    """Whether the output head shares the embedding's matrix."""
+    embedding_multiplier: float = Field(1.0, gt=0)
+    """Factor of the embedded tokens."""
+    attention_multiplier: float | None = Field(None, gt=0)
+    """Factor of the attention logits. Default: 1 / sqrt(`head_dim`)."""
+    residual_multiplier: float = Field(1.0, gt=0)
+    """Factor of the output of each residual branch."""
+    logits_scaling: float = Field(1.0, gt=0)
+    """Divisor of the logits."""
+    attn_logit_softcapping: float | None = Field(None, gt=0)
+    """Cap of the attention logits: x becomes cap * tanh(x / cap). Default: none."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Cap of the logits: x becomes cap * tanh(x / cap). Default: none."""
 
-    attention_dropout: float = Field(0.0, ge=0, lt=1, description="on attention's weights")
-    hidden_dropout: float = Field(0.0, ge=0, lt=1, description="on what each block adds to the residual stream")
-    embedding_dropout: float = Field(0.0, ge=0, lt=1, description="on the embedded tokens")
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout probability of attention weights."""
+    hidden_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout probability of each residual branch."""
+    embedding_dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout probability of embedded tokens."""
 
-    initialization: Initialization | Annotated[str, Own(kind="initialization")] = Field(
-        "scaled",
-        description="normal: N(0, initializer_range); scaled: that, output projections divided by sqrt(2 x layers), as "
-        "GPT-2; muon_zero: hidden matrices uniform with variance 1/fan_in, output projections and head zero; or "
-        "module:Class of your own",
-    )
-    initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
+    initialization: Initialization | Annotated[str, CustomClass(kind="initialization")] = "scaled"
+    """Initial weights. `normal`: N(0, initializer_range); `scaled`: the same, with output projections divided by sqrt(2
+    x layers), as GPT-2; `muon_zero`: hidden matrices uniform with variance 1/fan_in, output projections and head zero;
+    or a custom `module:Class`.
+    """
+    initializer_range: float = Field(0.02, gt=0)
+    """Standard deviation of initial weights."""
 
     def slides(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the sliding window."""
@@ -220,7 +174,7 @@ class ModelSection(Section):
         return self.sliding_window_pattern is None or (layer + 1) % self.sliding_window_pattern != 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, turns queries and keys by their positions."""
+        """Whether a layer, counted from 0, has a rotary embedding."""
         if self.position in ("learned", "alibi", "none"):
             return False
         if self.no_rope_layers is not None:
@@ -233,35 +187,35 @@ class ModelSection(Section):
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers of a head's query."""
+        """Dimensions of a query or key head."""
         if self.mla is not None:
             return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def v_head_dim(self) -> int:
-        """Numbers of a head's value."""
+        """Dimensions of a value head."""
         return self.qk_head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def attention_width(self) -> int:
-        """Numbers that attention's scores and sums are made of, all heads together: for counting operations."""
+        """Mean width of attention's two products, queries x keys and weights x values, over all heads (for FLOPs)."""
         return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) // 2
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Rotated dimensions of a head."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.qk_head_dim * self.partial_rotary_factor)
 
     @property
     def inner_width(self) -> int:
-        """The MLP's width: as set; else 4 times the residual stream's, 8/3 for a gated one, up to a multiple of 8."""
+        """Hidden size of the MLP: `intermediate_size` or its default."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         return 4 * self.hidden_size if self.mlp == "plain" else -(-8 * self.hidden_size // 24) * 8
 
     def _attention(self) -> tuple[int, int]:
-        """Parameters of a layer's attention: in matrices, and in vectors."""
+        """Returns the parameters of a layer's attention, in matrices and in vectors."""
         heads, groups, head = self.num_attention_heads, self.kv_heads, self.qk_head_dim
         vectors = (heads if self.attention_sinks else 0) + (self.hidden_size if self.output_bias else 0)
         if self.mla is not None:
@@ -274,7 +228,7 @@ class ModelSection(Section):
         return self.hidden_size * head * (2 * heads + 2 * groups), vectors
 
     def layer_size(self, layer: int) -> ModelSize:
-        """The size of one layer, counted from 0, by formula: no model is built."""
+        """Returns the size of a layer, counted from 0, without building it."""
         hidden, inner = self.hidden_size, self.inner_width
         norms = (4 if self.norm_placement == "both" else 2) * self._norm
         attention, vectors = self._attention()
@@ -291,10 +245,10 @@ class ModelSection(Section):
         return self.hidden_size * (2 if self.norm == "layernorm" and self.norm_bias else 1)
 
     def size(self, vocab_size: int | None = None) -> ModelSize:
-        """The whole model's. `vocab_size` is used if the section has none. Raises ValueError if neither has one."""
+        """Returns the size of the model. Raises ValueError if neither the section nor `vocab_size` has a vocabulary."""
         vocabulary = self.vocab_size or vocab_size
         if vocabulary is None:
-            raise ValueError("vocab_size is not known")
+            raise ValueError("vocab_size is not set")
         layers = [self.layer_size(layer) for layer in range(self.num_hidden_layers)]
         embedding = vocabulary * self.hidden_size
         others = embedding * (1 if self.tie_word_embeddings else 2) + self._norm
@@ -303,7 +257,7 @@ class ModelSection(Section):
         return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
 
     def resolved(self) -> dict[str, Any]:
-        """All keys, those too that follow from others: what a family writes a config.json from."""
+        """Returns all keys, with derived values, from which a family writes a config.json."""
         layers = range(self.num_hidden_layers)
         keys = self.model_dump() | {
             "num_key_value_heads": self.kv_heads,
@@ -320,20 +274,17 @@ class ModelSection(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Key/value heads of a layer."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def output_bias(self) -> bool:
-        """Whether attention's output projection has a bias."""
+        """Whether the output projection of attention has a bias."""
         return self.attention_bias if self.attention_output_bias is None else self.attention_output_bias
 
 
 class CustomModelSection(Component):
-    """A model of the user's own: `{type: module:Class, ...its arguments}`, an nn.Module from tokens to logits.
-
-    `from` and `load_optimizer` mean what they mean for the built-in decoder.
-    """
+    """A custom model, `{type: module:Class, ...}` with its arguments: an nn.Module that maps tokens to logits."""
 
     kind: ClassVar[str] = "model"
 

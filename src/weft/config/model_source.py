@@ -1,4 +1,4 @@
-"""`model.preset` and `model.from`: the keys that a name or a checkpoint stands for."""
+"""Resolves `model.preset`, `model.from` and `model.path` to the keys that they stand for."""
 
 from __future__ import annotations
 
@@ -7,53 +7,52 @@ import re
 from pathlib import Path
 from typing import Any
 
-from weft.config.draft import node_of
-from weft.config.huggingface_config import section_keys
+from weft.config.error_messages import spell
+from weft.config.huggingface_config import folder_model_keys
 from weft.config.model import ModelSection
-from weft.config.moe import BALANCE
-from weft.config.relative_paths import beside
+from weft.config.model_sections import BALANCE
 from weft.config.suggest import did_you_mean
 from weft.config.transformers_model import folder_config
-from weft.config.tree import Node, merge
+from weft.config.tree import Node, merge, wrong_folder_hint
 from weft.errors import ConfigError, Problem, UserError
 from weft.families import presets, rescaled_multipliers
 from weft.families.config_json import is_huggingface
 
-# Keys that change which tensors there are, or how they are cut.
+# Keys that determine which tensors a model has, or their shapes.
 SHAPE = (
     "type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "position", "norm", "qk_norm", "mlp", "attention_bias", "mlp_bias", "tie_word_embeddings",
     "norm_placement", "qk_norm_over", "attention_output_bias", "norm_bias", "attention_sinks", "mla", "moe",
 )  # fmt: skip
-_TYPES = {"": "decoder"}  # of a model whose `type` is not written, for `merge`
+_TYPES = {"": "decoder"}  # the default `type` of a model, for `merge`
 _STEP = re.compile(r"step-(\d{8,})")
 
 
 def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
-    """The tree with its `model` whole.
+    """Returns the tree with the complete `model`.
 
     Returns:
-        The tree, and whether the model is known: if not, a problem has been noted, and missing keys are no news.
+        The tree, and whether the model is known. If it is not, a problem has been added, and missing keys are not
+        reported.
     """
     model = tree.get("model")
     if model is None or not model.is_mapping:
         return tree, True
-    # From here on, nothing is left of which file said it.
-    model = Node(model.value, model.file, model.line)
+    model = Node(model.value, model.file, model.line)  # without `replaces`: the files are already merged
     known = True
     try:
-        merged = _whole(model, problems)
+        merged = _resolved(model, problems)
     except ConfigError as error:
         problems += error.problems
         known, merged = False, model
     return Node({**tree.value, "model": merged}, tree.file, tree.line), known
 
 
-def _whole(model: Node, problems: list[Problem]) -> Node:
-    """The model with the keys that its preset, checkpoint or folder has.
+def _resolved(model: Node, problems: list[Problem]) -> Node:
+    """Returns the model with the keys of its preset, checkpoint or folder.
 
     Raises:
-        ConfigError: they are not known; without a problem where the section's check tells it.
+        ConfigError: they cannot be read; without a problem if the check of the section reports it.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:
@@ -62,14 +61,24 @@ def _whole(model: Node, problems: list[Problem]) -> Node:
         return _from_folder(model)
     optional = model.get("load_optimizer")
     if optional is not None and optional.value is True:
-        problems.append(
-            optional.problem("model.load_optimizer", "there is no model.from to load one of; remove the key")
-        )
+        what = "needs model.from, which names the checkpoint; set model.from, or remove the key"
+        problems.append(optional.problem("model.load_optimizer", what))
     return model if preset is None or preset.value is None else _from_preset(model, preset)
 
 
-def _wrong(node: Node, key: str, what: str) -> ConfigError:
+def _error(node: Node, key: str, what: str) -> ConfigError:
     return ConfigError([node.problem(key, what)])
+
+
+def _tree(value: Any, place: Node, origin: str) -> Node:
+    """Returns plain data as a tree whose problems are reported at `place`."""
+    if isinstance(value, dict):
+        value = {name: _tree(item, place, origin) for name, item in value.items()}
+    elif isinstance(value, list):
+        value = [_tree(item, place, origin) for item in value]
+    else:
+        return Node(value, place.file, place.line, spell(value), origin)
+    return Node(value, place.file, place.line, None, origin)
 
 
 def _from_preset(model: Node, preset: Node) -> Node:
@@ -79,31 +88,31 @@ def _from_preset(model: Node, preset: Node) -> Node:
     if preset.value not in known:
         near = did_you_mean(preset.value, known)
         hint = f"{near} (`weft models` lists them all)" if near else f"; choose one (there are {', '.join(known)})"
-        raise _wrong(preset, "model.preset", f"unknown preset {preset.value!r}{hint}")
+        raise _error(preset, "model.preset", f"unknown preset {preset.value!r}{hint}")
     if chosen is not None and chosen.value != "decoder":
-        what = f"a preset is the decoder's, not {chosen.value}'s; remove one of them"
-        raise _wrong(preset, "model.preset", what)
+        what = f"presets are for type decoder, not for {chosen.value}; remove one of the two keys"
+        raise _error(preset, "model.preset", what)
     origin = f"preset {preset.value}"
-    base = node_of(known[preset.value], preset, origin)
+    base = _tree(known[preset.value], preset, origin)
     multipliers = rescaled_multipliers(known[preset.value], merge(base, model, types=_TYPES).plain())
-    return merge(merge(base, node_of(multipliers, preset, origin)), model, types=_TYPES)
+    return merge(merge(base, _tree(multipliers, preset, origin)), model, types=_TYPES)
 
 
 def _from_folder(model: Node) -> Node:
-    """A `type: hf` model, with the folder's config.json as its `config`."""
+    """Returns a `type: hf` model with the folder's config.json as its `config`."""
     path, given, weights = model.get("path"), model.get("config"), model.get("weights")
     if path is None or path.value is None:
-        what = "required: the Hugging Face folder whose model to train (or model.from, a run of one); add it"
-        raise _wrong(model, "model.path", what)
+        what = "required: the Hugging Face folder of the model (or set model.from to a run of one); add it"
+        raise _error(model, "model.path", what)
     if not isinstance(path.value, str) or not path.value.strip() or (given is not None and not given.is_mapping):
         raise ConfigError([])
     try:
         changes = {} if given is None else given.plain()
         config = folder_config(path.value, changes, weights=weights is None or weights.value is not False)
     except UserError as error:
-        raise _wrong(path, "model.path", beside(path, path.value) or str(error)) from None
-    whole = node_of(config, path, f"{path.value}/config.json")
-    return Node({**model.value, "config": whole}, model.file, model.line)
+        raise _error(path, "model.path", wrong_folder_hint(path, path.value) or str(error)) from None
+    content = _tree(config, path, f"{path.value}/config.json")
+    return Node({**model.value, "config": content}, model.file, model.line)
 
 
 def _from_checkpoint(model: Node, source: Node) -> Node:
@@ -111,7 +120,7 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
         raise ConfigError([])
     found = newest_checkpoint(Path(source.value))
     if isinstance(found, str):
-        raise _wrong(source, "model.from", f"{source.value}: {beside(source, source.value) or found}")
+        raise _error(source, "model.from", f"{source.value}: {wrong_folder_hint(source, source.value) or found}")
     shape = {k: v for k, v in _content(found, model, source).items() if k not in ("from", "from_", "load_optimizer")}
     fixed: set[str] = set(SHAPE) if shape.get("type", "decoder") == "decoder" else {"type"}
     if shape.get("position") == "learned":
@@ -121,17 +130,17 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
         default = ModelSection.model_fields[name].default if name in ModelSection.model_fields else None
         has = shape.get(name, default)
         if name == "preset" and node.plain() not in (None, has):
-            problems.append(node.problem("model.preset", "model.from already says the shape; remove one of them"))
+            problems.append(node.problem("model.preset", "model.from already sets the shape; remove one of them"))
         elif name in fixed and not _same(name, node, has):
             what = f"{found} has {has}, and model.from takes its shape from there; remove the key"
             problems.append(node.problem(f"model.{name}", what))
     if problems:
         raise ConfigError(problems)
-    return merge(node_of(shape, source, f"checkpoint {found}"), model, types=_TYPES)
+    return merge(_tree(shape, source, f"checkpoint {found}"), model, types=_TYPES)
 
 
 def _same(name: str, node: Node, has: Any) -> bool:
-    """Whether a key says what the checkpoint has. How experts are balanced may be said anew."""
+    """Whether a key agrees with the checkpoint. Load balancing of experts may change."""
     if name == "moe" and node.is_mapping and isinstance(has, dict):
         given = node.plain()
         return all(key in BALANCE or value == has.get(key) for key, value in given.items())
@@ -139,33 +148,33 @@ def _same(name: str, node: Node, has: Any) -> bool:
 
 
 def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
-    """The model section that a checkpoint, or a Hugging Face folder, was made with."""
+    """Returns the model section of a checkpoint, or of a Hugging Face folder."""
     if not is_huggingface(found):
         try:
             content = json.loads((found / "model.json").read_bytes())
             assert isinstance(content, dict)
         except (OSError, ValueError, AssertionError):
             what = f"{found / 'model.json'} cannot be read; name another checkpoint"
-            raise _wrong(source, "model.from", what) from None
+            raise _error(source, "model.from", what) from None
         return content
     optional, chosen = model.get("load_optimizer"), model.get("type")
     if optional is not None and optional.value is True:
-        what = "a Hugging Face folder has no optimizer's state; remove the key"
-        raise _wrong(optional, "model.load_optimizer", what)
+        what = "a Hugging Face folder has no optimizer state; remove the key"
+        raise _error(optional, "model.load_optimizer", what)
     try:
-        content = section_keys(found)
+        content = folder_model_keys(found)
     except UserError as error:
-        raise _wrong(source, "model.from", str(error)) from None
+        raise _error(source, "model.from", str(error)) from None
     if chosen is not None and chosen.value == "hf":
-        raise _wrong(source, "model.from", "with type: hf the folder is named by model.path; rename the key")
+        raise _error(source, "model.from", "with type: hf, model.path names the folder; rename the key")
     return content
 
 
 def newest_checkpoint(path: Path) -> Path | str:
-    """The checkpoint that a path means: itself (or a Hugging Face folder), or the newest of a run directory.
+    """Returns a checkpoint or Hugging Face folder itself, or the newest checkpoint of a run directory.
 
     Returns:
-        The checkpoint; or what is wrong, in words.
+        The checkpoint, or the message of what is wrong.
     """
     if not path.exists():
         near = ""
@@ -176,6 +185,6 @@ def newest_checkpoint(path: Path) -> Path | str:
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not folder.is_dir():
-        return "this is neither a run directory nor a checkpoint, nor a Hugging Face folder; name one"
+        return "neither a run directory nor a checkpoint nor a Hugging Face folder; name one of these"
     steps = [(int(match[1]), p) for p in folder.iterdir() if (match := _STEP.fullmatch(p.name))]
     return max(steps)[1] if steps else "this run has no checkpoint yet; train it until it has saved one"

@@ -1,4 +1,4 @@
-"""The legal mesh that is the smallest change from one that is not."""
+"""Finds the legal mesh that is closest to an illegal one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from weft.config.mesh import AXES, MeshShape, ParallelSection
 
 _AXES = (*AXES, "ep")
-# Inner axes first: their sizes are held narrowest by the model.
+# Inner axes first: the model restricts their sizes most.
 _ORDER = ("tp", "cp", "pp", "dp_replicate", "dp_shard")
 
 
@@ -18,25 +18,25 @@ def nearest_mesh(
     section: ParallelSection,
     ranks: int | None,
     experts: int | None,
-    alone: Callable[[str, int], bool],
+    allows: Callable[[str, int], bool],
     fits: Callable[[MeshShape], bool],
 ) -> dict[str, int] | None:
-    """What to write for the axes in place of what is written.
+    """Returns the sizes to write in place of the given ones.
 
-    Near is a small sum of |log2| of the sizes' changes; of meshes that are equally near, the one that leaves more axes
-    as they are written.
+    The distance of two meshes is the sum of |log2| of the ratios of their sizes. Of equally close meshes, the one that
+    changes fewer axes wins.
 
     Args:
-        section: a mesh that is not legal.
-        ranks: how many the mesh must have. None: any number; what is -1 stays so.
+        section: the illegal mesh.
+        ranks: the world size. None: any; an axis of -1 stays -1.
         experts: of the model; `ep` divides them.
-        alone: whether an axis may have a size, all others left out of account.
+        allows: whether an axis may have a size, regardless of the other axes.
         fits: whether a mesh is legal.
 
     Returns:
-        Axis -> its size, 1 left out; None if there is none.
+        Axis -> size, without sizes of 1; None if there is no legal mesh.
     """
-    filled = next((axis for axis in _ORDER if getattr(section, axis) == -1), None)  # dp_shard is so by default
+    filled = next((axis for axis in _ORDER if getattr(section, axis) == -1), None)  # by default dp_shard
     if ranks is None and filled is None:
         ranks = math.prod(max(1, getattr(section, axis)) for axis in AXES)
     sizes = {axis: max(1, getattr(section, axis)) for axis in _AXES}
@@ -44,7 +44,7 @@ def nearest_mesh(
     if filled is not None and ranks is not None:
         wanted[filled] = max(1.0, ranks / math.prod(sizes[axis] for axis in AXES))
     order = [axis for axis in _ORDER if axis != filled] + ([filled] if filled is not None else [])
-    search = _Search(order, filled, ranks, experts, wanted, cache(alone), fits)
+    search = _Search(order, filled, ranks, experts, wanted, cache(allows), fits)
     search.go({}, ranks, 0.0)
     if search.best is None:
         return None
@@ -55,7 +55,7 @@ def nearest_mesh(
 
 
 def as_yaml(mesh: dict[str, int]) -> str:
-    """As it stands after `parallel:` in a file. What `dp_shard` is by default is said only if nothing else is."""
+    """Returns a mesh as the YAML value of `parallel`. A `dp_shard` of -1 is written only if no other axis is."""
     fills = mesh.get("dp_shard", 1) == -1
     said = {axis: size for axis, size in mesh.items() if not fills or axis != "dp_shard"}
     if not said or (-1 in said.values() and "dp_shard" not in said):
@@ -65,25 +65,25 @@ def as_yaml(mesh: dict[str, int]) -> str:
 
 @dataclass
 class _Search:
-    """All meshes, nearest sizes first, without those that can no longer be nearer than the best so far."""
+    """A branch-and-bound search over all meshes, closest sizes first."""
 
     order: Sequence[str]
     filled: str | None
     ranks: int | None
     experts: int | None
     wanted: dict[str, float]
-    alone: Callable[[str, int], bool]
+    allows: Callable[[str, int], bool]
     fits: Callable[[MeshShape], bool]
     best: dict[str, int] | None = None
     best_key: tuple = (math.inf,)
     _sizes: dict[tuple[str, int | None], list[tuple[float, int]]] = field(default_factory=dict)
 
     def go(self, sizes: dict[str, int], left: int | None, distance: float) -> None:
-        """Choose the size of the next axis, and of those after it."""
+        """Chooses the size of the next axis, and recursively of the others."""
         axis = self.order[len(sizes)]
         last = len(sizes) == len(self.order) - 1
         if last and left is not None:
-            options = [(self._far(axis, left), left)] if self.alone(axis, left) else []
+            options = [(self._far(axis, left), left)] if self.allows(axis, left) else []
         elif last:
             options = [(0.0, 1)]
         else:
@@ -98,7 +98,7 @@ class _Search:
                 self.go(chosen, None if left is None else left // size, distance + far)
 
     def _experts(self, sizes: dict[str, int], distance: float) -> None:
-        """Choose `ep`; then the mesh is whole."""
+        """Chooses `ep`, which completes the mesh."""
         fsdp, free = sizes["dp_shard"] * sizes["cp"], self.ranks is None and self.filled in ("dp_shard", "cp")
         options = [1]
         if self.experts is not None:
@@ -106,17 +106,17 @@ class _Search:
         for far, size in sorted((self._far("ep", size), size) for size in options):
             if distance + far > self.best_key[0] + 1e-9:
                 return
-            for more in (1, 2) if self.ranks is None else (1,):  # what is filled has any size: try the least two
-                whole = dict(sizes)
+            for more in (1, 2) if self.ranks is None else (1,):  # an axis of -1 may have any size: try the two smallest
+                chosen = dict(sizes)
                 if self.ranks is None and self.filled is not None:
-                    whole[self.filled] = more * (size // math.gcd(size, fsdp) if free else 1)
-                whole["ep"] = size
-                key = self._key(whole, distance + far)
-                if key < self.best_key and self.fits(MeshShape(**whole)):
-                    self.best, self.best_key = whole, key
+                    chosen[self.filled] = more * (size // math.gcd(size, fsdp) if free else 1)
+                chosen["ep"] = size
+                key = self._key(chosen, distance + far)
+                if key < self.best_key and self.fits(MeshShape(**chosen)):
+                    self.best, self.best_key = chosen, key
 
     def _key(self, sizes: dict[str, int], distance: float) -> tuple:
-        # What data ranks share is what is most easily shared by more or by fewer of them.
+        # A change of dp_shard is the easiest, so it does not count.
         changed = [axis for axis in _AXES if sizes[axis] != self.wanted[axis] and axis not in ("dp_shard", self.filled)]
         written = [axis for axis in changed if self.wanted[axis] != 1]
         gone = sum(sizes[axis] == 1 for axis in written)
@@ -126,7 +126,7 @@ class _Search:
     def _options(self, axis: str, left: int | None) -> list[tuple[float, int]]:
         if (axis, left) not in self._sizes:
             some = range(1, 2 * int(self.wanted[axis]) + 1) if left is None else divisors(left)
-            self._sizes[axis, left] = sorted((self._far(axis, n), n) for n in some if self.alone(axis, n))
+            self._sizes[axis, left] = sorted((self._far(axis, n), n) for n in some if self.allows(axis, n))
         return self._sizes[axis, left]
 
     def _far(self, axis: str, size: int) -> float:
@@ -137,6 +137,6 @@ class _Search:
 
 @cache
 def divisors(number: int) -> list[int]:
-    """All of them, the least first."""
+    """Returns all divisors in increasing order."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return low + [number // n for n in reversed(low) if n * n != number]

@@ -1,4 +1,4 @@
-"""Finds modules, and classes in them, by their source, without importing anything."""
+"""Finds modules and classes by their source files, without an import."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-DEPTH = 12  # how many imports, aliases and base classes are followed
+DEPTH = 12  # imports, aliases and base classes that are followed one after another
 
 
 class NotFound(Exception):
-    """There is no such module, or no such class in it. The text says what is there."""
+    """There is no such module, or no such class in it. The text lists what exists."""
 
 
-class NoModule(NotFound):
+class ModuleMissing(NotFound):
     """There is no such module."""
 
 
 @dataclass(frozen=True)
 class ClassSource:
-    """A class definition and the module it stands in."""
+    """A class definition and its module."""
 
     module: Module
     node: ast.ClassDef
@@ -35,7 +35,7 @@ class ClassSource:
 
     @property
     def place(self) -> str:
-        """File and line, as `my_parts.py:12`."""
+        """File and line, as `my_components.py:12`."""
         return f"{_short(self.module.path)}:{self.node.lineno}"
 
     @property
@@ -46,7 +46,7 @@ class ClassSource:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed source file. `names` has what its top level defines, also within `if` and `try`."""
+    """A parsed source file. `names` are the definitions and imports of its top level, also within `if` and `try`."""
 
     name: str
     path: Path
@@ -56,11 +56,11 @@ class Module:
 
     @classmethod
     def parse(cls, name: str, path: Path) -> Module:
-        """Raises NotFound if it is no Python source."""
+        """Parses a file. Raises NotFound if it is not Python source."""
         return _parse(name, path, path.stat().st_mtime_ns if path.exists() else 0)
 
-    def look_up(self, name: str, depth: int = DEPTH) -> Found:
-        """What a dotted name means here: a class, an assigned expression or a function, a module's name, or None."""
+    def resolve(self, name: str, depth: int = DEPTH) -> Found:
+        """Returns what a dotted name stands for: a class, an expression or function, a module's name, or None."""
         head, _, rest = name.partition(".")
         found: Found = None
         entry = self.names.get(head)
@@ -68,27 +68,22 @@ class Module:
             return None
         if isinstance(entry, ast.ClassDef):
             found = ClassSource(self, entry)
-        elif isinstance(entry, ast.expr):
-            alias = dotted(entry)
-            found = self.look_up(alias, depth - 1) if alias and alias != head else None
-            found = found or (self, entry)
-        elif isinstance(entry, _FUNCTIONS):
-            found = (self, entry)
         elif isinstance(entry, tuple):
             module, member = entry
             found = module if member is None else _member(module, member, depth - 1)
+        elif entry is not None:
+            alias = dotted_name(entry)
+            found = self.resolve(alias, depth - 1) if alias and alias != head else None
+            found = found or (self, entry)
         else:
-            for module in self.stars:
-                if (found := _member(module, head, depth - 1)) is not None:
-                    break
+            members = (_member(module, head, depth - 1) for module in self.stars)
+            found = next((member for member in members if member is not None), None)
         if not rest:
             return found
-        if isinstance(found, str):
-            return _member(found, rest, depth - 1)
-        return None
+        return _member(found, rest, depth - 1) if isinstance(found, str) else None
 
     def first_public_class(self) -> ClassSource | None:
-        """The first class at the top of the file whose name has no leading underscore."""
+        """Returns the first class of the file whose name has no leading underscore."""
         for name, entry in self.names.items():
             if isinstance(entry, ast.ClassDef) and not name.startswith("_"):
                 return ClassSource(self, entry)
@@ -97,17 +92,11 @@ class Module:
 
 Found = ClassSource | tuple[Module, ast.AST] | str | None
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Expressions that are certainly no class, in words.
-_VALUES: dict[type[ast.AST], str] = {
-    **dict.fromkeys((ast.List, ast.ListComp), "a list"),
-    **dict.fromkeys((ast.Dict, ast.DictComp), "a dictionary"),
-    **dict.fromkeys((ast.Set, ast.SetComp), "a set"),
-    **dict.fromkeys((*_FUNCTIONS, ast.Lambda), "a function"),
-    ast.Tuple: "a tuple",
-    ast.JoinedStr: "text",
-    ast.GeneratorExp: "a generator",
-    ast.Compare: "true or false",
-}
+# Definitions that are certainly not classes.
+_VALUES = (
+    *(ast.Constant, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.Lambda, *_FUNCTIONS),
+    *(ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp),
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,38 +131,27 @@ def _collect(body: list[ast.stmt], package: str, names: dict[str, Any], stars: l
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            for alias in node.names:
-                if alias.name == "*":
-                    stars.append(module)
-                else:
-                    names[alias.asname or alias.name] = (module, alias.name)
-        else:
-            branches = [getattr(node, "body", []), getattr(node, "orelse", []), getattr(node, "finalbody", [])]
-            branches += [handler.body for handler in getattr(node, "handlers", [])]
-            for number, branch in enumerate(branches if isinstance(node, (ast.If, ast.Try, ast.With)) else ()):
+            stars += [module for alias in node.names if alias.name == "*"]
+            names.update({a.asname or a.name: (module, a.name) for a in node.names if a.name != "*"})
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            handlers = [handler.body for handler in getattr(node, "handlers", [])]
+            for branch in (node.body, getattr(node, "orelse", []), getattr(node, "finalbody", []), *handlers):
                 found: dict[str, Any] = {}
                 _collect(branch, package, found, stars)
                 for name, entry in found.items():
-                    # `except ImportError: X = None` does not hide the X that was to be imported.
-                    first = number == 0 and value_in_words(entry) is None
-                    if first or name not in names or value_in_words(names[name]) is not None:
+                    # `except ImportError: X = None` does not hide the X that is imported otherwise.
+                    first = branch is node.body and not _is_value(entry)
+                    if first or name not in names or _is_value(names[name]):
                         names[name] = entry
 
 
-def value_in_words(entry: ast.AST | tuple | None) -> str | None:
-    """What an entry of `Module.names` is, if it is certainly no class; None if it is or may be one."""
-    if isinstance(entry, ast.UnaryOp):
-        entry = entry.operand
-    if isinstance(entry, ast.Constant):
-        kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", type(None): "None"}
-        return kinds.get(type(entry.value), "a value")
-    if isinstance(entry, _FUNCTIONS) and entry.decorator_list:
-        return None
-    return _VALUES.get(type(entry)) if isinstance(entry, ast.AST) else None
+def _is_value(entry: ast.AST | tuple | None) -> bool:
+    """Whether an entry of `Module.names` is certainly not a class."""
+    return isinstance(entry, _VALUES) and not getattr(entry, "decorator_list", None)
 
 
 def find_module(name: str) -> Path | None:
-    """A module's source file, found as an import would find it, but importing no parent package.
+    """Finds the source file of a module as an import does, but without importing its parent packages.
 
     The working directory comes first, then `sys.path`. A package without `__init__.py` is its folder.
 
@@ -181,7 +159,7 @@ def find_module(name: str) -> Path | None:
         None for a module without Python source (built in, compiled).
 
     Raises:
-        NotFound: there is none.
+        ModuleMissing: there is none.
     """
     search: list[str] | None = ["", *sys.path]
     spec = None
@@ -195,10 +173,9 @@ def find_module(name: str) -> Path | None:
                 if spec is None and finder not in (PathFinder, BuiltinImporter, FrozenImporter):
                     spec = finder.find_spec(partial, None)
         if spec is None:
-            where = (
-                f"in the package {'.'.join(parts[: depth - 1])}" if depth > 1 else "here or among the installed ones"
-            )
-            raise NoModule(f"no module {partial!r} {where}")
+            package = f"package {'.'.join(parts[: depth - 1])}"
+            where = f"in the {package}" if depth > 1 else "in the working directory or among installed packages"
+            raise ModuleMissing(f"no module {partial!r} {where}")
         search = list(spec.submodule_search_locations or [])
     assert spec is not None
     if spec.origin and spec.origin.endswith(".py"):
@@ -207,35 +184,33 @@ def find_module(name: str) -> Path | None:
 
 
 def find_class(module: str, name: str) -> ClassSource | None:
-    """A class's definition; re-exports (`from x import y as z`) are followed.
+    """Finds the definition of a class; re-exports (`from x import y as z`) are followed.
 
     Returns:
-        None where there is no Python source to read.
+        None if there is no Python source, or if it does not show what the name is.
 
     Raises:
         NotFound: no such module or class.
     """
     path = find_module(module)
-    if path is None or path.is_dir():
-        if path is not None:
-            raise NotFound(f"{module!r} is a folder without __init__.py: name a module in it")
+    if path is None:
         return None
+    if path.is_dir():
+        raise NotFound(f"{module!r} is a folder without __init__.py; name a module in it")
     parsed = Module.parse(module, path)
-    found = parsed.look_up(name)
+    found = parsed.resolve(name)
     if isinstance(found, ClassSource):
         return found
-    entry, place = parsed.names.get(name), parsed
-    if isinstance(found, tuple):
-        place, entry = found
-    what = "a module" if isinstance(entry, tuple) and entry[1] is None else value_in_words(entry)
-    if what is not None:
-        line = f":{entry.lineno}" if isinstance(entry, (ast.expr, ast.stmt)) else ""
-        raise NotFound(f"{name!r} is no class but {what} ({_short(place.path)}{line}); name a class")
+    place, entry = found if isinstance(found, tuple) else (parsed, parsed.names.get(name))
+    if isinstance(entry, tuple) and entry[1] is None:
+        raise NotFound(f"{name!r} is a module ({_short(path)}), not a class; name a class")
+    if _is_value(entry):
+        line = getattr(entry, "lineno", None)
+        raise NotFound(f"{name!r} is not a class ({_short(place.path)}:{line}); name a class")
     if found is None and name not in parsed.names and "__getattr__" not in path.read_text(encoding="utf-8"):
         classes = [n for n, entry in parsed.names.items() if isinstance(entry, ast.ClassDef) and not n.startswith("_")]
-        raise NotFound(
-            f"no class {name!r} in {_short(path)}" + (f"; it has {', '.join(classes[:8])}" if classes else "")
-        )
+        known = f"; it has {', '.join(classes[:8])}" if classes else ""
+        raise NotFound(f"no class {name!r} in {_short(path)}{known}")
     return None
 
 
@@ -245,7 +220,7 @@ def _member(module: str, name: str, depth: int) -> Found:
     try:
         path = find_module(module)
         if path is not None and not path.is_dir():
-            found = Module.parse(module, path).look_up(name, depth)
+            found = Module.parse(module, path).resolve(name, depth)
             if found is not None:
                 return found
         head, _, rest = name.partition(".")
@@ -256,29 +231,21 @@ def _member(module: str, name: str, depth: int) -> Found:
 
 
 def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def dotted(node: ast.AST) -> str | None:
-    """`a.b.c` of a chain of names; None for anything else."""
+def dotted_name(node: ast.AST) -> str | None:
+    """Returns `a.b.c` for a chain of names; None for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        head = dotted(node.value)
+        head = dotted_name(node.value)
         return f"{head}.{node.attr}" if head else None
     return None
 
 
 def last_name(node: ast.AST) -> str:
-    """`c` of `a.b.c` and of `a.b.c[...]`."""
+    """Returns `c` for `a.b.c` and for `a.b.c[...]`."""
     if isinstance(node, ast.Subscript):
         node = node.value
-    return (dotted(node) or "").rpartition(".")[2]
-
-
-def any_named(nodes: list[ast.expr], name: str) -> bool:
-    """Whether one of the expressions is that name, whatever module stands before it."""
-    return any(last_name(node) == name for node in nodes)
+    return (dotted_name(node) or "").rpartition(".")[2]

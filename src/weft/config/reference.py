@@ -1,4 +1,4 @@
-"""The configuration reference: JSON Schema for editors, and `docs/configuration.md`, both made from the sections.
+"""Generates the configuration reference from the sections: a JSON Schema, and `docs/configuration.md`.
 
 `python -m weft.config.reference` prints the page, as `weft config schema --markdown` does.
 """
@@ -8,64 +8,72 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from weft.config.components import Part, built_ins, find_part
+from weft.config.components import built_ins, find_component
 from weft.config.error_messages import describe, spell
-from weft.config.fields import field_names, listed_sections, section_class, sections_in
+from weft.config.fields import descriptions, field_names, listed_sections, section_class, sections_in
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
-from weft.config.section import Component, Own, Spelled
+from weft.config.section import Component, CustomClass, TextPattern
 from weft.config.signature import MISSING, Argument
-from weft.config.transformers_model import TransformersModelSection
 from weft.families import presets
 from weft.formatting import amount
 
-_ITEMS = ("StoreSource", "StageSection")  # of lists, which are replaced whole: no base file has a part of one
+# Sections whose required keys a base file needs too: they are items of lists, or chosen by `type`.
+_COMPLETE = ("StoreSource", "StageSection", "TransformersModelSection")
+_EXTENDS = "File or list of files to inherit from, relative to this file."
+_EXAMPLE = Path(__file__).with_name("example.yaml")
+
+
+def all_sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yields a section, and all sections and components below it."""
+    yield section
+    for info in field_names(section).values():
+        for below in sections_in(info.annotation):
+            yield from all_sections(below)
 
 
 # ---- JSON Schema
 
 
 def json_schema() -> dict[str, Any]:
-    """What a run's file may hold, with the built-in parts' arguments. No key is required: a base file may have it."""
+    """Returns the schema of a run's file, with the arguments of built-in components.
+
+    No key is required, because it may be inherited.
+    """
     schema = RunConfig.model_json_schema(by_alias=True)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "A Weft run"}
-    schema["description"] = "In values ${NAME} is a variable of the environment, and a leading ~/ the home folder."
+    schema["description"] = "In values, ${NAME} is an environment variable, and a leading ~/ is the home folder."
+    definitions = schema["$defs"]
+    sections = {section.__name__: section for section in all_sections(RunConfig)}
+    for name, section in sections.items():
+        properties = definitions.get(name, schema)["properties"]
+        for key, text in descriptions(section).items():
+            properties[key]["description"] = text
     schema["properties"]["extends"] = {
-        "description": "file (or files) to inherit from, relative to this one",
+        "description": _EXTENDS,
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     model = schema["properties"]["model"]
     model["anyOf"] = [{"enum": list(presets()), "description": "a preset"}, *model.pop("oneOf")]
-    definitions = schema["$defs"]
     definitions["ModelSection"]["properties"]["preset"]["anyOf"] = [{"enum": list(presets())}, {"type": "null"}]
-    components = {section.__name__: section for section in _components(RunConfig)}
+    components = {name: section for name, section in sections.items() if issubclass(section, Component)}
     for name, section in components.items():
-        _add_parts(definitions[name], section.kind)
-    _take_texts(schema, components)
-    schema.pop("required", None)
-    for name, definition in definitions.items():
-        if name not in (*components, "TransformersModelSection", *_ITEMS):
+        _add_built_ins(definitions[name], section.kind)
+    _allow_texts(schema, components)
+    for name, definition in (("", schema), *definitions.items()):
+        if name not in (*components, *_COMPLETE):
             definition.pop("required", None)
     return schema
 
 
-def _components(section: type[BaseModel]) -> Iterator[type[Component]]:
-    """All kinds of component that a section's fields, and the sections below, may be."""
-    for info in field_names(section).values():
-        for below in sections_in(info.annotation):
-            if issubclass(below, Component):
-                yield below
-            else:
-                yield from _components(below)
-
-
-def _take_texts(node: Any, components: dict[str, type[Component]]) -> None:
-    """A text stands for an item of a list of sections: its required key alone."""
+def _allow_texts(node: Any, components: dict[str, type[Component]]) -> None:
+    """Allows a text in lists of sections, where it stands for the required key of an item."""
     if isinstance(node, dict) and isinstance(node.get("items"), dict):
         branches = node["items"].get("anyOf") or node["items"].get("oneOf") or [node["items"]]
         names = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
@@ -74,29 +82,29 @@ def _take_texts(node: Any, components: dict[str, type[Component]]) -> None:
             first = _type_schema(found.kind) if names[0] in components else {"type": "string"}
             node["items"] = {"anyOf": [first, *(branch for branch in branches if "$ref" in branch)]}
     for below in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _take_texts(below, components)
+        _allow_texts(below, components)
 
 
 def _type_schema(kind: str) -> dict[str, Any]:
-    own, names = {"type": "string", "pattern": Own.pattern}, list(built_ins(kind))
-    return {"anyOf": [{"enum": names}, own]} if names else own
+    custom, names = {"type": "string", "pattern": CustomClass.pattern}, list(built_ins(kind))
+    return {"anyOf": [{"enum": names}, custom]} if names else custom
 
 
-def _add_parts(definition: dict[str, Any], kind: str) -> None:
-    own = definition["properties"]
-    default, required = own["type"].get("default"), "type" in definition.get("required", [])
-    own["type"] = {**_type_schema(kind), "description": f"a built-in {kind}, or module:Class of your own"}
+def _add_built_ins(definition: dict[str, Any], kind: str) -> None:
+    keys = definition["properties"]
+    default, required = keys["type"].get("default"), "type" in definition.get("required", [])
+    keys["type"] = {**_type_schema(kind), "description": f"A built-in {kind}, or a custom module:Class."}
     if default is not None:
-        own["type"]["default"] = default
+        keys["type"]["default"] = default
     rules = []
     for name in built_ins(kind):
         chosen: dict[str, Any] = {"properties": {"type": {"const": name}}}
         if required or name != default:
             chosen["required"] = ["type"]
-        part = find_part(name, kind)
-        arguments = {key: _argument_schema(argument) for key, argument in part.arguments.items()}
-        then: dict[str, Any] = {"properties": {**dict.fromkeys(own, True), **arguments}}
-        if not part.accepts_any:
+        found = find_component(name, kind)
+        arguments = {key: _argument_schema(argument) for key, argument in found.arguments.items()}
+        then: dict[str, Any] = {"properties": {**dict.fromkeys(keys, True), **arguments}}
+        if not found.accepts_any:
             then["additionalProperties"] = False
         rules.append({"if": chosen, "then": then})
     if rules:
@@ -115,11 +123,11 @@ def _argument_schema(argument: Argument) -> dict[str, Any]:
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `make docs` from the sections in src/weft/config; change those, not this page. -->
+<!-- Generated by `make docs` from the sections in src/weft/config; edit those, not this page. -->
 
-A run is one YAML file. `weft config check run.yaml` finds every mistake in it, in under a second; `weft config show
-run.yaml --origin` prints it resolved, with where each value came from; `weft config schema` is its JSON Schema, for
-editors. The smallest useful file:
+A run is one YAML file. `weft config check run.yaml` reports every mistake in it in less than a second. `weft config
+show run.yaml --origin` prints the resolved file with the origin of each value. `weft config schema` prints a JSON
+Schema for editors. The smallest useful file:
 
 ```yaml
 model: llama-60m
@@ -127,78 +135,76 @@ data: {train: store, validation: heldout}
 training: {tokens: 1e9}
 ```
 
-- **Inherit**: `extends: base.yaml`, or a list of files; paths are relative to the file. Mappings merge, lists
-  and values are replaced, the child wins. A section that names another `type` starts anew: the base's arguments were
-  another class's.
-- **Paths** (stores, tokenizers, runs) are relative to the working directory, not to the file: the same file works
-  from wherever the data is. Only `extends` is relative to the file that says it.
-- **Environment**: `${NAME}` in a value is that variable, a leading `~/` the home folder; both are expanded once.
-  `$${NAME}` is the text `${NAME}`. A variable that is not set is a mistake.
-- **Override**: `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; values are YAML.
-- **Model**: `model: llama-60m`, or `model: {preset: llama-60m, num_hidden_layers: 8}`, or every size by itself, or
-  `model: {from: runs/demo}` to begin from another run's weights, or any model of transformers, `model: {type: hf, path:
-  folder}`, or a class of your own.
-- **A part of your own**: `type: my_package.module:MyClass`. The working directory is on the import path. The class's
-  arguments are the keys, with their annotations as types; they are read from its source and checked like all others.
-- **Numbers** are YAML 1.2's: `3e-4`, `1_000_000`; `1e9` is a whole number where one is asked for. `null` stands only
-  where the table says "or null".
+- **Inheritance.** `extends: base.yaml`, or a list of files; their paths are relative to the file. Mappings are merged,
+  lists and values are replaced, and the inheriting file takes precedence. A section with another `type` replaces the
+  inherited section, because its keys are the arguments of another class.
+- **Paths** of stores, tokenizers and runs are relative to the working directory.
+- **Environment variables.** `${NAME}` in a value is replaced by the variable, and a leading `~/` by the home folder,
+  once. `$${NAME}` is the text `${NAME}`. A variable that is not set is a mistake.
+- **Overrides.** `weft train run.yaml optimizer.lr=1e-3 model.num_hidden_layers=8`; the values are YAML.
+- **Models.** `model: llama-60m` is short for `model: {preset: llama-60m}`. Without a preset, set the sizes of the
+  model. `model: {from: runs/demo}` starts from the weights of another run, `model: {type: hf, path: folder}` trains any
+  model of Transformers, and `model: {type: module:Class}` trains a custom model.
+- **Custom components.** `type: my_package.module:MyClass`, where the working directory is on the import path. The
+  arguments of the class are keys. Their types and defaults are read from its source, and checked like other keys.
+- **Numbers** follow YAML 1.2: `3e-4`, `1_000_000`. `1e9` is accepted as an integer. `null` is accepted only where the
+  table says so.
 """
 
 
+def examples() -> dict[str, str]:
+    """Returns the example of each top-level key; together they are one valid file."""
+    blocks = re.split(r"^(?=\w)", _EXAMPLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {block.partition(":")[0]: block for block in blocks if block}
+
+
 def markdown() -> str:
-    """The reference page."""
-    parts = [_INTRODUCTION]
-    top = []
-    for name, info in field_names(RunConfig).items():
-        section = section_class(info.annotation)
-        if section is None:
-            top.append(_row(name, info))
-            for part in sections_in(info.annotation):
-                if issubclass(part, Component):
-                    parts.append(f"## {name}\n\n{_prose(part.__doc__)}\n" + _parts(name, part.kind))
-        elif name == "model":
-            foreign = _section("model: `type: hf`", TransformersModelSection).replace("##", "###", 1)
-            parts.append(_section("model", ModelSection) + "\n" + _presets() + "\n" + foreign)
-        else:
-            parts.append(_section(name, section))
-    keys = "## At the top\n\n" + _table([*top, "| `extends` | text or list of text | | files to inherit from |"])
-    return "\n".join([parts[0], keys, *parts[1:]])
+    """Returns the reference page."""
+    fields, described = field_names(RunConfig), descriptions(RunConfig)
+    plain = {name: info for name, info in fields.items() if not sections_in(info.annotation)}
+    rows = [_row(name, info, described[name]) for name, info in plain.items()]
+    top = _table([*rows, f"| `extends` | text or list of text | | {_EXTENDS} |"])
+    parts = [_INTRODUCTION, f"## Top-level keys\n\n```yaml\n{examples()['tokenizer']}```\n\n{top}"]
+    for name, info in fields.items():
+        if name not in plain:
+            parts += _chapters(name, info, 2)
+            if name == "model":
+                parts.append(_presets())
+    return "\n".join(parts)
 
 
-def _section(name: str, section: type[BaseModel]) -> str:
-    rows = [_row(key, info) for key, info in field_names(section).items()]
-    text = f"## {name}\n\n{_prose(section.__doc__)}\n\n{_table(rows)}"
-    for key, info in field_names(section).items():
-        listed = [part for part in listed_sections(info.annotation) if not issubclass(part, Component)]
-        below = section_class(info.annotation)
-        if below is not None and not issubclass(below, Component):
-            listed.append(below)
-        for part in listed:
-            inner = [_row(below_key, below_info) for below_key, below_info in field_names(part).items()]
-            each = ", each item of a list" if part is not below else ""
-            text += f"\n### {name}.{key}{each}\n\n{_prose(part.__doc__)}\n\n{_table(inner)}"
-        for part in sections_in(info.annotation)[:1]:
-            if issubclass(part, Component):
-                text += f"\n### {name}.{key}\n\n{_prose(part.__doc__)}\n" + _parts(f"{name}.{key}", part.kind)
-    return text + (_parts(name, section.kind) if issubclass(section, Component) else "")
+def _chapters(key: str, info: FieldInfo, level: int) -> Iterator[str]:
+    """Yields a chapter for each section that a field may be."""
+    kinds: dict[str, type[BaseModel]] = {}
+    for section in sections_in(info.annotation):
+        kinds.setdefault(section.kind if issubclass(section, Component) else section.__name__, section)
+    for number, section in enumerate(kinds.values()):
+        title = key
+        if number and "type" in field_names(section):
+            title += f": `type: {'module:Class' if issubclass(section, Component) else 'hf'}`"
+        elif section in listed_sections(info.annotation) and not issubclass(section, Component):
+            title += ", each item of the list"
+        text = f"{'#' * level} {title}\n\n{_prose(section.__doc__)}\n"
+        if level == 2 and number == 0:
+            text += f"\n```yaml\n{examples()[key]}```\n"
+        fields, described = field_names(section), descriptions(section)
+        rows = [_row(name, field, described.get(name, "")) for name, field in fields.items()]
+        yield text + (f"\n{_table(rows)}" if rows and (number == 0 or not issubclass(section, Component)) else "")
+        for name, field in fields.items():
+            yield from _chapters(f"{key}.{name}", field, level + 1)
+        for type_ in built_ins(section.kind) if issubclass(section, Component) else ():
+            yield f"{'#' * (level + 1)} {key}: `type: {type_}`\n\n{_built_in(type_, section.kind)}"
 
 
-def _parts(key: str, kind: str) -> str:
-    """The built-in components of a kind."""
-    level = "####" if "." in key else "###"
-    return "".join(
-        "\n" + _part(key, type_, find_part(type_, kind)).replace("###", level, 1) for type_ in built_ins(kind)
-    )
-
-
-def _part(section: str, type_: str, part: Part) -> str:
-    said = _argument_docs(part.doc)
-    rows = []
-    for name, argument in part.arguments.items():
+def _built_in(type_: str, kind: str) -> str:
+    found = find_component(type_, kind)
+    described, rows = _argument_docs(found.doc), []
+    for name, argument in found.arguments.items():
         default = "" if argument.required or argument.default is MISSING else f"`{spell(argument.default)}`"
-        rows.append(f"| `{name}` | {_kind(argument.type)} | {default or 'required'} | {said.get(name, '')} |")
-    text = f"### {section}: `type: {type_}`\n\n{_prose(part.doc.partition('Args:')[0])}\n"
-    return text + ("\n" + _table(rows) if rows else "")
+        text = described.get(name, "")
+        sentence = text[:1].upper() + text[1:]
+        rows.append(f"| `{name}` | {_kind(argument.type)} | {default or 'required'} | {sentence} |")
+    return f"{_prose(found.doc.partition('Args:')[0])}\n" + ("\n" + _table(rows) if rows else "")
 
 
 def _presets() -> str:
@@ -206,53 +212,51 @@ def _presets() -> str:
     for name, keys in presets().items():
         section = ModelSection(**keys)
         size = section.size(32_000)
-        shape = f"{section.num_hidden_layers} layers, width {section.hidden_size}, {section.num_attention_heads} heads"
+        shape = f"{section.num_hidden_layers} layers, hidden size {section.hidden_size}, "
+        shape += f"{section.num_attention_heads} heads"
         if section.num_key_value_heads:
-            shape += f", {section.num_key_value_heads} key-value heads"
+            shape += f", {section.num_key_value_heads} key/value heads"
         vocabulary = f"{section.vocab_size:,}" if section.vocab_size else "32,000"
         rows.append(f"| `{name}` | {shape} | {amount(size.parameters)} with {vocabulary} tokens |")
     return "### Presets\n\n| preset | shape | parameters |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
-def _row(name: str, info: FieldInfo) -> str:
-    section = section_class(info.annotation)
+def _row(name: str, info: FieldInfo, description: str) -> str:
     default = "required" if info.is_required() else ""
-    if not info.is_required() and section is None and info.default is not None:
+    if not info.is_required() and section_class(info.annotation) is None and info.default is not None:
         default = f"`{spell(info.get_default(call_default_factory=True))}`"
-    return f"| `{name}` | {_kind(info.annotation, info.metadata)} | {default} | {_prose(info.description or '')} |"
+    return f"| `{name}` | {_kind(info.annotation, info.metadata)} | {default} | {_prose(description)} |"
 
 
 def _table(rows: list[str]) -> str:
-    return "| key | value | default | |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    return "| key | value | default | description |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
 
 def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
-    """A type with its bounds, in words."""
-    origin = get_origin(kind)
+    """Describes a type with its bounds."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        inner, *more = get_args(kind)
-        return _kind(inner, [*bounds, *more])
+        return _kind(arguments[0], [*bounds, *arguments[1:]])
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_kind(branch, bounds) for branch in get_args(kind)))
-    if spelled := [bound for bound in bounds if isinstance(bound, Spelled)]:
-        return spelled[0].words
+        return " or ".join(dict.fromkeys(_kind(branch, bounds) for branch in arguments))
+    if patterns := [bound for bound in bounds if isinstance(bound, TextPattern)]:
+        return patterns[0].words.removeprefix("a ")
     if bounds and kind is not type(None):
-        words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "multiple_of": "multiple of"}
-        said = [f"{words[key]} {getattr(bound, key)}" for bound in bounds for key in words if hasattr(bound, key)]
-        return _kind(kind) + (f" {', '.join(said)}" if said else "")
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}
+        pairs = [(bound, name) for bound in bounds for name in signs if hasattr(bound, name)]
+        limits = " and ".join(f"{signs[name]} {getattr(bound, name):,g}" for bound, name in pairs)
+        return f"{_kind(kind)} {limits}".strip()
     if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    if origin is list and get_args(kind):
-        return f"list of: {_kind(get_args(kind)[0])}"
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is list and arguments:
+        return f"list of {_kind(arguments[0])}"
     if origin is tuple:
-        return f"[{'; '.join(_kind(part) for part in get_args(kind) if part is not ...)}]"
-    if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Component):
-        return f"`{{{', '.join(f'{key}: ...' for key in field_names(kind))}}}`"
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"[{', '.join(_kind(part) for part in arguments if part is not ...)}]"
+    if origin is dict and arguments:
+        return f"mapping of names to {_kind(arguments[1])}"
+    if isinstance(kind, type) and issubclass(kind, Component):
         return "`{type: ..., ...}`"
-    if origin is dict and get_args(kind):
-        return f"mapping of names to: {_kind(get_args(kind)[1])}"
-    return describe(kind)
+    return describe(kind).removeprefix("an ").removeprefix("a ")
 
 
 def _prose(text: str | None) -> str:
@@ -260,7 +264,7 @@ def _prose(text: str | None) -> str:
 
 
 def _argument_docs(doc: str) -> dict[str, str]:
-    """`Args:` of a docstring: name -> text."""
+    """Returns the `Args:` of a docstring: name -> text."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in doc.partition("Args:\n")[2].splitlines():

@@ -1,15 +1,14 @@
-"""The base of every section of a run's YAML file."""
+"""Base classes of the sections of a run's YAML file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
@@ -21,8 +20,8 @@ from pydantic import (
 
 
 @dataclass(frozen=True)
-class Spelled(StringConstraints):
-    """A text of some form: its `pattern`, and `words` that tell people of it."""
+class TextPattern(StringConstraints):
+    """A text that matches `pattern`; `words` describe it in messages and in the reference."""
 
     words: str = ""
     WORDS: ClassVar[dict[str, str]] = {}  # pattern -> words
@@ -32,33 +31,23 @@ class Spelled(StringConstraints):
 
 
 @dataclass(frozen=True)
-class Own(Spelled):
-    """`module:Class` of the user's own, of one kind (a key of `components.ROOMS`), beside the names of built-ins."""
+class CustomClass(TextPattern):
+    """`module:Class`, a custom component of one kind (a key of `components.COMPONENT_KINDS`)."""
 
     pattern: str = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
     words: str = "module:Class"
     kind: str = ""
 
 
-# A folder's path: `~` at its begin has been expanded.
-Folder = Annotated[str, Spelled(pattern=r"\S", words="a folder")]
-
-
-class Checking(Protocol):
-    """What follows the check of a file: the context that its sections are validated with (`weft.config.draft`)."""
-
-    def section(self, section: type[BaseModel], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """A whole section, validated by `handler`."""
-
-    def component(self, section: type[Component], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """A component, validated by the signature of its class."""
-
-    def field(self, section: type[BaseModel], name: str, value: Any) -> None:
-        """Note the value of a field that is right, whatever the others are."""
+# The path of a folder; a leading `~/` is already expanded.
+Folder = Annotated[str, TextPattern(pattern=r"\S", words="a folder")]
 
 
 class Section(BaseModel):
-    """A frozen mapping with known keys only. Strict: `"3"` is not a number and `true` is not 1."""
+    """A frozen mapping of known keys. It is strict: `"3"` is not a number, and `true` is not 1.
+
+    While a file is checked, the validation context is a `weft.config.draft.Draft`, which records values and defaults.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, populate_by_name=True, allow_inf_nan=False, defer_build=True
@@ -74,7 +63,7 @@ class Section(BaseModel):
     def _field(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
         made = handler(value)
         if isinstance(value, bool) and type(made) is int:
-            handler("true")  # pydantic takes true for the Literal 1; a text is neither, and says so
+            handler("true")  # pydantic accepts true for the Literal 1; a text raises the error that lists the choices
         if info.context is not None:
             info.context.field(cls, info.field_name or "", made)
         return made
@@ -83,12 +72,12 @@ class Section(BaseModel):
 _Known = TypeVar("_Known", bound=Section)
 
 
-def known_section(kind: type[_Known], get: Callable[[str], Any], key: str, **more: Any) -> _Known:
-    """A section as far as its values are known: of other keys the default, or None.
+def partial_section(kind: type[_Known], get: Callable[[str], Any], key: str, **more: Any) -> _Known:
+    """Returns a section of the values that are known; other keys have their default, or None.
 
     Args:
-        get: a checked value by its dotted key; None: not set, or it has a problem.
-        more: values that take the place of those.
+        get: returns a checked value by its dotted key; None if it is not set, or has a problem.
+        more: values that take precedence.
     """
     found = {name: get(f"{key}.{name}") for name in kind.model_fields} | more
     fields = kind.model_fields.items()
@@ -96,20 +85,21 @@ def known_section(kind: type[_Known], get: Callable[[str], Any], key: str, **mor
 
 
 class Component(BaseModel):
-    """A part chosen by `type:`: a built-in's short name, or `module:Class` of the user's own.
+    """A component chosen by `type`: the short name of a built-in, or a custom `module:Class`.
 
-    The other keys are the class's keyword arguments; they are checked against its signature, which is read from its
-    source without importing it, and completed with its defaults (`weft.config.components`).
+    The other keys are keyword arguments of the class. They are checked against its signature, which is read from source
+    without an import, and completed with its defaults (`weft.config.components`).
 
-    A section of one kind of component is a subclass that sets `kind`. A field that is a list of them, as
-    `list[TrackerSection]`, takes mappings; a text stands for a mapping with that `type` alone.
+    Each kind of component has a subclass that sets `kind`. In a list field, such as `list[TrackerSection]`, a text
+    stands for a mapping with that `type`.
     """
 
-    kind: ClassVar[str] = ""  # a key of `components.ROOMS`
+    kind: ClassVar[str] = ""  # a key of `components.COMPONENT_KINDS`
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, defer_build=True)
 
-    type: str = Field(description="a built-in's short name, or module:Class of your own")
+    type: str
+    """The short name of a built-in, or `module:Class`."""
 
     _place: str | None = PrivateAttr(None)
 
@@ -120,16 +110,16 @@ class Component(BaseModel):
 
     @property
     def place(self) -> str | None:
-        """Where the `type` was written, as `run.yaml:4: optimizer.type`; None if it was not."""
+        """The place of `type`, as `run.yaml:4: optimizer.type`; None if it is a default."""
         return self._place
 
     def __eq__(self, other: object) -> bool:
-        """Equal if all keys are, wherever they were written."""
+        """Compares all keys, not where they were written."""
         if type(self) is not type(other) or not isinstance(other, Component):
             return NotImplemented
         return self.__dict__ == other.__dict__ and self.model_extra == other.model_extra
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments for the class's constructor."""
+        """The keyword arguments of the class's constructor."""
         return dict(self.model_extra or {})

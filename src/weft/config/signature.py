@@ -1,8 +1,7 @@
-"""What a class's constructor and methods take, read from its source.
+"""Signatures of a class's constructor and methods, read from source.
 
-griffe, which documents Python sources, could not take the place of this and of `source.py` (measured with 2.4): to
-import it takes 0.06 to 0.15 s of the 0.35 s that `weft config check` has; it loads all of a package to tell of one
-module (1.1 s for weft, 24 s for torch); and annotations would still have to be made into types here.
+griffe 2.4 is too slow for this: its import takes 0.06 to 0.15 s of the 0.35 s of `weft config check`, and it loads a
+full package for one module (1.1 s for weft, 24 s for torch).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 import annotated_types
 from pydantic import Field
 
-from weft.config.python_source import DEPTH, ClassSource, Module, any_named, dotted, last_name
+from weft.config.python_source import DEPTH, ClassSource, Module, dotted_name, last_name
 
 _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, bool, str)},
@@ -29,7 +28,7 @@ _WITHOUT_ARGUMENTS = {"object", "ABC", "Generic", "Protocol", "Module"}
 
 
 class _Missing(Enum):
-    """No default, or none that can be read from the source. (A copy of an Enum's member is that member.)"""
+    """No default, or none that the source shows. An Enum, because a copy of its member is the same object."""
 
     MISSING = "missing"
 
@@ -39,7 +38,7 @@ MISSING = _Missing.MISSING
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a constructor. `type` is a typing object, or Any where the source does not say."""
+    """An argument of a constructor. `type` is a typing object, or Any if the source does not show one."""
 
     name: str
     type: Any
@@ -49,13 +48,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a class takes.
+    """Arguments of a constructor or method, without `self`.
 
     Attributes:
-        positional: names of the arguments that can be given by position, in order.
-        arguments: all, by name.
-        accepts_any: there is a `**kwargs`, or the constructor is one that cannot be read.
-        any_positional: so with `*args`.
+        positional: names of the positional arguments, in order.
+        arguments: all arguments, by name.
+        accepts_any: whether there is a `**kwargs`, or the source cannot be read.
+        any_positional: whether there is an `*args`, or the source cannot be read.
     """
 
     positional: tuple[str, ...] = ()
@@ -68,22 +67,22 @@ _ANY = Signature(accepts_any=True, any_positional=True)
 
 
 def signature(source: ClassSource, depth: int = DEPTH) -> Signature:
-    """The arguments of a class's constructor: its own, its fields, or those of its first base that has one."""
+    """Returns the signature of a class's constructor, which may be inherited or made by `@dataclass`."""
     for each in _lineage(source, depth):
         if each is None:
             return _ANY
         if (init := _method(each.node, "__init__")) is not None:
             return _of_function(init, each.module)
         decorators = [d.func if isinstance(d, ast.Call) else d for d in each.node.decorator_list]
-        if any_named(decorators, "dataclass") or any_named(each.node.bases, "NamedTuple"):
+        if "dataclass" in map(last_name, decorators) or "NamedTuple" in each.bases:
             return _of_dataclass(each, depth)
     return Signature()
 
 
 def method_signature(source: ClassSource, name: str) -> Signature | None:
-    """The arguments of a class's method, its own or inherited, without `self`; None if it has none.
+    """Returns the signature of a method, which may be inherited; None if there is none.
 
-    Where a base cannot be read, it may have any: `accepts_any` and `any_positional`.
+    A base class that cannot be read may have the method, with any arguments.
     """
     for each in _lineage(source):
         if each is None:
@@ -94,7 +93,7 @@ def method_signature(source: ClassSource, name: str) -> Signature | None:
 
 
 def has_attribute(source: ClassSource, name: str) -> bool | None:
-    """Whether a class's body, or a base's, gives a name a value or a function; None where a base cannot be read."""
+    """Whether a class or one of its bases defines a name; None if a base cannot be read."""
     classes = list(_lineage(source))
     for each in filter(None, classes):
         for part in each.node.body:
@@ -107,12 +106,12 @@ def has_attribute(source: ClassSource, name: str) -> bool | None:
 
 
 def _lineage(source: ClassSource, depth: int = DEPTH) -> Iterator[ClassSource | None]:
-    """A class, then its bases and theirs, depth first; None stands for one that cannot be read."""
+    """Yields a class and its bases, depth first; None for a base that cannot be read."""
     yield source
     for base in source.node.bases:
         if last_name(base) in _WITHOUT_ARGUMENTS:
             continue
-        found = source.module.look_up(dotted(base.value if isinstance(base, ast.Subscript) else base) or "")
+        found = source.module.resolve(dotted_name(base.value if isinstance(base, ast.Subscript) else base) or "")
         if isinstance(found, ClassSource) and depth > 0:
             yield from _lineage(found, depth - 1)
         else:
@@ -124,7 +123,7 @@ def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
     for part in node.body:
         for statement in [part, *getattr(part, "body", []), *getattr(part, "orelse", [])]:
             if isinstance(statement, ast.FunctionDef) and statement.name == name:
-                found = statement  # the last one: overloads come first
+                found = statement  # the last one, after overloads
     return found
 
 
@@ -140,7 +139,7 @@ def _of_function(function: ast.FunctionDef, module: Module) -> Signature:
 def _of_dataclass(source: ClassSource, depth: int) -> Signature:
     arguments: dict[str, Argument] = {}
     for base in source.node.bases:
-        found = source.module.look_up(dotted(base) or "")
+        found = source.module.resolve(dotted_name(base) or "")
         if isinstance(found, ClassSource) and depth > 0:
             arguments.update(signature(found, depth - 1).arguments)
     for part in source.node.body:
@@ -163,8 +162,8 @@ def _argument(name: str, annotation: ast.expr | None, default: ast.expr | None, 
 
 
 def _literal(node: ast.AST, module: Module) -> Any:
-    """A default's value, if it is a literal or the name of one."""
-    found = module.look_up(dotted(node) or "")
+    """Returns the value of a literal, or of a name that is assigned one; else MISSING."""
+    found = module.resolve(dotted_name(node) or "")
     try:
         return ast.literal_eval(found[1] if isinstance(found, tuple) else node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -172,7 +171,7 @@ def _literal(node: ast.AST, module: Module) -> Any:
 
 
 def read_type(node: ast.expr, module: Module, depth: int = DEPTH) -> Any:
-    """An annotation as a typing object. What is no plain data (a Tensor, a callable) is Any, and left out of unions."""
+    """Returns an annotation as a typing object. Other types than plain data (a Tensor, a callable) become Any."""
     if depth <= 0:
         return Any
     if isinstance(node, ast.Constant) and node.value is None:
@@ -187,7 +186,7 @@ def read_type(node: ast.expr, module: Module, depth: int = DEPTH) -> Any:
     if isinstance(node, ast.Subscript):
         inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
         return _generic(last_name(node.value), inner, module, depth - 1)
-    found = module.look_up(dotted(node) or "")
+    found = module.resolve(dotted_name(node) or "")
     if isinstance(found, tuple) and isinstance(found[1], ast.expr):
         return read_type(found[1], found[0], depth - 1)
     return Any if isinstance(found, ClassSource) else _TYPES.get(last_name(node), Any)
@@ -221,7 +220,7 @@ def _union(types: list[Any]) -> Any:
 
 
 def _bounds(node: ast.expr, module: Module) -> list[Any]:
-    """What limits a value, of an Annotated's annotations."""
+    """Returns the bounds that a part of `Annotated` sets."""
     name = last_name(node.func) if isinstance(node, ast.Call) else ""
     if not isinstance(node, ast.Call) or name not in (*_BOUNDS, "Field"):
         return []

@@ -1,12 +1,12 @@
-"""What somebody may have meant: near spellings, and the names that other frameworks use."""
+"""Suggestions for unknown names: similar spellings, and the names of other frameworks."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-# Keys of Weft (dotted from the top), and what people write for them.
-_WRITTEN = {
+# Keys of Weft -> their names in other frameworks.
+_OTHER_NAMES = {
     "optimizer.lr": "learning_rate lr max_lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
@@ -102,67 +102,67 @@ _WRITTEN = {
     "parallel.stage_layers": "pipeline_parallel_split_points num_layers_per_stage",
     "samples.prompts": "prompts",
 }
-ELSEWHERE = {name: key for key, names in _WRITTEN.items() for name in names.split()}
-# Keys of earlier versions, and their names today.
+ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+# Keys of earlier versions -> their current names.
 RENAMED = {
     "parallel.schedule": "parallel.pp_schedule",
     "parallel.context": "parallel.cp_method",
     "parallel.layers_per_unit": "parallel.layers_per_fsdp_unit",
 }
-# What is not just another name.
+# Keys whose values differ from those of other frameworks.
 NOTES = {
-    "training.batch_tokens": "tokens per step over all ranks, sequences x sequence_length",
+    "training.batch_tokens": "tokens per step over all ranks, as sequences x sequence_length",
     "training.micro_batch_size": "sequences per forward and rank",
     "training.dtype": "bfloat16, float32 or auto",
-    "training.initial_loss_scale": "what loss scaling begins with, as 65536",
+    "training.initial_loss_scale": "the initial loss scale, as 65536",
     "training.activation_checkpointing": "none, full, selective, every-N or budget-F",
-    "parallel.tp": "ranks; sequence and loss parallelism come with it",
+    "parallel.tp": "number of ranks; includes sequence and loss parallelism",
     "parallel.zero_stage": "1, 2 or 3",
-    "parallel.layers_per_fsdp_unit": "layers are the units; how many of them together",
+    "parallel.layers_per_fsdp_unit": "number of layers per FSDP unit",
     "parallel.offload": "none, parameters or optimizer",
     "parallel.cp_method": "auto, all_to_all, all_gather or ring",
     "parallel.reduce_gradients": "last or every",
-    "parallel.stages_per_rank": "how many of the stages",
+    "parallel.stages_per_rank": "number of stages",
     "parallel.stage_layers": "a list, as [8, 8, 9, 7]",
     "data.train": "one store, or a list of {store: ..., weight: ...}",
     "data.packing": "concatenate or best_fit",
     "data.document_attention": "true or false",
     "data.length_warmup": "as {start: 128, steps: 1000}",
     "optimizer.betas": "a list, as [0.9, 0.95]",
-    "schedule.final": "a share of lr",
-    "schedule.warmup_fraction": "a share of the run",
+    "schedule.final": "a fraction of lr",
+    "schedule.warmup_fraction": "a fraction of the run",
     "log.trackers": "a list, as [tensorboard]",
-    "model.from": "a run or checkpoint of Weft, or a Hugging Face folder",
+    "model.from": "a run, a checkpoint, or a Hugging Face folder",
     "extends": "a file, or a list of them",
 }
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that `word` is most likely a misspelling of, if any."""
+    """Returns the known word of which `word` is most likely a misspelling, if any."""
     pairs = {name.lower().replace("-", "_"): name for name in known}
     word = word.lower().replace("-", "_")
-    swapped = [name for name in pairs if sorted(name) == sorted(word)]  # a slip of the fingers
+    swapped = [name for name in pairs if sorted(name) == sorted(word)]  # transposed letters
     found = swapped or difflib.get_close_matches(word, pairs, n=1, cutoff=cutoff)
     return pairs[found[0]] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?`, or nothing."""
+    """Returns `; did you mean 'x'?`, or an empty text."""
     found = nearest(word, known, cutoff)
     return f"; did you mean {found!r}?" if found else ""
 
 
 def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable[str]) -> tuple[str | None, str]:
-    """What a key that does not exist was most likely meant to be.
+    """Returns the key that was most likely meant by an unknown key.
 
     Args:
-        section: the dotted name of where it stands; "" at the top.
-        key: the key.
-        known: the keys that may stand there.
+        section: the dotted key of its section; "" at the top.
+        key: the unknown key.
+        known: the keys of the section.
         everywhere: all dotted keys of a run's file.
 
     Returns:
-        One of `known` or `everywhere`, or None; and a note on how it differs, or nothing.
+        One of `known` or `everywhere`, or None; and a note on how its value differs.
     """
     known, everywhere = list(known), set(everywhere)
     within = f"{section}." if section else ""
@@ -175,13 +175,13 @@ def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable
     if near is None and target in everywhere:
         return target, note
     if near is None:
-        at_home = sorted(name for name in everywhere if name.rpartition(".")[2] == key and name != within + key)
-        near = at_home[0] if at_home else nearest(key, known, cutoff=0.5)
+        elsewhere = sorted(name for name in everywhere if name.rpartition(".")[2] == key and name != within + key)
+        near = elsewhere[0] if elsewhere else nearest(key, known, cutoff=0.5)
     return near, ""
 
 
 def unknown_key(meant: str | None, note: str, known: Iterable[str]) -> str:
-    """What to say about a key that does not exist, given `meant_key`'s answer."""
+    """Returns the message for an unknown key, given the result of `meant_key`."""
     if meant is not None:
         return f"unknown key; did you mean {meant!r}?{note}"
     known = sorted(known)

@@ -1,4 +1,4 @@
-"""`model: {type: hf, path: ...}`: any causal language model of transformers, as the checks of a run file see it."""
+"""`model: {type: hf, path: ...}`: the section of a causal language model of Transformers."""
 
 from __future__ import annotations
 
@@ -15,67 +15,67 @@ from weft.families.config_json import check_weights, read_config
 
 Attention = Literal["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 
-# What is said of a model that is trained this way: which axes of the mesh there are for it.
+# The mesh axes that such a model supports, for messages.
 LIMITS = "data parallel only; tensor, pipeline, context and expert parallelism need a built-in family"
 
 MISSING = "type: hf needs transformers, which is not installed; install it: pip install 'weft-train[hf]'"
-_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")  # of several families' config.json
+# Keys of the maximum sequence length in config.json files.
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 class TransformersModelSection(Section):
-    """What transformers' `AutoModelForCausalLM` builds from a folder's config.json, trained by the same loop.
+    """A model that Transformers' `AutoModelForCausalLM` builds from the config.json of a folder.
 
-    For models that are none of the built-in families. No code of the folder is run and no pickle is read. Of the mesh
-    it has the data axes only.
+    It serves for architectures that are not a built-in family, and supports the data axes of the mesh only. Code in the
+    folder is not run, and pickle files are not read.
     """
 
-    type: Literal["hf"] = Field(description="a model of transformers")
-    path: Folder | None = Field(None, description="a Hugging Face folder: config.json, and safetensors to start from")
-    from_: Folder | None = Field(
-        None, alias="from", description="a run or checkpoint of such a model to start from, in place of `path`"
-    )
-    load_optimizer: bool = Field(False, description="with `from`: take over the optimizer's state as well")
-    weights: bool = Field(
-        True, description="start from the folder's weights; false: from random ones, drawn by its class with run.seed"
-    )
-    attn_implementation: Attention | None = Field(
-        None, description="transformers' name of how attention is computed; default: sdpa where the model has it"
-    )
-    config: dict[str, Any] = Field(
-        default={}, description="the folder's config.json; keys given here take the place of those there"
-    )
+    type: Literal["hf"]
+    """A model of Transformers."""
+    path: Folder | None = None
+    """Hugging Face folder with a config.json, and with the initial weights as safetensors."""
+    from_: Folder | None = Field(None, alias="from")
+    """Run or checkpoint of such a model with the initial weights, in place of `path`."""
+    load_optimizer: bool = False
+    """Whether the optimizer state of `from` is loaded too."""
+    weights: bool = True
+    """Whether the weights of the folder are loaded; otherwise the model's class initializes them."""
+    attn_implementation: Attention | None = None
+    """Attention implementation of Transformers. Default: `sdpa` where the model supports it."""
+    config: dict[str, Any] = Field(default={})
+    """Keys that take precedence over those of config.json."""
 
     @property
     def architecture(self) -> str:
-        """The class that config.json names, or its model_type."""
+        """The class name in config.json, or its model_type."""
         named = self.config.get("architectures")
         return str(named[0]) if isinstance(named, list) and named else str(self.config.get("model_type"))
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding, if config.json says them where most do."""
+        """Rows of the embedding, if config.json has a usual key for them."""
         inner = self.config.get("text_config")
         return _number(self.config, "vocab_size") or (_number(inner, "vocab_size") if isinstance(inner, dict) else None)
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """The longest sequence, if config.json says it where most do."""
+        """The maximum sequence length, if config.json has a usual key for it."""
         return longest_sequence(self.config)
 
 
 def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[str, Any]:
-    """A folder's config.json, with some keys changed.
+    """Returns the config.json of a folder, with changes.
 
     Args:
-        weights: whether the folder must hold weights as well.
+        weights: whether the folder must have weights.
 
     Raises:
-        UserError: no such folder, a config.json that cannot be read or lacks its model_type, quantized or pickled
-            weights, none at all; or transformers is not installed.
+        UserError: no such folder, an unreadable config.json or one without model_type, quantized, pickled or missing
+            weights; or Transformers is not installed.
     """
     config = read_config(path, dequantized=False) | changes
     if not isinstance(config.get("model_type"), str):
-        raise UserError("model_type: missing, and it says what model this is; download the file again", path)
+        raise UserError("model_type: missing, so the model is not known; download the file again", path)
     if weights:
         check_weights(Path(path))
     if importlib.util.find_spec("transformers") is None:
@@ -84,7 +84,7 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
 
 
 def notices(section: TransformersModelSection, architecture: str) -> list[str]:
-    """What a run says once, when it starts.
+    """Returns the notices that a run prints when it starts.
 
     Args:
         architecture: the class that was built.
@@ -95,11 +95,11 @@ def notices(section: TransformersModelSection, architecture: str) -> list[str]:
     except (UserError, KeyError, TypeError):
         return [said]
     where = section.path or "the Hugging Face folder"
-    return [f"{said}; this architecture is one: model: {{from: {where}}} takes the same weights and gives those"]
+    return [f"{said}; this architecture is a built-in family: model: {{from: {where}}} loads the same weights"]
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """The longest sequence that a config.json says."""
+    """Returns the maximum sequence length in a config.json."""
     return next((found for key in _LONGEST if (found := _number(config, key)) is not None), None)
 
 

@@ -1,9 +1,8 @@
-"""YAML files as trees that know where each key stands."""
+"""YAML files as trees of `Node`s that know their file and line."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from typing import Any
 from weft.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
-_MOST_NODES = 100_000  # a file whose aliases expand to more is no config
-_DEEPEST = 64  # levels of nesting; no key is deeper than a few
-# ${NAME} of the environment. While YAML is parsed, its braces are two characters that mean nothing there.
+_MOST_NODES = 100_000  # aliases that expand to more nodes are a mistake or an attack
+_DEEPEST = 64  # levels of nesting
+# ${NAME} of the environment. While YAML is parsed, private characters take the place of its braces.
 _VARIABLE = re.compile(r"(\$+)\{([A-Za-z_]\w*)\}")
 _HIDDEN = re.compile("(\\$+)\ue000([A-Za-z_]\\w*)\ue001")
-_CORE = ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "value")  # YAML's own kinds
+_CORE = ("null", "bool", "int", "float", "str", "seq", "map", "timestamp", "value")  # the tags of YAML 1.2
+_BASES = {"0x": 16, "0o": 8, "0b": 2}
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Node:
 
     Attributes:
         value: a dict or list of Nodes, or a scalar (str, int, float, bool, None).
-        file: what to call the file in a message; "command line" for an override.
-        line: of the value's key (of a list's item), counted from 1.
+        file: the file's name in messages; "command line" for an override.
+        line: of the value's key or of the list item, counted from 1.
         text: a scalar as it was written.
-        origin: where the value came from, if that is no file ("preset llama-tiny", "default").
-        replaces: in a file that inherits: takes the place of the base's mapping instead of merging with it.
+        origin: source of a value that is in no file ("preset llama-tiny", "default").
+        replaces: whether it replaces an inherited mapping instead of merging with it.
     """
 
     value: Any
@@ -43,143 +43,135 @@ class Node:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether it is a dict of Nodes."""
+        """Whether the value is a dict of Nodes."""
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """Plain data."""
+        """Returns plain data."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def get(self, *path: str) -> Node | None:
-        """The node below, or None. A list's items are `"train[0]"`, ..."""
+        """Returns the node at a path of keys, or None. `"train[0]"` is an item of a list."""
         node: Node | None = self
         for key in path:
-            name, bracket, number = key.partition("[")
-            below = node.value.get(key) if node is not None and node.is_mapping else None
-            if below is None and bracket and node is not None and node.is_mapping:
-                items = node.value.get(name)
-                place = int(number[:-1]) if number[:-1].isdecimal() else -1
-                if items is not None and isinstance(items.value, list) and 0 <= place < len(items.value):
-                    below = items.value[place]
+            if node is None or not node.is_mapping:
+                return None
+            name, _, number = key.partition("[")
+            below = node.value.get(key)
+            if below is None and number[:-1].isdecimal() and isinstance((items := node.value.get(name)), Node):
+                found = items.value if isinstance(items.value, list) else []
+                below = found[int(number[:-1])] if int(number[:-1]) < len(found) else None
             node = below
         return node
 
     def problem(self, key: str, what: str) -> Problem:
-        """A mistake in this place."""
+        """Returns a problem at this place."""
         return Problem(key, what, self.file, self.line)
 
     @property
     def place(self) -> str:
-        """For `weft config show --origin`."""
+        """The source of the value, as `weft config show --origin` prints it."""
         if self.origin is not None:
             return self.origin
         return f"{self.file}:{self.line}" if self.line is not None else str(self.file)
 
 
 def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | None = None) -> Node | None:
-    """Parse a file.
+    """Parses a file, which must be a mapping.
 
     Args:
         path: the file.
-        label: what to call it in messages.
+        label: the file's name in messages.
         problems: mistakes are added here.
-        asked: the problem to report if the file is not there; by default one that names `label`.
+        asked: the key and place that name the file, for problems of reading it; default: the file itself.
 
     Returns:
-        A mapping, or None if there is nothing to go on with.
+        The mapping, or None after a problem that ends the check.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        problems.append(Problem("", "this is not UTF-8 text; save the file as UTF-8", label, line))
+        problems.append(Problem("", "not UTF-8 text; save the file as UTF-8", label, line))
         return None
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            what = f"there is no such file{_similar(path, asked.file if asked else None)}"
+            what = f"no such file{_similar(path, asked.file if asked else None)}"
         elif path.is_dir():
-            what = f"this is a directory; name a YAML file{_similar(path / 'run.yaml')}"
+            what = f"a directory, not a file; name a YAML file{_similar(path / 'run.yaml')}"
         else:
-            what = f"it cannot be read: {error.strerror}; check the path and its permissions"
+            what = f"cannot be read: {error.strerror}; check the path and its permissions"
         problems.append(
             Problem(asked.key, f"{label}: {what}", asked.file, asked.line) if asked else Problem("", what, label)
         )
         return None
-    return parse_mapping(text, label, problems)
-
-
-def parse_mapping(text: str, label: str, problems: list[Problem]) -> Node | None:
-    """Parse a whole file's text, which must be a mapping."""
     node = parse(text, label, problems)
-    if node is None:
-        return None
+    if node is None or node.is_mapping:
+        return node
     if node.value is None:
         problems.append(Problem("", "the file is empty; it needs at least model, data and training", label, 1))
-        return None
-    if not node.is_mapping:
+    else:
         found = "a list" if isinstance(node.value, list) else "a single value"
-        problems.append(
-            Problem("", f"the file is {found}; it must be a mapping, as `model: llama-60m`", label, node.line)
-        )
-        return None
-    return node
+        what = f"the file is {found}; it must be a mapping, as `model: llama-60m`"
+        problems.append(Problem("", what, label, node.line))
+    return None
 
 
 def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = True) -> Node | None:
-    """Parse one YAML 1.2 document. None (and a problem) where it is none."""
+    """Parses one YAML 1.2 document; returns None, and adds a problem, if it is invalid."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
 
+    def line_of(mark: Any) -> int | None:
+        return mark.line + 1 if mark is not None and numbered else None
+
     reader = YAML(typ="safe", pure=True)
     reader.max_depth = _DEEPEST
+    line: int | None = None
     try:
         root = reader.compose(_VARIABLE.sub("\\1\ue000\\2\ue001", text))
+        if root is None:
+            return Node(None, label, 1 if numbered else None)
+        return _Builder(label, problems, numbered, reader.resolver).build(root, root, "")
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        if type(error).__name__ == "MaxDepthExceededError":
-            problems.append(Problem("", _TOO_DEEP, label, mark.line + 1 if mark is not None and numbered else None))
-            return None
+        line = line_of(error.problem_mark or error.context_mark)
         what = " ".join(filter(None, [error.problem, error.context and f"({error.context})"])) or "not YAML"
-        tab = "; indent with spaces, not tabs" if "'\\t'" in what else ""
-        line = mark.line + 1 if mark is not None and numbered else None
-        problems.append(
-            Problem("", f"not valid YAML: {' '.join(what.split())}{tab or '; mend the syntax here'}", label, line)
-        )
-        return None
+        remedy = "indent with spaces, not tabs" if "'\\t'" in what else "correct the syntax here"
+        what = f"not valid YAML: {' '.join(what.split())}; {remedy}"
+        if type(error).__name__ == "MaxDepthExceededError":
+            what = _TOO_DEEP
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1 if numbered else None
-        code = f"U+{ord(text[error.position]):04X}"
-        problems.append(Problem("", f"not valid YAML: the character {code} is no text; remove it", label, line))
-        return None
-    except RecursionError:  # ruamel.yaml before 0.19 knows no depth
-        problems.append(Problem("", _TOO_DEEP, label, None))
-        return None
+        what = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not text; remove it"
+    except RecursionError:  # ruamel.yaml before 0.19 does not limit the depth
+        what = _TOO_DEEP
     except (YAMLError, ValueError) as error:
-        problems.append(Problem("", f"not valid YAML: {' '.join(str(error).split())}; mend the syntax", label, None))
-        return None
-    if root is None:
-        return Node(None, label, 1 if numbered else None)
-    return _Builder(label, problems, numbered, reader.resolver).build(root, root, "")
+        what = f"not valid YAML: {' '.join(str(error).split())}; correct the syntax"
+    problems.append(Problem("", what, label, line))
+    return None
 
 
 def without_variables(text: str) -> str:
-    """A text that is itself when it is read, though it has `${NAME}` in it."""
+    """Escapes `${NAME}`, so that the text is read as it is."""
     return _VARIABLE.sub(r"$\1{\2}", text)
 
 
-_TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, or write it flatter"
+_TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, or nest it less"
 
 
 class _Builder:
-    """Turns ruamel's nodes into ours."""
+    """Converts ruamel's nodes."""
 
     def __init__(self, label: str, problems: list[Problem], numbered: bool, resolver: Any):
         self.label, self.problems, self.numbered, self.resolver = label, problems, numbered, resolver
         self.above: list[int] = []
         self.count = 0
+
+    def report(self, key: str, what: str, line: int | None) -> None:
+        self.problems.append(Problem(key, what, self.label, line))
 
     def build(self, node: Any, key_node: Any, key: str) -> Node:
         line = key_node.start_mark.line + 1 if self.numbered else None
@@ -192,9 +184,7 @@ class _Builder:
         kind = str(node.tag or "").removeprefix("tag:yaml.org,2002:")
         if kind not in _CORE:
             tag = f"!!{kind}" if str(node.tag).startswith("tag:yaml.org,2002:") else node.tag
-            self.problems.append(
-                Problem(key, f"tags are not allowed, and {tag} is one; write the plain value", self.label, line)
-            )
+            self.report(key, f"the tag {tag} is not allowed; write the plain value", line)
         self.above.append(id(node))
         try:
             if node.id == "mapping":
@@ -203,14 +193,14 @@ class _Builder:
                 items = [self.build(item, item, f"{key}[{i}]") for i, item in enumerate(node.value)]
                 return Node(items, self.label, line)
             text = self.expand(node.value, key, line)
-            if text != node.value and node.style is None:  # a plain scalar: what it is, is said by what it has become
+            if text != node.value and node.style is None:  # the type of an unquoted scalar is that of the expanded text
                 kind = str(self.resolver.resolve(type(node), text, (True, False))).rpartition(":")[2]
             return Node(_scalar(text, kind), self.label, line, text)
         finally:
             self.above.pop()
 
     def expand(self, text: str, key: str, line: int | None) -> str:
-        """A text with `${NAME}` and a leading `~/` as the environment has them; what they stand for is not expanded."""
+        """Expands `${NAME}` and a leading `~/` once."""
 
         def value(match: re.Match[str]) -> str:
             dollars, name = match.groups()
@@ -218,8 +208,7 @@ class _Builder:
                 return f"{dollars[1:]}{{{name}}}"
             if name not in os.environ:
                 remedy = f"set it, or write $${{{name}}} for this text"
-                what = f"${{{name}}}: the environment has no variable {name}; {remedy}"
-                self.problems.append(Problem(key, what, self.label, line))
+                self.report(key, f"${{{name}}}: the environment has no variable {name}; {remedy}", line)
             return os.environ.get(name, f"${{{name}}}")
 
         home = os.path.expanduser("~") if text.startswith("~/") else ""
@@ -231,9 +220,7 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1 if self.numbered else None
             if key_node.id != "scalar":
-                self.problems.append(
-                    Problem(above, "a key must be a word; quote it or write it plainly", self.label, line)
-                )
+                self.report(above, "a key must be a word; quote it or write it plainly", line)
                 continue
             name = _HIDDEN.sub(r"\1{\2}", str(key_node.value))
             key = f"{above}.{name}" if above else name
@@ -243,51 +230,36 @@ class _Builder:
                     merged = {**(part.value if part.is_mapping else {}), **merged}
             elif name in found:
                 first = found[name].line
-                said = f" (first on line {first})" if first is not None else ""
-                self.problems.append(Problem(key, f"this key is here twice{said}; keep one of them", self.label, line))
+                also = f" (first on line {first})" if first is not None else ""
+                self.report(key, f"duplicate key{also}; keep one of them", line)
             else:
                 found[name] = child
         return {**merged, **found}
 
 
 def _scalar(text: str, kind: str) -> Any:
-    """A scalar's value; its text where it is no value of its kind."""
+    """Returns a scalar's value, or its text if that is not of its kind."""
+    lower = text.lower()
+    number = lower.replace("_", "")
     try:
         if kind == "null":
             return None
-        if kind == "bool" and text.lower() in ("true", "false"):
-            return text.lower() == "true"
+        if kind == "bool" and lower in ("true", "false"):
+            return lower == "true"
         if kind == "int":
-            return _integer(text)
+            return int(number, _BASES.get(number.lstrip("+-")[:2], 10))
         if kind == "float":
-            return _real(text)
+            return float(number.replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
         pass
     return text
 
 
-def _integer(text: str) -> int:
-    digits = text.replace("_", "").lower()
-    sign = -1 if digits.startswith("-") else 1
-    digits = digits.lstrip("+-")
-    for prefix, base in (("0x", 16), ("0o", 8), ("0b", 2)):
-        if digits.startswith(prefix):
-            return sign * int(digits[2:], base)
-    return sign * int(digits)
-
-
-def _real(text: str) -> float:
-    plain = text.replace("_", "").lower()
-    if plain.lstrip("+-") in (".inf", ".nan"):
-        return math.nan if plain.endswith("nan") else -math.inf if plain.startswith("-") else math.inf
-    return float(plain)
-
-
 def _similar(path: Path, asking: str | None = None) -> str:
-    """Files beside a missing one, in words, without the one that names it."""
+    """Suggests YAML files in the folder of a missing one, except the file that names it."""
     folder = path.parent
     if not folder.is_dir():
-        return f" (there is no directory {folder} either)"
+        return f" (the directory {folder} does not exist either)"
     names = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml") and not p.name.startswith("."))
     names = [name for name in names if asking is None or not os.path.samefile(folder / name, asking)]
     stems = {Path(name).stem: name for name in names}
@@ -297,17 +269,26 @@ def _similar(path: Path, asking: str | None = None) -> str:
     return f"; there are {', '.join(names[:8])}" if names else "; check the path"
 
 
+def wrong_folder_hint(node: Node, path: str) -> str:
+    """Returns a hint for a missing path that exists relative to the file that names it; else an empty text."""
+    folder = os.path.dirname(node.file or "")
+    there = os.path.normpath(os.path.join(folder, path))
+    if not folder or node.file == COMMAND_LINE or os.path.exists(path) or not os.path.exists(there):
+        return ""
+    return f"not found; paths are relative to the working directory: run it from {folder} or write {there}"
+
+
 # ---- merging
 
 
 def merge(base: Node, child: Node, key: str = "", types: dict[str, str] | None = None) -> Node:
-    """The child over the base: mappings merge, everything else is replaced.
+    """Returns `child` over `base`: mappings merge, everything else is replaced.
 
     Args:
         key: the dotted name of both.
-        types: what a section's `type` is if it is not written. With it, a mapping that chooses another `type` replaces
-            the base's, because what stands beside a `type` are that class's arguments; so does a `model` that chooses
-            `from` where the base had a `preset`, and the reverse.
+        types: default `type` of each section. With it, a mapping with another `type` replaces the base's, whose other
+            keys are the arguments of another class; so does a `model` with `from` over one with `preset`, and the
+            reverse.
     """
     if key == "model" and child.is_mapping and isinstance(base.value, str):
         base = Node({"preset": base}, base.file, base.line)

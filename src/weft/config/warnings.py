@@ -1,7 +1,7 @@
-"""What a checked config asks for in vain: keys without effect, and what this machine cannot do.
+"""Warnings about a valid config: keys without effect, and features that this machine lacks.
 
-Each is a line of `weft config check`, and of a run when it starts. The files stay legal: a file for many ranks is also
-tried on one, and checked where there is no GPU.
+`weft config check` prints them, and so does a run when it starts. They are not errors, because a file for many GPUs is
+also tried on one rank, and checked on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -11,83 +11,82 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.config.mesh import MeshShape
-from weft.config.sections import RunSections
+from weft.config.run import RunConfig
 from weft.headers import read_store_header
 
 
-def warnings(config: RunSections, mesh: MeshShape, *, open_data: bool = True) -> list[str]:
-    """All of them.
+def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True) -> list[str]:
+    """Returns all warnings.
 
     Args:
-        mesh: of the ranks that the run has, or would have.
-        open_data: whether the headers of token stores may be read.
+        mesh: the mesh of the run.
+        open_data: read the headers of token stores.
     """
-    found = [*_validation(config), *_mesh(config, mesh), *_device(config)]
+    found = [*_held_out(config), *_parallel(config, mesh), *_device(config)]
     return found + (_unknown_tokenizers(config) if open_data else [])
 
 
-def _stated(config: RunSections, key: str) -> bool:
+def _is_set(config: RunConfig, key: str) -> bool:
     return config.origins.get(key, "default") != "default"
 
 
-def _validation(config: RunSections) -> Iterator[str]:
+def _held_out(config: RunConfig) -> Iterator[str]:
     if config.data.validation is None:
         for name in ("every", "tokens", "micro_batch_size"):
-            if _stated(config, f"validation.{name}") and not (name == "every" and config.samples.prompts):
-                yield f"validation.{name}: no effect without data.validation; name held-out data, or remove the key"
+            if _is_set(config, f"validation.{name}") and not (name == "every" and config.samples.prompts):
+                yield f"validation.{name}: no effect without data.validation; set it, or remove the key"
     trained = set(map(os.path.realpath, config.data.stores.values()))
     held_out: dict[str, str] = {}
     for key, store in config.data.held_out_stores.items():
         path = os.path.realpath(store)
         if (other := held_out.setdefault(path, key)) != key:
-            yield f"{key}: {store} is {other} as well, so its tokens count twice in validation_loss; remove one of them"
+            yield f"{key}: {store} is {other} too, so its tokens count twice in validation_loss; remove one of them"
         if path in trained:
-            yield f"{key}: {store} is training data as well, so its loss does not tell what the model learned; " + (
-                "hold some documents out (`weft data split`)"
-            )
+            what = f"{key}: {store} is training data too, so its loss does not measure generalization"
+            yield f"{what}; hold out other documents (`weft data split`)"
 
 
-def _mesh(config: RunSections, mesh: MeshShape) -> Iterator[str]:
+def _parallel(config: RunConfig, mesh: MeshShape) -> Iterator[str]:
     parallel = config.parallel
     for key, axis in (("pp_schedule", "pp"), ("cp_method", "cp")):
-        if mesh.sizes[axis] == 1 and _stated(config, f"parallel.{key}"):
-            yield f"parallel.{key}: no effect, for parallel.{axis} is 1; remove the key, or set {axis}"
+        if mesh.sizes[axis] == 1 and _is_set(config, f"parallel.{key}"):
+            yield f"parallel.{key}: no effect, because parallel.{axis} is 1; remove the key, or set {axis}"
     after = parallel.reshard_after_forward
     if mesh.fsdp == 1 and type(after) is int:
-        what = "no effect, for one rank has all parameters (dp_shard 1 x cp 1)"
-        yield f"parallel.reshard_after_forward: {after} has {what}; remove the key, or set dp_shard"
+        what = f"{after} has no effect, because parameters are not sharded (dp_shard 1 x cp 1)"
+        yield f"parallel.reshard_after_forward: {what}; remove the key, or set dp_shard"
     if mesh.pp > 1 and parallel.reduces_every:
         key = "reduce_gradients" if parallel.reduce_gradients is not None else "zero_stage"
-        what = f"{getattr(parallel, key)} sums gradients with every micro-batch, but a pipeline sums them once a step"
-        instead = "set last" if key == "reduce_gradients" else "set 1, or reshard_after_forward by itself"
-        yield f"parallel.{key}: {what}; {instead}"
+        what = f"{getattr(parallel, key)} reduces gradients with every micro-batch, but a pipeline does once per step"
+        remedy = "set last" if key == "reduce_gradients" else "set 1, or set reshard_after_forward instead"
+        yield f"parallel.{key}: {what}; {remedy}"
 
 
-def _device(config: RunSections) -> Iterator[str]:
-    """What a CPU refuses when a run starts."""
+def _device(config: RunConfig) -> Iterator[str]:
+    """Yields features that need a GPU."""
     asked = {"training.fp8": config.training.fp8, "parallel.async_tp": config.parallel.async_tp}
     for key in [key for key, on in asked.items() if on and not _gpu_visible()]:
-        yield f"{key}: no GPU is visible on this machine, and `weft train` refuses the key on a CPU"
+        yield f"{key}: this machine has no visible GPU, and `weft train` refuses the key on a CPU"
     if config.training.fp8 and not config.training.compile:
-        yield "training.fp8 without training.compile: rounding takes longer than is won; set compile: true"
+        yield "training.fp8 is slow without training.compile, because casts are not fused; set compile: true"
 
 
 def _gpu_visible() -> bool:
-    """Whether the system shows a GPU of NVIDIA's or AMD's to this process, as far as that is known without torch."""
+    """Whether this process can see an NVIDIA or AMD GPU, as far as that is known without torch."""
     hidden = (os.environ.get(name, "0").strip() for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
     return not any(value in ("", "-1") for value in hidden) and any(
         Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
     )
 
 
-def _unknown_tokenizers(config: RunSections) -> list[str]:
-    """Where nobody knows a store's tokenizer, and others are there to differ from."""
+def _unknown_tokenizers(config: RunConfig) -> list[str]:
+    """Returns a warning if there are several stores, and the tokenizer of one is not known."""
     train = 1 if isinstance(config.data.train, str) else len(config.data.sources)
     stores = [*config.data.stores.values(), *config.data.held_out_stores.values()]
     unknown = [store for store in stores if read_store_header(store).tokenizer_digest is None]
     if not unknown or (train < 2 and len(unknown) == len(stores)):
         return []
     return [
-        f"the tokenizer of {', '.join(unknown)} is not known (`weft data convert` was not told it): nothing checks "
-        "that its ids mean the same as the other stores'; convert again with --tokenizer"
+        f"the tokenizer of {', '.join(unknown)} is not known, so its token ids cannot be compared with those of the "
+        "other stores; convert again with --tokenizer"
     ]

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from weft.config.custom_components import OWN_PARTS
+from weft.config.custom_components import CUSTOM_COMPONENT_KEYS
 from weft.errors import UserError, describe_user_exception, reported_elsewhere, user_frames
 from weft.formatting import byte_size
 from weft.observe import status
@@ -219,7 +219,7 @@ def _custom_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
         if ":" in str(tree.get("type", "")):
             yield key, tree["type"]
         for name, value in tree.items():
-            if key == "model" and name in OWN_PARTS and ":" in str(value):
+            if key == "model" and name in CUSTOM_COMPONENT_KEYS and ":" in str(value):
                 yield f"model.{name}", value
             yield from _custom_types(value, f"{key}.{name}" if key else name)
     elif isinstance(tree, list | tuple):

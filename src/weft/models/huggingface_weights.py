@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.config.huggingface_config import keys_of
+from weft.config.huggingface_config import model_keys
 from weft.config.model import ModelSection
-from weft.config.moe import BALANCE
+from weft.config.model_sections import BALANCE
 from weft.errors import UserError
 from weft.families import families
 from weft.families.mapping import Weight
@@ -60,7 +60,7 @@ def to_config_json(section: ModelSection) -> dict[str, Any]:
         "model_type": family.MODEL_TYPE,
         **family.to_hf(section.resolved()),
     }
-    expected, read_back = _architecture(section), _architecture(ModelSection(**keys_of(dict(written))))
+    expected, read_back = _architecture(section), _architecture(ModelSection(**model_keys(dict(written))))
     for key, value, other in _differences(expected, read_back):
         raise UserError(
             f"model.{key} is {value!r}, which Hugging Face's {written['architectures'][0]} does not support with the "

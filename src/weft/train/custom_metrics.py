@@ -7,8 +7,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from weft.config.component_sections import MetricSection
 from weft.config.components import make_component
+from weft.config.run import MetricSection
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.parallel.objective import Loss, Objective, Pair, quotients

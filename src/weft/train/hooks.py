@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors
-from weft.config.component_sections import CallbackSection
 from weft.config.components import make_component
+from weft.config.run import CallbackSection
 from weft.errors import UserError
 from weft.files import read_json
 from weft.train.callbacks import Callback, State

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.checkpoint.checkpoint_files import FOLDER, find_damage, last_complete
 from weft.checkpoint.load import checkpoints
-from weft.config.load import dump_yaml, read_saved
+from weft.config.dump import dump_yaml, read_saved
 from weft.config.run import RunConfig
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from weft.checkpoint.huggingface import pickled
 from weft.checkpoint.huggingface.quantized import StoredTensor, dequantized
 from weft.checkpoint.huggingface.slices import OpenFileCache, Source, read_slice
 from weft.checkpoint.tensor_file import DTYPES
-from weft.config.huggingface_config import model_of
+from weft.config.huggingface_config import checked_model
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import families
@@ -135,7 +135,7 @@ def section_of(path: Path) -> ModelSection:
     """Returns the model section of a folder's config.json. Raises UserError with that file."""
     config = read_config(path)
     try:
-        return model_of(config)
+        return checked_model(config)
     except UserError as error:
         raise UserError(error.what, path / CONFIG) from None
 

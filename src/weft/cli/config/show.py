@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weft.config.load import dump_yaml
+    from weft.config.dump import dump_yaml
     from weft.config.run import RunConfig
 
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data)

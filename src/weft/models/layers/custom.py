@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.config.components import load_class
-from weft.config.custom_components import OWN_PARTS
+from weft.config.custom_components import CUSTOM_COMPONENT_KEYS
 from weft.errors import UserError
 
 # The call that created each custom module: the decoder is built on the meta device, and initial values come from a
@@ -29,7 +29,7 @@ def custom_component(type_: str, kind: str, *arguments: Any) -> Any:
     try:
         found = load_class(type_, kind)
     except UserError as error:
-        key = next(key for key, one in OWN_PARTS.items() if one == kind)
+        key = next(key for key, one in CUSTOM_COMPONENT_KEYS.items() if one == kind)
         raise UserError(f"model.{key}: {error}") from None
     factory = partial(found, *arguments)
     component = factory()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.config.model import ModelSection
-from weft.config.moe import ExpertsSection
+from weft.config.model_sections import ExpertsSection
 from weft.kernels.grouped import grouped_linear
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from weft.config.model import RopeScaling
+from weft.config.model_sections import RopeScaling
 
 
 def rotary_cos_sin(

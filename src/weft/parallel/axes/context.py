@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from weft.config.mesh import exchangeable
+from weft.config.mesh import can_exchange_heads
 from weft.config.model import ModelSection
 from weft.data.batches.batch import Batch
 from weft.kernels.attention import alibi_slopes
@@ -43,7 +43,7 @@ def way_of(config: ModelSection, chosen: str, cp: int, tp: int) -> str:
     if chosen != "auto":
         return chosen
     groups = config.num_attention_heads if config.mla else config.kv_heads
-    return "all_to_all" if exchangeable((config.num_attention_heads, groups), tp, cp) else "all_gather"
+    return "all_to_all" if can_exchange_heads((config.num_attention_heads, groups), tp, cp) else "all_gather"
 
 
 def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
