@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 READY := $(if $(filter .venv/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-parallel lint format package-check bench bench-data bench-models bench-parallel docs gpu-check clean
+.PHONY: help install quickstart test test-parallel lint format package-check bench bench-data bench-models bench-parallel docs site gpu-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +107,19 @@ bench-parallel: $(STAMP) ## measure several processes, beside Accelerate, transf
 docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models.md from the families
 	@.venv/bin/weft config schema --markdown > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
+
+site: .venv-docs/.installed ## build the manual into build/site; a broken link or a missing docstring fails
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+# The manual reads the sources without importing them, so its environment has neither torch nor weft.
+.venv-docs/.installed: pyproject.toml constraints.txt
+	@echo "Installing MkDocs into .venv-docs (once) ..."
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 gpu-check: $(READY) ## on a GPU machine: the tests that need one, and the benchmarks (OUT= for the results)
 	@mkdir -p $(OUT)

@@ -1,0 +1,39 @@
+"""Reads the tutorials: the files, commands and outputs of their code blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass
+class Command:
+    """One line after "$ " in a console block, and the lines after it."""
+
+    text: str
+    output: list[str] = field(default_factory=list)
+
+
+def files(text: str) -> dict[str, str]:
+    """The files of a page: blocks like "```yaml run.yaml"; a later block replaces an earlier one."""
+    titled = ((info.split(), body) for info, body in FENCE.findall(text))
+    return {words[1]: body for words, body in titled if len(words) == 2 and "." in words[1]}
+
+
+def commands(text: str) -> list[Command]:
+    """The commands of the page's console blocks, in order. "```console profile" and the like are not run."""
+    found: list[Command] = []
+    for info, body in FENCE.findall(text):
+        if info != "console":
+            continue
+        for line in body.splitlines():
+            if line.startswith("$ "):
+                found.append(Command(line.removeprefix("$ ")))
+            else:
+                found[-1].output.append(line)
+    return found
