@@ -109,7 +109,7 @@ docs: $(STAMP) ## write docs/configuration.md again from the schema, docs/models
 	@.venv/bin/weft models --markdown > docs/models.md.new && mv docs/models.md.new docs/models.md
 
 site: .venv-docs/.installed ## build the manual into build/site; a broken link or a missing docstring fails
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build 2>&1 | grep -v '^INFO'; exit $${PIPESTATUS[0]}
 	@echo "build/site/index.html"
 
 # The manual reads the sources without importing them, so its environment has neither torch nor weft.

@@ -1,4 +1,4 @@
-"""The tutorials: their commands run on small data, their YAML files are valid, the keys and outputs that they show exist."""
+"""The tutorials: commands run on small data, YAML files are valid, the keys and words of outputs exist."""
 
 import json
 import re
