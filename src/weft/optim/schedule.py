@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Le
@@ -9,6 +10,7 @@ from annotated_types import Ge, Le
 from weft.errors import UserError
 
 
+@dataclass(eq=False)
 class Schedule:
     """Maps a step to the factor that multiplies every parameter group's learning rate.
 
@@ -18,26 +20,26 @@ class Schedule:
         warmup_fraction: `warmup_steps` as a fraction of `total_steps`. At most one of the two may be set.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        warmup_steps: Annotated[int, Ge(0)] | None = None,
-        warmup_fraction: Annotated[float, Ge(0), Le(1)] | None = None,
-    ):
-        if warmup_steps is not None and warmup_fraction is not None:
+    total_steps: int
+    warmup_steps: Annotated[int, Ge(0)] | None = None
+    warmup_fraction: Annotated[float, Ge(0), Le(1)] | None = None
+
+    def __post_init__(self):
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise UserError("schedule: warmup_steps and warmup_fraction are both set; remove one of them")
-        self.total_steps = total_steps
-        self.warmup_steps = warmup_steps or round((warmup_fraction or 0.0) * total_steps)
-        if self.warmup_steps > total_steps:
+        self.warmup_steps = self.warmup_steps or round((self.warmup_fraction or 0.0) * self.total_steps)
+        if self.warmup_steps > self.total_steps:
             raise UserError(
-                f"schedule: {self.warmup_steps} warm-up steps in a run of {total_steps}; lower schedule.warmup_steps"
+                f"schedule: {self.warmup_steps} warm-up steps in a run of {self.total_steps}; "
+                "lower schedule.warmup_steps"
             )
 
     def __call__(self, step: int) -> float:
         """The factor at `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        return self.after_warmup(step - self.warmup_steps, max(1, self.total_steps - self.warmup_steps))
+        warmup_steps = self.warmup_steps or 0
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return self.after_warmup(step - warmup_steps, max(1, self.total_steps - warmup_steps))
 
     def after_warmup(self, step: int, steps: int) -> float:
         """The factor `step` steps after the warm-up, out of `steps`; 1 at step 0."""

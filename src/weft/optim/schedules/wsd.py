@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -9,6 +10,7 @@ from annotated_types import Ge, Le
 from weft.optim.schedule import Schedule
 
 
+@dataclass(eq=False, kw_only=True)
 class WarmupStableDecay(Schedule):
     """Full learning rate, then a decay over the last `decay_fraction` of the run to `final` (a fraction of lr).
 
@@ -16,23 +18,14 @@ class WarmupStableDecay(Schedule):
     step is decayed, however short the run, unless `decay_fraction` is 0.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        *,
-        warmup_steps: Annotated[int, Ge(0)] | None = None,
-        warmup_fraction: Annotated[float, Ge(0), Le(1)] | None = None,
-        decay_fraction: Annotated[float, Ge(0), Le(1)] = 0.2,
-        final: Annotated[float, Ge(0), Le(1)] = 0.0,
-        shape: Literal["linear", "sqrt"] = "linear",
-    ):
-        super().__init__(total_steps, warmup_steps, warmup_fraction)
-        # The decay's first step is still at full rate: with fewer than two steps nothing would decay.
-        self.decay_steps = max(2, round(decay_fraction * total_steps)) if decay_fraction else 0
-        self.final, self.shape = final, shape
+    decay_fraction: Annotated[float, Ge(0), Le(1)] = 0.2
+    final: Annotated[float, Ge(0), Le(1)] = 0.0
+    shape: Literal["linear", "sqrt"] = "linear"
 
     def after_warmup(self, step: int, steps: int) -> float:
-        decay_steps = min(self.decay_steps, steps)
+        decay_steps = 0
+        if self.decay_fraction:  # at least 2: the decay's first step is still at full rate
+            decay_steps = min(max(2, round(self.decay_fraction * self.total_steps)), steps)
         progress = max(0, step - (steps - decay_steps)) / max(1, decay_steps)
         down = progress if self.shape == "linear" else progress**0.5
         return 1 - (1 - self.final) * down
