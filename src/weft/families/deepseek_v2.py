@@ -87,7 +87,7 @@ def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
     return write(keys, table) | write_rope(keys) | {"head_dim": rotary_dim}
 
 
-_YARN = {
+YARN = {
     "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale": 0.707, "mscale_all_dim": 0.707,
 }  # fmt: skip
@@ -95,7 +95,7 @@ PRESETS = {
     # 15.7B parameters, active per token: 2.7B.
     "deepseek-v2-lite": {
         "family": "deepseek_v2", "vocab_size": 102400, **size(2048, 27, 16, None, 10944),
-        "max_position_embeddings": 163840, "rope_scaling": _YARN, "attention_multiplier": 0.1147213867929261,
+        "max_position_embeddings": 163840, "rope_scaling": YARN, "attention_multiplier": 0.1147213867929261,
         "rms_norm_eps": 1e-6,
         "mla": {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
         "moe": {

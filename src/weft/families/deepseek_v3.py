@@ -46,10 +46,7 @@ PRESETS = {
     "deepseek-v3": {
         "family": "deepseek_v3", "vocab_size": 129280, **size(7168, 61, 128, None, 18432),
         "max_position_embeddings": 163840,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
-            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
+        "rope_scaling": deepseek_v2.YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         "attention_multiplier": 0.1352337788608801, "rms_norm_eps": 1e-6,
         "mla": {
             "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
