@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,18 +38,12 @@ def export_model(
         UserError: there is no model, it is damaged or not supported by the target; no such target or option; or `out`
             cannot be written.
     """
-    target = find_target(to)
+    found = plugins.find("export", to, targets, "export")
+    target = getattr(found, "export", None) if isinstance(found, ModuleType) else found
+    if not callable(target):
+        raise UserError(f"{to!r} is not an export target; name a module with a function export, or module:function")
     known = {name for name, one in inspect.signature(target).parameters.items() if one.kind is one.KEYWORD_ONLY}
     for name in options:
         if name not in known:
             raise UserError(f"{name}: no option of the export to {to}; it has {', '.join(sorted(known)) or 'none'}")
     return target(resolve(source), Path(out), console or Console(speaks=False), **options)
-
-
-def find_target(to: str) -> Callable[..., Any]:
-    """Returns the function of a target. Raises UserError if there is none of this name."""
-    found = plugins.find("export", to, targets, "export")
-    target = getattr(found, "export", None) if isinstance(found, ModuleType) else found
-    if not callable(target):
-        raise UserError(f"{to!r} is not an export target; name a module with a function export, or module:function")
-    return target
