@@ -191,7 +191,7 @@ def test_export_of_what_cannot_be(tmp_path, whole, capsys):
     for words, what in (
         (["--max-shard-size", "5 pages"], "--max-shard-size 5 pages: "),
         (["--dtype", "float8"], "dtype 'float8': give one of float32, "),
-        (["--to", "gguff"], "there is no export 'gguff'; there are hf"),
+        (["--to", "gguff"], "there is no export 'gguff'; choose from hf, "),
         (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
         (["--to", "weft.errors:__doc__"], "is not an export target"),
         (["quantization=q8"], "quantization: no option of the export to hf; it has dtype, max_shard_size"),
