@@ -121,9 +121,9 @@ def metric(name: str, value: Any) -> str:
     return f"{_METRICS.get(name, name).replace('_', ' ')} {shown}"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, total: float) -> str:
     """`12.34%`; `0.00%` of nothing."""
-    return f"{100 * part / (whole or 1):.2f}%"
+    return f"{100 * part / (total or 1):.2f}%"
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -117,7 +117,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
     metrics = MetricsFile(tmp_path)
     metrics._file.close()
     metrics._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(UserError, match=r"No space left.*go on"):
+    with pytest.raises(UserError, match=r"No space left.*run the same command"):
         metrics.write({"step": 1})
 
 

@@ -25,7 +25,7 @@ STOP_SECONDS = 30.0  # after a signal, ranks without progress for this long are 
 FAIL_SECONDS = 10.0  # after the failure of a rank, the others are killed
 TELL_SECONDS = 5.0  # seconds without progress after a signal, until the launcher prints what it waits for
 NAMED = 4  # ranks in a message
-PROCESSES_PER_CORE = 16  # each takes 0.2 GB and more; so many share a core only to try out a mesh
+PROCESSES_PER_CORE = 16  # each takes 0.2 GB or more; more than a few per core are for trying out a mesh
 
 
 @dataclass

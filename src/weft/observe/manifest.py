@@ -87,7 +87,7 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
-        raise UserError(f"cannot be read ({error}); mend it, or move it away", path) from error
+        raise UserError(f"cannot be read ({error}); correct it, or move it away", path) from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("sessions", []), list):
         raise UserError("is not a run's manifest; move it away", path)
     return manifest
@@ -162,7 +162,7 @@ def _cpu_model() -> str:
 def _write(run_directory: str | Path, manifest: dict[str, Any]) -> Path:
     path = Path(run_directory) / MANIFEST
     content = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
-    with report_write_errors(path, "mend that and run the same command to go on"):
+    with report_write_errors(path, "correct that and run the same command to resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode("utf-8", "replace"))
     return path

@@ -84,7 +84,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if record is not None:
             records.append(record)
         elif number < len(lines):
-            raise UserError("not a JSON object with a step; mend or remove this line", path, number)
+            raise UserError("not a JSON object with a step; correct or remove this line", path, number)
     return records
 
 
@@ -108,7 +108,7 @@ class JsonLines:
         self._open(read_lines(self.path))
 
     def _writing(self):
-        return report_write_errors(self.path, "mend that and run the same command to go on")
+        return report_write_errors(self.path, "correct that and run the same command to resume")
 
     def _open(self, records: list[dict[str, Any]]) -> None:
         content = b"".join(encode(record) for record in records)

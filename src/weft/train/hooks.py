@@ -88,7 +88,7 @@ class Callbacks:
         return self.loading
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Gives callbacks their JSON values and the loaded tensors; a callback without saved state starts anew."""
+        """Gives callbacks their JSON values and the loaded tensors; a callback without saved state gets none."""
         states: dict[str, dict[str, Any]] = {name: dict(values.get(name, {})) for name in self.found}
         for key, tensor in self.loading.items():
             _, name, *path, last = key.split("/")

@@ -1,4 +1,4 @@
-"""The run directory: locked by one run at a time, resumed or started anew, with the resolved config in it."""
+"""The run directory: locked by one run at a time, resumed or started over, with the resolved config in it."""
 
 from __future__ import annotations
 
