@@ -86,7 +86,7 @@ class WeftLM(TemplateLM):
         try:
             text = find_template(self._folder, chat_template if isinstance(chat_template, str) else None)
         except UserError as error:  # its remedy is an option of packing
-            what = error.what.partition("; state one")[0]
+            what = error.what.partition("; ")[0]
             raise UserError(f"{what}; put its chat_template.jinja next to tokenizer.json", error.where) from None
         self._template = ChatTemplate(text, self._special)
         return text.source
