@@ -148,7 +148,7 @@ def test_a_package_adds_a_verb_and_a_sub_verb(tmp_path):
         assert weft(*outer, "count", "").returncode == 3
         assert weft(*outer, "coutn").stderr.startswith(f"{' '.join(['weft', *outer])}: unknown")
     assert "\n  plugins " in weft("--help").stdout
-    assert "of the package counters 1.2" in weft("--help").stdout
+    assert "from the package counters 1.2" in weft("--help").stdout
     done = weft("bad")
     assert done.returncode == 2
     assert done.stderr.startswith("the plugin verb.bad of counters 1.2 cannot be imported: ")
