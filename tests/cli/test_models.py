@@ -148,7 +148,10 @@ def test_flops_at_another_length(told):
     assert (code, found["sequence_length"]) == (0, 100)
     assert found["flops_per_token"] == 6 * found["matmul_parameters"] + 12 * 12 * 768 * 100
     assert "100 tokens" in told("--sequence-length", "100")[1]
-    assert told("--sequence-length", "0") == (2, "--sequence-length 0: give a number of at least 1\n")
+    code, message = told("--sequence-length", "0")
+    assert code == 2
+    assert message.startswith("--sequence-length 0: ")
+    assert message.endswith("at least 1\n")
 
 
 @pytest.mark.parametrize("name", presets())
