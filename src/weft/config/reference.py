@@ -192,7 +192,9 @@ def _chapters(key: str, info: FieldInfo, level: int) -> Iterator[str]:
         yield text + (f"\n{_table(rows)}" if rows and (number == 0 or not issubclass(section, Component)) else "")
         for name, field in fields.items():
             yield from _chapters(f"{key}.{name}", field, level + 1)
-        for type_ in built_ins(section.kind) if issubclass(section, Component) else ():
+        if not issubclass(section, Component):
+            continue
+        for type_ in built_ins(section.kind):
             yield f"{'#' * (level + 1)} {key}: `type: {type_}`\n\n{_built_in(type_, section.kind)}"
 
 

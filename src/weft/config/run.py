@@ -105,10 +105,15 @@ def _model_tag(model: Any) -> str:
     return chosen if chosen in ("decoder", "hf") else "custom" if isinstance(chosen, str) else "decoder"
 
 
+def _default(section: type[Section]) -> Any:
+    """Returns the default of a section that may be omitted: all its own defaults."""
+    return Field(default_factory=section)
+
+
 class RunConfig(Section):
     """A checked and completed configuration of a run. A run is a function of this and of the data."""
 
-    run: RunSection = Field(default_factory=RunSection)
+    run: RunSection = _default(RunSection)
     model: Annotated[
         Annotated[ModelSection, Tag("decoder")]
         | Annotated[TransformersModelSection, Tag("hf")]
@@ -120,19 +125,19 @@ class RunConfig(Section):
     text.
     """
     data: DataSection
-    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    objective: ObjectiveSection = _default(ObjectiveSection)
+    optimizer: OptimizerSection = _default(OptimizerSection)
+    schedule: ScheduleSection = _default(ScheduleSection)
     training: TrainingSection
-    validation: ValidationSection = Field(default_factory=ValidationSection)
-    samples: SamplesSection = Field(default_factory=SamplesSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    validation: ValidationSection = _default(ValidationSection)
+    samples: SamplesSection = _default(SamplesSection)
+    parallel: ParallelSection = _default(ParallelSection)
+    checkpoint: CheckpointSection = _default(CheckpointSection)
     callbacks: list[CallbackSection] = Field(default=[])
     """Callbacks, which every rank calls in this order: `early_stopping`, `ema`, `lr_monitor` or `module:Class`; `{type:
     ..., ...}` gives one its arguments.
     """
-    log: LogSection = Field(default_factory=LogSection)
+    log: LogSection = _default(LogSection)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -139,7 +139,7 @@ def _head_size(model: dict[str, Any]) -> int | None:
     """Dimensions of a query head; None if the keys, which are not validated yet, are invalid."""
     latent = model.get("mla")
     if isinstance(latent, dict):
-        sizes = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")]
+        sizes: list[Any] = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")]
     elif model.get("head_dim") is not None:
         sizes = [model["head_dim"]]
     else:

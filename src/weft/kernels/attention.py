@@ -117,7 +117,7 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def _unfused(q, k, v, mask, causal, dropout, how: Scores):
+def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
     """Attention with all scores materialized, for score changes that no fused kernel but flex attention has."""
     k, v = _repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
@@ -137,7 +137,8 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores):
         sink = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(v.dtype)
-    return (dropout(weights) if callable(dropout) else F.dropout(weights, dropout)) @ v
+    dropped: torch.Tensor = dropout(weights) if callable(dropout) else F.dropout(weights, dropout)
+    return dropped @ v
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:

@@ -83,8 +83,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
-        passes = PipelinePasses if isinstance(self.model, Stages) else Passes
-        self.passes: Passes = passes(self.model, self.objective, self.world, self.config.parallel)
+        rest = self.objective, self.world, self.config.parallel
+        pipeline = isinstance(self.model, Stages)
+        self.passes = PipelinePasses(self.model, *rest) if pipeline else Passes(self.model, *rest)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
