@@ -15,7 +15,7 @@ from weft.families import presets
 def test_the_documented_run():
     length = derive(load(RUN), train_tokens=10_000)
     assert (length.steps, length.sequences_per_step, length.tokens_per_step) == (30, 16, 1024)
-    assert (length.rows_per_rank, length.micro_batch_size, length.accumulation) == (16, 4, 4)
+    assert (length.sequences_per_rank, length.micro_batch_size, length.accumulation) == (16, 4, 4)
     assert (length.validation_every, length.checkpoint_every, length.samples_every) == (3, 10, 3)
     assert length.tokens == 30 * 1024
     assert length.epochs == pytest.approx(30 * 16 / ((10_000 - 1) // 64))
@@ -31,10 +31,10 @@ def test_defaults():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16, 20])
 def test_ranks_share_the_rows_and_none_is_lost(ranks):
     length = derive(load(RUN), mesh=MeshShape(dp_shard=ranks))
-    assert length.rows_per_rank == math.ceil(16 / ranks)
-    assert length.micro_batch_size <= length.rows_per_rank
-    assert (length.accumulation - 1) * length.micro_batch_size < length.rows_per_rank
-    assert length.accumulation * length.micro_batch_size >= length.rows_per_rank
+    assert length.sequences_per_rank == math.ceil(16 / ranks)
+    assert length.micro_batch_size <= length.sequences_per_rank
+    assert (length.accumulation - 1) * length.micro_batch_size < length.sequences_per_rank
+    assert length.accumulation * length.micro_batch_size >= length.sequences_per_rank
     assert length.steps == 30
 
 

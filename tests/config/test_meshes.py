@@ -354,7 +354,7 @@ def test_micro_batches_that_are_not_set_are_such_as_a_pipeline_can_order(mesh):
         assert mesh(text, keys["pp"], keys) == []
         pipeline = load(text, "parallel.dp_shard=1", *(f"parallel.{key}={value}" for key, value in keys.items()))
         length = derive(pipeline, mesh=MeshShape(pp=keys["pp"]))
-        assert pipeline.parallel.orders(length.accumulation, keys["pp"])
+        assert pipeline.parallel.supports(length.accumulation, keys["pp"])
         assert length.accumulation >= keys["pp"] * pipeline.parallel.virtual_stages > 1
 
 

@@ -137,7 +137,7 @@ def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module,
     length = derive(config, mesh=world.shape)
     objective = load_class(config.objective, "objective")(**config.objective.arguments)
     schedule = load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments)
-    rows = Rows(length.rows_per_rank, length.sequence_length, config.model.vocab_size)
+    rows = Rows(length.sequences_per_rank, length.sequence_length, config.model.vocab_size)
     loop = Steps(
         Job(config, world, SimpleNamespace(path=Path()), Console(speaks=False)),
         Data(length, rows, (), {}),

@@ -25,7 +25,7 @@ class RunLength:
         steps: optimizer updates.
         sequences_per_step: of the global batch.
         sequence_length: tokens per sequence.
-        rows_per_rank: sequences of each data rank in a step, including padding sequences.
+        sequences_per_rank: sequences of each data rank in a step, including padding sequences.
         micro_batch_size: sequences per forward and rank.
         accumulation: forwards per step and rank.
         epochs: passes over the training data; None if its size is not known.
@@ -35,7 +35,7 @@ class RunLength:
     steps: int
     sequences_per_step: int
     sequence_length: int
-    rows_per_rank: int
+    sequences_per_rank: int
     micro_batch_size: int
     accumulation: int
     epochs: float | None
@@ -98,16 +98,16 @@ def derive(
         raise UserError(
             "training: the training data are shorter than one sequence; shorten data.sequence_length or add data"
         )
-    rows, micro = share_rows(sequences, length, mesh, training.micro_batch_size, config.parallel)
+    per_rank, micro = split_batch(sequences, length, mesh, training.micro_batch_size, config.parallel)
     tenth = max(1, steps // 10)
     validation = config.validation.every or tenth
     return RunLength(
         steps=steps,
         sequences_per_step=sequences,
         sequence_length=length,
-        rows_per_rank=rows,
+        sequences_per_rank=per_rank,
         micro_batch_size=micro,
-        accumulation=math.ceil(rows / micro),
+        accumulation=math.ceil(per_rank / micro),
         epochs=steps * sequences / train_samples if train_samples else None,
         validation_every=validation,
         checkpoint_every=config.checkpoint.every or tenth,
@@ -115,7 +115,7 @@ def derive(
     )
 
 
-def share_rows(
+def split_batch(
     sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
 ) -> tuple[int, int]:
     """Returns the sequences of a data rank in a step, and its micro-batch size.
@@ -126,15 +126,15 @@ def share_rows(
         micro_batch_size: the configured size. None: up to DEFAULT_MICRO_BATCH_TOKENS, and with a pipeline at least one
             micro-batch for each stage.
     """
-    rows = math.ceil(sequences / mesh.data_ranks)
+    per_rank = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:
-        return rows, min(rows, micro_batch_size)
-    most = min(rows, max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
+        return per_rank, min(per_rank, micro_batch_size)
+    most = min(per_rank, max(1, DEFAULT_MICRO_BATCH_TOKENS // length))
     if mesh.pp == 1:
-        return rows, most
+        return per_rank, most
     stages = mesh.pp * parallel.virtual_stages
-    fitting = [size for size in range(most, 0, -1) if parallel.orders(math.ceil(rows / size), mesh.pp)]
-    return rows, next((size for size in fitting if math.ceil(rows / size) >= stages), min(fitting, default=1))
+    fitting = [size for size in range(most, 0, -1) if parallel.supports(math.ceil(per_rank / size), mesh.pp)]
+    return per_rank, next((size for size in fitting if math.ceil(per_rank / size) >= stages), min(fitting, default=1))
 
 
 def count_steps(training: TrainingSection, sequences: int, length: int, samples: int | None) -> int | None:

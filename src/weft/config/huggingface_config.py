@@ -51,10 +51,10 @@ def checked_model(config: dict[str, Any]) -> ModelSection:
 def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
     family = family_of(config)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        said = config.get(key)
-        ids = said if key == "eos_token_id" and isinstance(said, list) else [said]
-        if said is not None and not all(type(one) is int for one in ids):
-            raise UserError(f"{key}: {reprlib.repr(said)} is not a token id, which is an integer")
+        value = config.get(key)
+        ids = value if key == "eos_token_id" and isinstance(value, list) else [value]
+        if value is not None and not all(type(one) is int for one in ids):
+            raise UserError(f"{key}: {reprlib.repr(value)} is not a token id, which is an integer")
     keys = family.from_hf(dict(config))
     try:
         return keys, ModelSection(**keys)

@@ -82,14 +82,16 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
         against = min(found, key=len)
     except UserError as error:
         key, _, what = error.what.partition(": ")
-        said = MeshShape(**{axis: max(1, values[axis]) for axis in SIZES})
-        against = [Reason(key, what), *needs.of_axes(said)]
+        written = MeshShape(**{axis: max(1, values[axis]) for axis in SIZES})
+        against = [Reason(key, what), *needs.of_axes(written)]
     reasons = list(_of_settings(needs, section))
     if against:
         nearest = nearest_mesh(section, ranks, needs.experts, needs.allows, needs.fits)
-        said = "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
+        remedy = (
+            "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
+        )
         last = against.pop()
-        reasons += [*against, Reason(last.key, f"{last.what}; {said}")]
+        reasons += [*against, Reason(last.key, f"{last.what}; {remedy}")]
     return reasons
 
 

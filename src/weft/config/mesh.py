@@ -113,7 +113,7 @@ class ParallelSection(Section):
         """Stages of each pipeline rank."""
         return self.stages_per_rank or (2 if self.pp_schedule in SEVERAL_STAGES else 1)
 
-    def orders(self, micro_batches: int, pp: int) -> bool:
+    def supports(self, micro_batches: int, pp: int) -> bool:
         """Whether PyTorch's schedule supports this number of micro-batches per step over `pp` ranks."""
         if self.pp_schedule in ("1f1b", "dualpipev"):
             return pp == 1 or micro_batches >= pp * self.virtual_stages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.derive import share_rows
+from weft.config.derive import split_batch
 from weft.config.mesh import V_SHAPED, MeshShape, ParallelSection, can_exchange_heads
 from weft.config.model_rules import known_model
 from weft.config.python_source import NotFound, find_class
@@ -214,22 +214,24 @@ class Needs:
     def _micro_batches(self, shape: MeshShape, sequences: int, length: int) -> Reason | None:
         """Checks that the schedule supports the number of micro-batches per step."""
         section, pp = self.section, shape.pp
-        rows, micro = share_rows(sequences, length, shape, self.micro, section)
-        count = -(-rows // micro)
-        if section.orders(count, pp):
+        per_rank, micro = split_batch(sequences, length, shape, self.micro, section)
+        count = -(-per_rank // micro)
+        if section.supports(count, pp):
             return None
-        smaller = [size for size in range(micro - 1, 0, -1) if section.orders(-(-rows // size), pp)]
-        even = [size for size in smaller if rows % size == 0]
+        smaller = [size for size in range(micro - 1, 0, -1) if section.supports(-(-per_rank // size), pp)]
+        even = [size for size in smaller if per_rank % size == 0]
         if smaller:
             remedy = f"set training.micro_batch_size: {(even or smaller)[0]}"
         else:
-            enough = next(number for number in range(count, count + 2 * pp + 1) if section.orders(number, pp))
+            enough = next(number for number in range(count, count + 2 * pp + 1) if section.supports(number, pp))
             remedy = f"set training.batch_tokens: {enough * micro * shape.data_ranks * length}"
         wanted = f"fewer than {2 * pp} micro-batches, or a multiple of {pp}"
         if section.pp_schedule in (*V_SHAPED, "1f1b"):
             wanted = f"at least {pp * section.virtual_stages} micro-batches"
         what = f"{section.pp_schedule} over {pp} ranks needs {wanted}"
-        return Reason("parallel.pp", f"{what}, but a step has {count} ({rows} sequences, {micro} at a time); {remedy}")
+        return Reason(
+            "parallel.pp", f"{what}, but a step has {count} ({per_rank} sequences, {micro} at a time); {remedy}"
+        )
 
 
 def has_table(type_: str) -> bool | None:

@@ -91,8 +91,8 @@ def _layers(model: ModelSection) -> Iterator[ModelMistake]:
             yield ModelMistake(name, what, ("num_hidden_layers",))
     if model.sliding_window is None:
         slides = "sliding_attention" in (model.layer_types or [])
-        for name, said in (("layer_types", slides), ("sliding_window_pattern", True)):
-            if said and getattr(model, name) is not None:
+        for name, needs_size in (("layer_types", slides), ("sliding_window_pattern", True)):
+            if needs_size and getattr(model, name) is not None:
                 yield ModelMistake(name, "the sliding window has no size; set model.sliding_window")
 
 

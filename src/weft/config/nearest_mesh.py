@@ -57,10 +57,10 @@ def nearest_mesh(
 def as_yaml(mesh: dict[str, int]) -> str:
     """Returns a mesh as the YAML value of `parallel`. A `dp_shard` of -1 is written only if no other axis is."""
     fills = mesh.get("dp_shard", 1) == -1
-    said = {axis: size for axis, size in mesh.items() if not fills or axis != "dp_shard"}
-    if not said or (-1 in said.values() and "dp_shard" not in said):
-        said["dp_shard"] = -1 if fills else 1
-    return "{" + ", ".join(f"{axis}: {said[axis]}" for axis in _AXES if axis in said) + "}"
+    written = {axis: size for axis, size in mesh.items() if not fills or axis != "dp_shard"}
+    if not written or (-1 in written.values() and "dp_shard" not in written):
+        written["dp_shard"] = -1 if fills else 1
+    return "{" + ", ".join(f"{axis}: {written[axis]}" for axis in _AXES if axis in written) + "}"
 
 
 @dataclass

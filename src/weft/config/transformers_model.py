@@ -89,13 +89,13 @@ def notices(section: TransformersModelSection, architecture: str) -> list[str]:
     Args:
         architecture: the class that was built.
     """
-    said = f"model: type hf ({architecture}): {LIMITS}"
+    notice = f"model: type hf ({architecture}): {LIMITS}"
     try:
         family_of({"architectures": [architecture]}).from_hf(dict(section.config))
     except (UserError, KeyError, TypeError):
-        return [said]
+        return [notice]
     where = section.path or "the Hugging Face folder"
-    return [f"{said}; this architecture is a built-in family: model: {{from: {where}}} loads the same weights"]
+    return [f"{notice}; this architecture is a built-in family: model: {{from: {where}}} loads the same weights"]
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:

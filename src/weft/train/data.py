@@ -147,14 +147,14 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
     samples = math.ceil(length.sequences_per_step // sequences / world.shape.data_ranks)
     micro = config.training.micro_batch_size or max(1, length.micro_batch_size // sequences)
     count = math.ceil(samples / min(micro, samples))
-    if world.shape.pp > 1 and not config.parallel.orders(count, world.shape.pp):
+    if world.shape.pp > 1 and not config.parallel.supports(count, world.shape.pp):
         raise UserError(
             f"training.micro_batch_size: the {samples} samples of a rank and step are {count} micro-batches, which "
             f"{config.parallel.pp_schedule} cannot order over {world.shape.pp} ranks; set another"
         )
     return replace(
         length,
-        rows_per_rank=samples * sequences,
+        sequences_per_rank=samples * sequences,
         micro_batch_size=min(micro, samples) * sequences,
         accumulation=count,
     )

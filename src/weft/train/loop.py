@@ -242,7 +242,7 @@ class Loop:
 
     def pieces(self, batch: Batch) -> int:
         """Returns into how many shorter ones length warm-up splits each sequence of the batch."""
-        return max(1, len(batch.tokens) // self.length.rows_per_rank)
+        return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
         """Seeds dropout by run seed, step and sample, so that nothing random is saved or depends on ranks."""
