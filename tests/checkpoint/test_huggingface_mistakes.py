@@ -213,8 +213,8 @@ def test_in_a_run_file(tmp_path, whole, run_yaml):
     config = load(**{"from": str(whole)})
     assert (config.model.hidden_size, config.model.vocab_size, config.model.family) == (32, 512, "llama")
     for more, message in (
-        ({"load_optimizer": True}, "model.load_optimizer: a Hugging Face folder has no optimizer's state"),
-        ({"hidden_size": 64}, "model.hidden_size: .* has 32, and model.from takes its shape from there"),
+        ({"load_optimizer": True}, "model.load_optimizer: .*Hugging Face"),
+        ({"hidden_size": 64}, "model.hidden_size: .* 32.*model.from"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(**{"from": str(whole)}, **more)
