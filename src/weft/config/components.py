@@ -172,8 +172,9 @@ def arguments_model(
         if kind is Any and isinstance(default, tuple):
             kind = Annotated[Any, AfterValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
         fields[f"argument_{number}"] = (kind, Field(default, alias=name))
+    class_name = chosen.name if chosen is not None else ""
     for name in chosen.injected if chosen is not None else ():
-        refused = _refuse(f"Weft passes {name} to the class; remove the key")
+        refused = _refuse(f"Weft passes {name} to {class_name}; remove the key")
         fields[f"injected_{name}"] = (Annotated[Any, refused], Field(MISSING, alias=name))
     base = _AnyArguments if chosen is None or chosen.accepts_any else _Arguments
     return create_model(section.__name__, __base__=base, **fields)
