@@ -121,7 +121,7 @@ def weft(asked: dict):
     objective, kind = Pretrain(), PipelinePasses if world.shape.pp > 1 else Passes
     passes, adamw = kind(model, objective, world, parallel), optimizer(model)
     parameters = list(model.parameters())
-    passes.updated()
+    passes.after_update()
 
     def step(number: int) -> float:
         # As from the loader, on the host: what is counted of it does not wait for a GPU.
@@ -137,11 +137,11 @@ def weft(asked: dict):
         )
         weight, learned = world.sum(objective.weight(whole), whole.weight.sum(dtype=torch.float64))
         micro_batches = whole.split(asked.get("micro", rows))
-        total = passes.train(micro_batches, weight=weight, learned=learned, seed=lambda _: None)
+        total = passes.train(micro_batches, weight=weight, learned_tokens=learned, seed=lambda _: None)
         loss = world.sum(total[0])[0] / weight
-        clip_gradients(parameters, CLIP, world.stages)
+        clip_gradients(parameters, CLIP, world.pp_group)
         adamw.step()
-        passes.updated()
+        passes.after_update()
         adamw.zero_grad()
         return loss
 

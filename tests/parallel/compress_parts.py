@@ -58,8 +58,8 @@ def sums(parallel: dict, rank: int, true_rank: int, steps: int, broken: int | No
         biases = [torch.randn(ROWS, **normal) for _ in range(copies)]
         if step == broken:
             matrices[-1][-1, -1] = torch.inf
-        model.give("matrix", matrices[world.place("dp_replicate")])
-        model.give("bias", biases[world.place("dp_replicate")])
+        model.give("matrix", matrices[world.axis_rank("dp_replicate")])
+        model.give("bias", biases[world.axis_rank("dp_replicate")])
         compress.reduce(step)
         found.append(
             {

@@ -60,8 +60,8 @@ class Received(TorchDispatchMode):
 def names_of(world: World) -> dict[str, str]:
     """What to call the process groups of a world."""
     names = axis_names(*(value for value in vars(world).values() if isinstance(value, DeviceMesh)))
-    if world.tokens is not None:
-        names[world.tokens.group_name] = "tokens"
+    if world.token_group is not None:
+        names[world.token_group.group_name] = "tokens"
     return {dist.group.WORLD.group_name: "world"} | names
 
 

@@ -5,7 +5,7 @@ import torch
 
 from weft.config.model import ModelSection
 from weft.kernels.document_attention import run_starts
-from weft.parallel.axes.context import Context
+from weft.parallel.axes.context import SequenceShard
 
 CONFIG = ModelSection(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=8)
 
@@ -24,8 +24,8 @@ class Group:
 
 
 def shares(way: str, ranks: int, seq: int, apart: bool) -> list[torch.Tensor]:
-    context = Context(CONFIG, Group(ranks), way)
-    return [context.places(seq, apart, torch.device("cpu"), rank) for rank in range(ranks)]
+    shard = SequenceShard(CONFIG, Group(ranks), way)
+    return [shard.positions(seq, apart, torch.device("cpu"), rank) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "all_gather", "ring"])

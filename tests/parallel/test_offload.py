@@ -91,7 +91,7 @@ def test_state_is_on_the_device_in_pieces_and_only_in_an_update(monkeypatch, opt
             inside.append([[value.device for value in made.state.get(p, {}).values()] for p in parameters])
 
         made.step = spy
-        keep_state_on_host(made, device, piece=2 * 64 * 64 * 4)
+        keep_state_on_host(made, device, chunk=2 * 64 * 64 * 4)
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)

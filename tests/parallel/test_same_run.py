@@ -111,7 +111,7 @@ def test_an_address_that_is_none():
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (text, *_) = compared([SAME], rank_0={"MASTER_PORT": port})[0]
-    assert text == f"MASTER_PORT {port}: Address already in use; choose one that is free on this machine"
+    assert text.startswith(f"MASTER_PORT {port}: Address already in use; ")
     (text, *_) = compared([SAME], rank_0={"MASTER_ADDR": "192.0.2.1"})[0]  # of nobody
     assert text.startswith("this is rank 0, and it does not find itself at 192.0.2.1:")
 

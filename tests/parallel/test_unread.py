@@ -15,7 +15,7 @@ class World:
     def __init__(self, stage: int, pp: int):
         self.shape, self.stage = MeshShape(pp=pp), stage
 
-    def place(self, axis: str) -> int:
+    def axis_rank(self, axis: str) -> int:
         return self.stage
 
 

@@ -69,7 +69,7 @@ def resolve(path: str | Path) -> Path:
         if not found:
             raise UserError("this is neither a run directory (no checkpoints/ in it) nor a checkpoint", path)
         checkpoint = found[-1]
-    _raise_if_damaged(checkpoint, files.find_damage(checkpoint, contents=ranks.world() == 1))
+    _raise_if_damaged(checkpoint, files.find_damage(checkpoint, contents=ranks.world_size() == 1))
     return checkpoint
 
 
@@ -100,10 +100,10 @@ def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
 
 def _verify_on_all_ranks(checkpoint: Path) -> None:
     """Each rank hashes some of the files; all ranks raise if one file is damaged."""
-    found = ranks.gather(files.find_damage(checkpoint, rank=ranks.rank(), world_size=ranks.world()))
+    found = ranks.all_gather_object(files.find_damage(checkpoint, rank=ranks.rank(), world_size=ranks.world_size()))
     damage = next(filter(None, found), None)
     if damage is not None:
-        ranks.on_first(lambda: _raise_if_damaged(checkpoint, damage))
+        ranks.run_on_first(lambda: _raise_if_damaged(checkpoint, damage))
 
 
 def tokenizer_folder(checkpoint: Path) -> Path | None:
@@ -160,7 +160,7 @@ def load(
         if optimizer is not None:
             raise UserError("a Hugging Face folder has no optimizer's state; load the model only", checkpoint)
         opened: list[HuggingFaceFolder] = []
-        ranks.everywhere(lambda: opened.append(open_folder(checkpoint)))
+        ranks.run_on_all(lambda: opened.append(open_folder(checkpoint)))
         return fill(opened[0], model)
     _verify_on_all_ranks(checkpoint)
     index = read_json(checkpoint / files.INDEX)

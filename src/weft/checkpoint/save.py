@@ -58,7 +58,7 @@ def save(
     task = f"saving step {step:,}"
     doing(task, "save", LONG)
     try:
-        ranks.on_first(lambda: _begin(folder, partial, keep))
+        ranks.run_on_first(lambda: _begin(folder, partial, keep))
         tensors, aliases, description = _collect(model, optimizer)
         tensors |= others or {}
         writer = SafetensorsWriter(partial, aliases, task)
@@ -71,15 +71,15 @@ def save(
             )
         contents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: {**state, "step": step}}
         doing(task, "save", LONG)
-        ranks.on_first(lambda: _finish(partial, target, contents, writer.digests))
+        ranks.run_on_first(lambda: _finish(partial, target, contents, writer.digests))
     except (
         Exception,
         CheckpointException,
     ) as error:  # the latter is no Exception; all ranks get here
-        ranks.on_first(lambda: remove(partial))
+        ranks.run_on_first(lambda: remove(partial))
         raise _explain(error, target) from error
     doing(task, "save", LONG)
-    ranks.on_first(lambda: files.prune(folder, keep, target))
+    ranks.run_on_first(lambda: files.prune(folder, keep, target))
     return target
 
 
@@ -106,10 +106,10 @@ def _collect(
         return {**tensors, **state}, aliases, description
 
     collected: list = []
-    ranks.everywhere(lambda: collected.append(local()))
+    ranks.run_on_all(lambda: collected.append(local()))
     tensors, aliases, description = collected[0]
     # Pipeline ranks hold different parameters; the files describe all of them.
-    for other_aliases, other in ranks.gather_different([aliases, description]):
+    for other_aliases, other in ranks.distinct_values([aliases, description]):
         aliases = {**other_aliases, **aliases}
         if description is not None and other is not None:
             description = {**description, "state": {**other["state"], **description["state"]}}
@@ -158,6 +158,6 @@ def _explain(error: BaseException, target: Path) -> BaseException:
         outcome = "it resumes from there" if last else "it begins at step 0"
         return f"{failure.strerror or failure}; {state}; {remedy} and start again: {outcome}"
 
-    explained = UserError(ranks.on_first(text), target)
+    explained = UserError(ranks.run_on_first(text), target)
     explained.quiet = ranks.rank() != 0
     return explained

@@ -69,7 +69,7 @@ def raise_mismatch(
         saved: all saved names.
         unused: the text after the name of a saved tensor that no rank uses.
     """
-    answers = ranks.gather_different([problems, sorted(used)])
+    answers = ranks.distinct_values([problems, sorted(used)])
     found = [problem for rank_problems, _ in answers for problem in rank_problems]
     found += [f"{name} {unused}" for name in sorted(saved.difference(*(names for _, names in answers)))]
     if found:

@@ -1,8 +1,8 @@
-"""How a plain model becomes a sharded one: an ordered list of transformations, for one rank as for thousands.
+"""Builds a sharded model from a plain one, by an ordered list of transformations.
 
-Each is a function `(module, state) -> module` that says what it assumes and what it leaves. It works on a whole model
-or on one stage of a pipeline, mostly in place; with nothing to do it leaves the module alone. Names of parameters never
-change. `weft profile --structure` prints what wraps what in the end.
+Each is a function `(module, state) -> module`, which documents what it assumes and leaves. It transforms a full model
+or one pipeline stage, mostly in place, and returns it unchanged if there is nothing to do. Parameter names never
+change. `weft profile --structure` prints the resulting wrappers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from weft.parallel import fp8
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
 from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
-from weft.parallel.axes.pipeline import Stages, split
+from weft.parallel.axes.pipeline import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, compute_on_single_rank, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
 from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.memory.activations import checkpointed
-from weft.parallel.memory.offload import home, move_buffers
+from weft.parallel.memory.offload import move_buffers, parameter_device
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
 from weft.parallel.randomness import seed_layers
 from weft.parallel.world import World
@@ -40,10 +40,10 @@ Transformation = Callable[[nn.Module, ModelState], nn.Module]
 
 
 def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
-    """What is done to a model (to each stage of a pipeline), in this order."""
+    """The transformations of a model, or of each pipeline stage, in order."""
     single = is_single_rank(plan, world)
-    # Recomputation in backward has to find a rank's parameters again, so they go inside of it; compiled code must see
-    # plain tensors and no DTensors, so there they go outside.
+    # Recomputation in backward needs the local parameters again, so they are set inside of it. Compiled code must not
+    # see DTensors, so there they are set outside.
     around_blocks: list[Transformation] = (
         [checkpoint_activations, compile_blocks, use_local_parameters]
         if plan.compile
@@ -64,11 +64,11 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
 
 
 def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
-    """Build a model, shard it over the ranks, and fill it with its initial weights.
+    """Builds a model, shards it, and initializes its weights.
 
     Returns:
-        The model on `world.device`; its parameters are DTensors, their names those of the single-device model. Of a
-        pipeline it is what this rank has (`Stages`).
+        The model on `world.device`, in training mode. Its parameters are DTensors with the names of the single-device
+        model. With a pipeline it is this rank's `Stages`.
     """
     model = assemble(plan, world)
     fill_weights(model, plan, world)
@@ -76,7 +76,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def assemble(plan: ModelPlan, world: World) -> nn.Module:
-    """The sharded model without its weights: the built-in decoder on the meta device, other models where they are."""
+    """Builds the sharded model without initial weights; the built-in decoder stays on the meta device."""
     single = is_single_rank(plan, world)
     state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
     stages = build_stages(plan, world)
@@ -90,16 +90,16 @@ def assemble(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
-    """The plain model, or this rank's stages of it, by their numbers.
+    """Builds the plain model, or this rank's pipeline stages, by stage number.
 
-    Leaves a decoder on the meta device; the user's own model and a Transformers model with random weights with values,
-    alike on every rank, as their own code draws them in one piece; one that is filled from files on the meta device.
+    A decoder, and a Transformers model that is loaded from files, are on the meta device. Other models have the values
+    that their own code draws, equal on all ranks.
     """
     section = plan.model
     if isinstance(section, ModelSection):
         with torch.device("meta"):
             if world.shape.pp > 1:
-                return dict(split(section, plan.parallel, world, plan.sequence, plan.dtype))
+                return dict(build_local_stages(section, plan.parallel, world, plan.sequence, plan.dtype))
             return {0: build_model(section)}
     if isinstance(section, TransformersModelSection):
         drawn = not section.weights and section.from_ is None
@@ -108,20 +108,20 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
     return {0: build_model(section)}
 
 
-# ---- the transformations that belong to no mesh axis; those of an axis are in its file
+# ---- transformations without a mesh axis; those of an axis are in its file
 
 
 def freeze(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `only_rows_from`: freeze all but the embedding and the head. Assumes plain parameters."""
+    """With `only_rows_from`: freezes all but the embedding and the head. Assumes plain parameters."""
     if state.plan.only_rows_from is not None:
         freeze_all_but_rows(model, state.plan.only_rows_from)
     return model
 
 
 def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
-    """Have parameters and buffers in the dtype of the state. Assumes plain parameters.
+    """Casts parameters and buffers to the state's dtype. Assumes plain parameters.
 
-    What is computed in a narrower dtype is cast by the last transformation: FSDP2's policy, or its like on one rank.
+    The last transformation casts to the compute dtype: by FSDP2's policy, or for a single rank.
     """
     model.to(state.plan.state_dtype)
     if isinstance(model, TransformersModel):
@@ -130,29 +130,29 @@ def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `fp8`: swap the blocks' linear layers for torchao's. Assumes plain parameters, not sharded; leaves these."""
+    """With `fp8`: replaces the blocks' linear layers by torchao's. Assumes plain, unsharded parameters."""
     if state.plan.fp8:
         fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
     return model
 
 
 def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
-    """Have forwards compute with this rank's plain tensors in the place of DTensor parameters.
+    """Has forwards compute with this rank's plain tensors instead of DTensor parameters.
 
-    Assumes that `tp`, `ep` and a single rank have made their DTensors. FSDP2 makes the rest later, and puts plain
-    tensors in their place by itself. A unit of FSDP2 (block, experts, the rest) is wrapped by itself: its parameters
-    are there when its forward begins.
+    Assumes that `tp`, `ep` and a single rank have made their DTensors; FSDP2 unwraps its own. Each FSDP2 unit (block,
+    experts, the rest) is wrapped separately, because its parameters are gathered when its forward is called.
     """
     blocks = repeated_blocks(model)
-    experts = [one for one in model.modules() if isinstance(one, Experts)] if state.world.experts is not None else []
-    for unit, apart in [*((block, experts) for block in blocks), *((one, []) for one in experts), (model, blocks)]:
-        found = LocalParameters(unit, apart, state)
-        state.wrap(unit, f"local parameters: plain tensors of {len(found.places)} DTensors", found.around)
+    experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []
+    units = [*((block, experts) for block in blocks), *((module, []) for module in experts), (model, blocks)]
+    for unit, nested_units in units:
+        found = LocalParameters(unit, nested_units, state)
+        state.wrap(unit, f"local parameters: plain tensors of {len(found.slots)} DTensors", found.wrap)
     return model
 
 
 def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
-    """Have blocks keep for backward what `activation_checkpointing` says. Assumes nothing of parameters."""
+    """Wraps blocks by `activation_checkpointing`. Assumes nothing of parameters."""
     mode, compile = state.plan.activation_checkpointing, state.plan.compile
     for block, number, of in numbered_blocks(model):
         wrapper = partial(checkpointed, mode=mode, number=number, of=of, compile=compile)
@@ -161,9 +161,9 @@ def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
-    """Compile each block's forward, and the loss of a model that has `token_logprobs`.
+    """Compiles each block's forward, and `token_logprobs` of a model that has it.
 
-    Assumes that checkpointing is inside, where the compiler sees it, and that DTensors are replaced outside.
+    Assumes that checkpointing is inside, visible to the compiler, and that DTensors are replaced outside.
     """
     for block in repeated_blocks(model):
         options = compiler_options(block, state.world.device)
@@ -174,17 +174,17 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """What Inductor is to be told of a block.
+    """Inductor's options for a block.
 
-    Side by side, attention's and the MLP's output biases have one gradient. Inductor's code for CPUs (of PyTorch 2.11
-    to 2.13) sums it for both in one loop, declares the sum twice if it is rounded to 16 bits, and does not compile.
+    In a parallel block, the output biases of attention and MLP have the same gradient. Inductor's code for CPUs
+    (PyTorch 2.11 to 2.13) fuses both sums, declares one variable twice in 16 bits, and fails to compile.
     """
-    both = device.type == "cpu" and isinstance(block, Block) and block.parallel
-    return {"cpp.max_horizontal_fusion_size": 1} if both else {}
+    fails = device.type == "cpu" and isinstance(block, Block) and block.parallel
+    return {"cpp.max_horizontal_fusion_size": 1} if fails else {}
 
 
 def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
-    """Each block with its number in the whole model and the number of all: a stage has some of the layers."""
+    """Each block with its number in the full model, and the number of blocks of the full model."""
     blocks = repeated_blocks(model)
     if isinstance(model, Decoder):
         return [(layer, number, len(model.layers)) for number, layer in enumerate(model.layers) if layer is not None]
@@ -195,8 +195,8 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 
 
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
-    """Give a sharded model memory on its device, and its initial weights unless files will fill it."""
-    device = home(plan.parallel.offload, world.device)
+    """Allocates a sharded model on its device, with initial weights unless they are loaded from files."""
+    device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
             stage.to_empty(device=device)
@@ -210,11 +210,11 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Give every parameter its initial value: drawn whole, by name, then cut to this rank's part."""
+    """Sets initial values: each parameter is drawn in full, by seed and name, and then sharded."""
     for name, parameter in model.named_parameters():
         value = initial_value(model, name, seed, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has drawn the same whole tensor, so nothing needs to be sent.
+            # src_data_rank=None: every rank has drawn the same full tensor, so nothing is sent.
             value = distribute_tensor(
                 value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
             )

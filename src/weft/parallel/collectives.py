@@ -1,6 +1,6 @@
-"""What ranks tell one another inside of forward and backward, each with the gradient that its use calls for.
+"""Differentiable collectives over the process group of a mesh axis.
 
-All of them are differentiable, take the group of a mesh axis, and split or join one dimension in equal parts.
+Use them as `collectives.all_gather` and so on: torch.distributed has functions of the same names, without gradients.
 """
 
 from __future__ import annotations
@@ -11,34 +11,48 @@ from torch.distributed import ProcessGroup
 from weft import torch_private as private
 
 
-def gather(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """All ranks' parts, joined along `dim`. Each rank uses the whole: the gradients of all uses are summed."""
+def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:
+    """Concatenates all ranks' tensors along `dim`.
+
+    Args:
+        replicated: all ranks compute the same with the result, so each rank's gradient of it is the full gradient, and
+            backward takes a slice of it. By default gradients of the result are partial, and backward reduce-scatters.
+    """
+    if replicated:
+        return _AllGatherReplicated.apply(x, dim, group)
     return private.all_gather_autograd(x.contiguous(), dim, group)
 
 
-def scatter_sum(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' tensors, of which each keeps its part of `dim`."""
+def reduce_scatter(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Sums all ranks' tensors; each rank keeps its shard of `dim`."""
     return private.reduce_scatter_autograd(x.contiguous(), "sum", dim, group)
 
 
-def exchange(x: torch.Tensor, split: int, join: int, group: ProcessGroup) -> torch.Tensor:
-    """Give each rank its part of dimension `split`, and join along `join` what is received."""
-    parts = torch.stack(x.chunk(group.size(), split))  # [ranks, ...]
-    received = exchange_rows(parts.flatten(0, 1), None, None, group).view_as(parts)
-    return torch.cat(received.unbind(), join)
+def all_reduce(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:
+    """Sums all ranks' tensors. `replicated` is as in `all_gather`; by default backward all-reduces the gradient."""
+    return _AllReduce.apply(x, group, replicated)
 
 
-def exchange_rows(
-    x: torch.Tensor, received: list[int] | None, given: list[int] | None, group: ProcessGroup
+def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Sends each rank its slice of `split_dim`, and concatenates the received slices along `concat_dim`."""
+    slices = torch.stack(x.chunk(group.size(), split_dim))  # [ranks, ...]
+    received = all_to_all_rows(slices.flatten(0, 1), None, None, group).view_as(slices)
+    return torch.cat(received.unbind(), concat_dim)
+
+
+def all_to_all_rows(
+    x: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: ProcessGroup
 ) -> torch.Tensor:
-    """Give the first `given[0]` rows to the first rank and so on; the first `received[0]` rows are the first rank's.
-
-    None: alike parts.
-    """
-    return private.all_to_all_autograd(x.contiguous(), received, given, group)
+    """Sends `sent[i]` rows to rank i, in order, and receives `received[i]` rows from it. None: equal numbers."""
+    return private.all_to_all_autograd(x.contiguous(), received, sent, group)
 
 
-class _GatherCopies(torch.autograd.Function):
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns `x`; in backward, multiplies its gradient by `factor`."""
+    return _ScaleGradient.apply(x, factor)
+
+
+class _AllGatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
@@ -49,40 +63,17 @@ class _GatherCopies(torch.autograd.Function):
         return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
 
 
-def gather_copies(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """As `gather`, where all ranks go on alike with the whole: one rank's gradient is the gradient."""
-    return _GatherCopies.apply(x, dim, group)
-
-
-class _SumCopies(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, x, group, replicated):
+        ctx.group, ctx.replicated = group, replicated
         return private.wait_tensor(private.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
-
-
-def sum_copies(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' tensors, where all go on alike with it: one rank's gradient is the gradient."""
-    return _SumCopies.apply(x, group)
-
-
-class _SumParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return private.wait_tensor(private.all_reduce(x.contiguous(), "sum", group))
-
-    @staticmethod
-    def backward(ctx, grad):
-        return private.wait_tensor(private.all_reduce(grad.contiguous(), "sum", ctx.group)), None
-
-
-def sum_parts(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The sum of all ranks' tensors, where each goes on with it in its own way: the gradients are summed too."""
-    return _SumParts.apply(x, group)
+        if not ctx.replicated:
+            grad = private.wait_tensor(private.all_reduce(grad.contiguous(), "sum", ctx.group))
+        return grad, None, None
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -94,8 +85,3 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * ctx.factor, None
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Returns `x`, and multiplies its gradient by `factor`."""
-    return _ScaleGradient.apply(x, factor)

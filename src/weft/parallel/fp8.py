@@ -1,7 +1,7 @@
-"""Matrix products in 8 bits (Micikevicius et al., 2022), by torchao: the layers' linear maps, and nothing else.
+"""Matrix products in 8 bits (Micikevicius et al., 2022), by torchao, of the blocks' linear layers.
 
-Weights are kept, gathered and saved as ever. In a product the rank's own parts of both factors are scaled by their
-largest number and rounded: to e4m3 in forward, gradients to e5m2.
+Weights are stored, gathered and saved as usual. In a product, this rank's shards of both factors are scaled by their
+largest element and rounded: to e4m3 in forward, and gradients to e5m2.
 """
 
 from __future__ import annotations
@@ -15,36 +15,41 @@ from torch import nn
 
 from weft.errors import UserError
 
-MULTIPLE = 16  # of which the sizes of a product in 8 bits must be multiples
-_ROUTERS = ("router", "gate")  # which experts a token goes to must not hang on the rounding
+MULTIPLE = 16  # products in 8 bits need sizes that are multiples of it
+_ROUTERS = ("router", "gate")  # rounding must not change the choice of experts
 
 
 def raise_unless_usable(device: torch.device) -> None:
-    """Raise UserError, saying what is missing, where products in 8 bits cannot be made."""
-    lacks = None
+    """Raises UserError, with the reason, if products in 8 bits cannot be computed."""
+    problem = None
     if device.type != "cuda":
-        lacks = f"the device is a {device.type}, and takes no products in 8 bits"
+        problem = f"the device is a {device.type}, which has no products in 8 bits"
     elif torch.cuda.get_device_capability(device) < (8, 9):
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        lacks = f"{torch.cuda.get_device_name(device)} has compute capability {found}, and 8.9 is the first to know it"
-    if lacks is not None:
-        raise UserError(f"training.fp8: {lacks}; remove the key")
+        problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}; 8.9 is required"
+    if problem is not None:
+        raise UserError(f"training.fp8: {problem}; remove the key")
+    raise_unless_installed()
+
+
+def raise_unless_installed() -> None:
+    """Raises UserError without torchao."""
     if find_spec("torchao") is None:
         raise UserError("training.fp8: torchao is not installed; pip install 'weft-train[fp8]', or remove the key")
 
 
 def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, emulate: bool = False) -> None:
-    """Have the blocks' linear maps multiply in 8 bits, in place; parameters and their names stay.
+    """Has the blocks' linear layers multiply in 8 bits, in place; parameters and their names do not change.
 
-    Maps whose sizes do not allow it stay what they are, as do routers.
+    Routers, and layers whose sizes are not multiples of 16, are left as they are.
 
     Args:
         model: on any device, not sharded.
-        ranks: that a matrix may be cut over (`tp`).
-        emulate: round in the same way and multiply in more bits, which any device can.
+        ranks: of `tp`, which may shard a matrix.
+        emulate: round in the same way, and multiply in more bits, on any device.
     """
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # torchao tells of libraries that it cannot load and are not asked for
+    logging.disable(logging.WARNING)  # torchao warns of optional libraries that it cannot load
     from torchao.float8 import (  # pyright: ignore[reportMissingImports]
         Float8LinearConfig,
         convert_to_float8_training,
@@ -58,6 +63,6 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
             return False
         return all(size % (MULTIPLE * ranks) == 0 for size in (module.in_features, module.out_features))
 
-    # Gradients of weights sum over tokens, of which there may be any number: filled up with zeros.
+    # Gradients of weights sum over tokens: their number is padded with zeros.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=fits, config=config)

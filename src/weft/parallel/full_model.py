@@ -1,4 +1,4 @@
-"""A whole model on the first rank, out of the parts that all ranks have."""
+"""Gathers a sharded model into a full one on the first rank."""
 
 from __future__ import annotations
 
@@ -14,43 +14,40 @@ from weft.parallel.world import World
 
 
 @torch.no_grad()
-def whole_model(
+def gather_full_model(
     model: nn.Module, section: ModelSection | CustomModelSection, world: World, dtype: torch.dtype
 ) -> nn.Module | None:
-    """A copy of the model that needs no other rank, one tensor after another. Every rank calls it.
-
-    Args:
-        dtype: of the copy.
+    """Gathers a model, one tensor at a time. Every rank calls it.
 
     Returns:
-        On the first rank the copy, on its device, which must have room for it; None on the others.
+        On the first rank a copy of the full model in `dtype`, on its device, which needs room for it; else None.
     """
-    whole = None
+    full = None
     if world.rank == 0:
         built_in = isinstance(section, ModelSection)
         with torch.device("meta" if built_in else world.device):
-            whole = build_model(section).to(dtype)
+            full = build_model(section).to(dtype)
         if built_in:
-            whole.to_empty(device=world.device)
-            initialize_buffers(whole)
-    mine, tensors = world.place("pp"), model.state_dict(keep_vars=True)
+            full.to_empty(device=world.device)
+            initialize_buffers(full)
+    own_stage, tensors = world.axis_rank("pp"), model.state_dict(keep_vars=True)
     names: list[list[str]] = [list(tensors)]
-    if world.stages is not None:
+    if world.pp_group is not None:
         names = [[] for _ in range(world.shape.pp)]
-        dist.all_gather_object(names, list(tensors), group=world.stages)
-    targets = {} if whole is None else whole.state_dict(keep_vars=True)
-    first_of_stage = world.data_rank == world.place("cp") == world.place("tp") == 0
-    for stage, theirs in enumerate(names):
-        for name in theirs:
+        dist.all_gather_object(names, list(tensors), group=world.pp_group)
+    targets = {} if full is None else full.state_dict(keep_vars=True)
+    sends = world.data_rank == world.axis_rank("cp") == world.axis_rank("tp") == 0
+    for stage, stage_names in enumerate(names):
+        for name in stage_names:
             value = None
-            if stage == mine:
+            if stage == own_stage:
                 value = tensors[name].detach()
                 value = (value.full_tensor() if isinstance(value, DTensor) else value).to(dtype)
-            if stage and first_of_stage and value is not None:
-                dist.send(value.contiguous(), group=world.stages, group_dst=0)
+            if stage and sends and value is not None:
+                dist.send(value.contiguous(), group=world.pp_group, group_dst=0)
             elif stage and world.rank == 0:
                 value = torch.empty_like(targets[name])
-                dist.recv(value, group=world.stages, group_src=stage)
+                dist.recv(value, group=world.pp_group, group_src=stage)
             if world.rank == 0:
                 targets[name].copy_(value)
-    return whole
+    return full

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's parameters, and how forwards come to compute with it."""
+"""Local shards of DTensor parameters, and forwards that compute with them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing its memory, and without a gradient's history."""
+    """This rank's shard, sharing its memory, detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # detaching a DTensor takes eight times as long
         return tensor.to_local()
 
 
-def local_part(parameter: DTensor) -> torch.Tensor:
-    """This rank's part. Its gradient is one summand of it, over dimensions of the mesh that do not cut it."""
+def local_with_grad(parameter: DTensor) -> torch.Tensor:
+    """This rank's shard. Its gradient is partial over mesh axes that replicate the parameter."""
     placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
     return parameter.to_local(grad_placements=placements)
 
@@ -36,57 +36,57 @@ def distribute_parameters(
     mesh: DeviceMesh,
     placements_of: Callable[[nn.Module, str, nn.Parameter], Sequence[Placement] | None],
 ) -> None:
-    """Make parameters DTensors on a mesh. All ranks have the same values, if they have any.
+    """Replaces parameters by DTensors on a mesh. Parameters that are not on the meta device must be equal on all ranks.
 
     Args:
-        placements_of: (module, the parameter's name in the model, parameter) -> its placements; None: leave it.
+        placements_of: (module, full parameter name, parameter) -> its placements; None: leave it.
     """
     silence_redistribution()
-    replaced: dict[nn.Parameter, nn.Parameter] = {}  # a tied one stays one
+    replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in replaced:
                 placements = placements_of(module, f"{path}.{name}".lstrip("."), parameter)
                 if placements is None:
                     continue
-                part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-                replaced[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+                replaced[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             setattr(module, name, replaced[parameter])
 
 
 class LocalParameters:
-    """This rank's plain tensors, in the place of all DTensors that are parameters of a unit, while its forward runs.
+    """Swaps the DTensor parameters of an FSDP2 unit for this rank's plain tensors while a forward runs.
 
     Args:
-        unit: one of FSDP2's, whose parameters are gathered when its forward is called.
-        apart: modules inside it that are units of their own.
+        unit: parameters are gathered when its forward is called.
+        nested_units: units inside of `unit`, to leave out.
     """
 
-    def __init__(self, unit: nn.Module, apart: Collection[nn.Module], state: ModelState):
-        others = {module for one in apart for module in one.modules()}
+    def __init__(self, unit: nn.Module, nested_units: Collection[nn.Module], state: ModelState):
+        nested = {module for other in nested_units for module in other.modules()}
         self.local = state.local
-        self.places = [
-            (parameters_of(module), name, state.shares.get((module, name)))
+        self.slots = [
+            (parameters_of(module), name, state.scales.get((module, name)))
             for module in unit.modules()
-            if module not in others
+            if module not in nested
             for name, parameter in module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         ]
 
-    def around(self, forward: Callable) -> Callable:
-        """`forward`, which finds the plain tensors."""
-        places, local = self.places, self.local
+    def wrap(self, forward: Callable) -> Callable:
+        """Returns `forward`, computing with the plain tensors."""
+        slots, local = self.slots, self.local
 
         @wraps(forward)
         def call(*arguments: Any, **named: Any) -> Any:
-            before = [parameters[name] for parameters, name, _ in places]
+            saved = [parameters[name] for parameters, name, _ in slots]
             try:
-                for (parameters, name, share), parameter in zip(places, before, strict=True):
-                    part = local(parameter)
-                    parameters[name] = part if share is None else part * share
+                for (parameters, name, scale), parameter in zip(slots, saved, strict=True):
+                    tensor = local(parameter)
+                    parameters[name] = tensor if scale is None else tensor * scale
                 return forward(*arguments, **named)
             finally:
-                for (parameters, name, _), parameter in zip(places, before, strict=True):
+                for (parameters, name, _), parameter in zip(slots, saved, strict=True):
                     parameters[name] = parameter
 
-        return call if places else forward
+        return call if slots else forward

@@ -1,11 +1,11 @@
-"""What `parallel/` knows of one model: what was asked for, on which ranks, and what it has put around its forwards."""
+"""What `parallel/` knows of one model: its plan, its ranks, and what wraps its forwards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,31 +14,25 @@ from torch.distributed.tensor import DTensor
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
-from weft.data.batches.batch import Batch
 from weft.parallel.world import World
 
-ATTRIBUTE = "weft_state"  # of the model: the only one that `parallel/` adds to a module
+if TYPE_CHECKING:
+    from weft.parallel.axes.context import SequenceShard
 
-
-class TokenShard(Protocol):
-    """Which tokens of each sequence a rank of `cp` has (`weft.parallel.axes.context.Context`)."""
-
-    def own(self, batch: Batch) -> Batch: ...
-
-    def extra(self, batch: Batch) -> dict[str, Any]: ...
+ATTRIBUTE = "weft_state"  # of the model: the only attribute that `parallel/` adds to a module
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What a model is to become, on any mesh.
+    """How to build and shard a model, independent of the mesh.
 
     Attributes:
-        dtype: of computing. State is float32 (float64 for float64).
-        reduce_dtype: of gradients while they are summed over ranks; None: the state's.
-        seed: initial weights are a function of it and of the parameters' names, not of the mesh.
+        dtype: of compute. State is float32 (float64 for float64).
+        reduce_dtype: of gradients in reductions over ranks; None: the dtype of the state.
+        seed: initial weights are a function of it and of parameter names, not of the mesh.
         activation_checkpointing: `training.activation_checkpointing`.
-        only_rows_from: freeze all parameters but the embedding and the head (whose rows below it `OldRows` keeps).
-        sequence: tokens per sequence, on which the cost of a pipeline's stages depends; 0: not known.
+        only_rows_from: freeze all parameters but the embedding and the head, whose rows below it `FrozenRows` keeps.
+        sequence: tokens per sequence, for the cost of pipeline stages; 0: not known.
         fp8: multiply by the blocks' matrices in 8 bits.
     """
 
@@ -55,37 +49,36 @@ class ModelPlan:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of parameters, of the residual stream and, by default, of the sums of gradients."""
+        """Dtype of parameters, of the residual stream and, by default, of gradient reductions."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass
 class ModelState:
-    """The state of one sharded model, an attribute of its root module (`state_of`); a pipeline's stages share it.
+    """The state of one sharded model, an attribute of its root module (`state_of`). Pipeline stages share it.
 
     Attributes:
-        context: which tokens of each sequence are this rank's; None without `cp`.
-        shares: (module, parameter's name) -> what this rank adds of a replicated parameter that every `tp` rank adds
-            to a partial sum.
-        local: a DTensor parameter -> the plain tensor that this rank computes with.
-        unsharded_units: FSDP2's units that are not sharded over several ranks, so there is nothing to free.
-        wrappers: module -> what wraps its forward, innermost first.
-        seams: module -> attribute -> what `parallel/` has put there in place of the model's own.
+        sequence_shard: the shard of each sequence that this rank of `cp` has; None without `cp`.
+        scales: (module, parameter name) -> factor on a replicated parameter that every `tp` rank adds to a partial sum.
+        local: returns the plain tensor that this rank computes with for a DTensor parameter.
+        unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
+        wrappers: module -> labels of what wraps its forward, innermost first.
+        seams: module -> attribute -> label of what `parallel/` assigned to it.
     """
 
     plan: ModelPlan
     world: World
     local: Callable[[DTensor], torch.Tensor]
-    context: TokenShard | None = None
-    shares: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
+    sequence_shard: SequenceShard | None = None
+    scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     unsharded_units: set[nn.Module] = field(default_factory=set)
     wrappers: defaultdict[nn.Module, list[str]] = field(default_factory=lambda: defaultdict(list))
     seams: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def wrap(self, module: nn.Module, label: str, wrapper: Callable[[Callable], Callable]) -> None:
-        """Replace a module's forward by `wrapper(forward)`, if that is another. Nothing else replaces one.
+        """Replaces a module's forward by `wrapper(forward)`. No other code replaces a forward.
 
-        The forward, and not the module: names of parameters stay what they are, and hooks (FSDP2's) stay outside.
+        The module itself stays, so parameter names do not change, and hooks (FSDP2's) run outside of the wrapper.
         """
         forward = module.forward
         wrapped = wrapper(forward)
@@ -94,20 +87,20 @@ class ModelState:
             self.wrappers[module].append(label)
 
     def fill(self, module: nn.Module, seam: str, label: str, value: object) -> None:
-        """Put something in a seam that the model's code leaves for it."""
+        """Assigns to an attribute that the model's code provides as a seam."""
         setattr(module, seam, value)
         self.seams[module][seam] = label
 
 
 def state_of(model: nn.Module) -> ModelState | None:
-    """The state of a model that `build_sharded_model` has made; None of any other."""
+    """The state of a model from `build_sharded_model`; None for any other."""
     return getattr(model, ATTRIBUTE, None)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost `nn.ModuleList`s: the units that are checkpointed, compiled and sharded."""
+    """The members of the outermost `nn.ModuleList`s: the units of checkpointing, compilation and sharding."""
     found: list[nn.Module] = []
     for child in model.children():
         inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
-        found += [one for one in inner if one is not None]  # a pipeline's stage has not all
+        found += [block for block in inner if block is not None]  # a pipeline stage lacks some
     return found

@@ -1,4 +1,4 @@
-"""A step's micro-batches, forward and backward, by this rank and those that share its rows."""
+"""Forward and backward passes of a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from weft.parallel.world import World
 
 
 class Passes:
-    """Whole micro-batches, one after another.
+    """Runs micro-batches one after another, without a pipeline.
 
     Args:
         model: from `build_sharded_model`.
-        objective: gives inputs and losses.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, parallel: ParallelSection):
         self.model, self.objective, self.world, self.parallel = model, objective, world, parallel
         self.forward = forward_of(model)
         state = state_of(model)
-        self.context = None if state is None else state.context
-        self.balances = any(isinstance(module, Router) for module in model.modules())
+        self.sequence_shard = None if state is None else state.sequence_shard
+        self.has_routers = any(isinstance(module, Router) for module in model.modules())
         self.scalars: tuple[str, ...] = tuple(getattr(objective, "scalars", ()))
         self.compute = getattr(objective, "compute", None)
         self._prepare = getattr(objective, "prepare", None)
@@ -44,110 +43,114 @@ class Passes:
         micro_batches: Sequence[Batch],
         *,
         weight: float,
-        learned: float,
+        learned_tokens: float,
         seed: Callable[[Batch], None],
-        factor: float = 1.0,
+        loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Add up the gradients of the micro-batches' losses divided by `weight`; in the last backward, over the ranks.
+        """Accumulates gradients of the losses divided by `weight`, and reduces them over ranks in the last backward.
 
         Args:
             weight: of the global batch; not 0.
-            learned: the global batch's number of tokens that are learned from, by which a balance of experts is shared.
-            seed: is called before each forward.
-            factor: gradients are so many times as large, for the sake of their precision.
+            learned_tokens: tokens with loss in the global batch, which weigh auxiliary losses of experts.
+            seed: called before each forward.
+            loss_scale: factor on the loss.
 
         Returns:
-            `Totals.vector` of these rows, the loss not divided: the same on all ranks that have them.
+            `Totals.vector` of these sequences, the loss not divided: the same on all ranks that share them.
         """
         totals, prepared = Totals(self.scalars, self.world.device), self.prepare(micro_batches)
         for number, micro_batch in enumerate(micro_batches):
             alive()
-            on_last_micro_batch(self.model, number + 1 == len(micro_batches))
-            batch, own = self.place(micro_batch, prepared[number])
+            set_last_micro_batch(self.model, number + 1 == len(micro_batches))
+            batch, shard = self.shard(micro_batch, prepared[number])
             seed(micro_batch)
-            loss = totals.add(self.lose(batch, own, learned / factor))
+            loss = totals.add(self.loss(batch, shard, learned_tokens / loss_scale))
             divided = loss / weight
-            (divided if factor == 1.0 else divided * factor).backward()
-        return self.of_rows(totals.vector)
+            (divided if loss_scale == 1.0 else divided * loss_scale).backward()
+        return self.reduce_totals(totals.vector)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """`Totals.vector` of the rows: the same on all ranks that have them."""
+        """`Totals.vector` of the sequences: the same on all ranks that share them."""
         totals = Totals(self.scalars, self.world.device)
-        totals.add(self.lose(*self.place(batch, self.prepare([batch])[0]), None))
-        return self.of_rows(totals.vector)
+        totals.add(self.loss(*self.shard(batch, self.prepare([batch])[0]), None))
+        return self.reduce_totals(totals.vector)
 
-    def updated(self) -> None:
-        """Weights have changed: by an update, or because they were filled in."""
+    def after_update(self) -> None:
+        """To be called when weights have changed: by an optimizer step, or because they were loaded."""
 
-    def replaced(self) -> None:
-        """Weights were set outside of an update, at any time: what FSDP2 still has of the old ones is dropped."""
-        for root in self.roots:
+    def after_replacement(self) -> None:
+        """To be called when weights were set outside of a step: drops the old ones that FSDP2 has gathered."""
+        for root in self.root_modules:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        self.updated()
+        self.after_update()
 
     @property
-    def roots(self) -> Sequence[nn.Module]:
+    def root_modules(self) -> Sequence[nn.Module]:
         """The modules that are called."""
         return (self.model,)
 
-    def lose(self, batch: Batch, own: Batch, learned: float | None) -> torch.Tensor | Loss:
-        """The loss of what this rank has of some rows."""
+    def loss(self, batch: Batch, shard: Batch, learned_tokens: float | None) -> torch.Tensor | Loss:
+        """The loss of this rank's shard of a batch."""
         if self.compute is not None:
-            return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, own, learned)), own)
-        outputs = self.forward(self.complete(self.objective.inputs(own), batch, own, learned))
-        return self.objective.loss(outputs, own)
+            return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, shard, learned_tokens)), shard)
+        outputs = self.forward(self.complete(self.objective.inputs(shard), batch, shard, learned_tokens))
+        return self.objective.loss(outputs, shard)
 
     @torch.no_grad()
     def prepare(self, micro_batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-        """What the objective computes of each micro-batch by forwards without gradient; nothing for most objectives."""
+        """`Objective.prepare` of each micro-batch; empty for most objectives."""
         if self._prepare is None:
             return [{} for _ in micro_batches]
         prepared, training = [], self.model.training
         self.model.eval()
         for micro_batch in micro_batches:
             alive()
-            batch, own = self.place(micro_batch, {})
-            given = self._prepare(lambda inputs, b=batch, o=own: self.look(self.complete(inputs, b, o, None), o), own)
-            prepared.append(dict(given))
+            batch, shard = self.shard(micro_batch, {})
+
+            def forward(inputs: Mapping[str, Any], batch: Batch = batch, shard: Batch = shard) -> torch.Tensor:
+                return self.outputs(self.complete(inputs, batch, shard, None), shard)
+
+            prepared.append(dict(self._prepare(forward, shard)))
         self.model.train(training)
         return prepared
 
-    def look(self, inputs: dict[str, Any], own: Batch) -> torch.Tensor:
-        """The model's outputs, on every rank that shares the rows, without gradient."""
+    def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
+        """The model's outputs without gradient, on every rank that shares the sequences."""
         return self.forward(inputs)
 
-    def place(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
-        """The batch on the device, and the same with those of its tokens that are this rank's."""
+    def shard(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
+        """The batch on the device, and this rank's shard of its sequences."""
         batch = batch.to(self.world.device)
-        own = batch if self.context is None else self.context.own(batch)
-        return batch, replace(own, extra={**own.extra, **prepared}) if prepared else own
+        shard = batch if self.sequence_shard is None else self.sequence_shard.shard(batch)
+        return batch, replace(shard, extra={**shard.extra, **prepared}) if prepared else shard
 
-    def complete(self, inputs: Mapping[str, Any], batch: Batch, own: Batch, learned: float | None) -> dict[str, Any]:
-        """What the model is given: an objective's inputs, and what the mesh and a balance of experts ask for."""
-        given = dict(inputs)
-        if self.context is not None:
-            given |= self.context.extra(batch)
-            if given.get("positions") is None:  # counted along a part of a row they would be wrong
-                given["positions"] = own.positions
-        if self.balances and learned is not None:
-            given["loss_weights"] = batch.weight.sum(1, dtype=torch.float64) / (learned or 1.0)
-        return given
+    def complete(
+        self, inputs: Mapping[str, Any], batch: Batch, shard: Batch, learned_tokens: float | None
+    ) -> dict[str, Any]:
+        """An objective's inputs, and the ones that `cp` and auxiliary losses need."""
+        inputs = dict(inputs)
+        if self.sequence_shard is not None:
+            inputs |= self.sequence_shard.extra_inputs(batch)
+            if inputs.get("positions") is None:  # the model would count from the start of the shard
+                inputs["positions"] = shard.positions
+        if self.has_routers and learned_tokens is not None:
+            inputs["loss_weights"] = batch.weight.sum(1, dtype=torch.float64) / (learned_tokens or 1.0)
+        return inputs
 
-    def of_rows(self, total: torch.Tensor) -> torch.Tensor:
-        """What the ranks that share rows have found of them, together."""
+    def reduce_totals(self, total: torch.Tensor) -> torch.Tensor:
+        """Sums totals in place over the ranks that share sequences."""
         if self.world.shape.cp > 1:
             dist.all_reduce(total, group=self.world.group("cp"))
         return total
 
 
-def on_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Say before each backward whether it is the step's last: gradients are summed over the ranks once a step.
+def set_last_micro_batch(model: nn.Module, last: bool) -> None:
+    """Sets before each backward whether FSDP2 reduces gradients: in the last one of a step.
 
-    Or, if that is set, with every micro-batch, over the ranks that share a copy of the model; copies add up their sums
-    with the last one. Where nothing is sharded, or gathered parameters are kept until backward anyway, they are also
-    kept from one micro-batch to the next.
+    With `reduce_gradients: every`, each backward reduce-scatters over `dp_shard` x `cp`, and the last one all-reduces
+    over `dp_replicate`. Units that are not sharded, or not resharded after forward, stay gathered across micro-batches.
     """
     state = state_of(model)
     if state is None or not isinstance(model, FSDPModule):

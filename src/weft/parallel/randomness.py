@@ -1,12 +1,11 @@
-"""Dropout on a mesh: the numbers that one process draws.
+"""Dropout on a mesh: the same masks as on one process.
 
-A micro-batch has a seed, and each layer one that is made of it: so a stage of a pipeline draws what it would draw as a
-part of the whole. Ranks that have some of a row's tokens draw for the whole row and take theirs
-(`Dropout.full_sequence`).
+A micro-batch has a seed, and each layer a seed derived from it, so a pipeline stage draws what the full model would.
+Ranks with a shard of a sequence draw the mask of the full sequence and index it (`Dropout.full_sequence`).
 
-Weights of attention have masks for all heads, queries and keys: on CPUs they are drawn whole, too. On other devices the
-kernels draw their own, and ranks of `tp` and `cp` the same numbers, each for its heads or queries: as likely, but not
-those of one process.
+Masks of attention weights cover all heads, queries and keys, and are drawn in full too, on CPUs. On other devices the
+attention kernels draw them: ranks of `tp` and `cp` draw the same numbers for their heads or queries, with the right
+distribution, but not those of one process.
 """
 
 from __future__ import annotations
@@ -23,87 +22,82 @@ from weft.models.layers.attention import CoreAttention
 from weft.models.layers.dropout import Dropout, FullSequence
 from weft.parallel.model_state import ModelState
 
-STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: seeds of layers and heads lie far apart
+STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: spreads the seeds of layers
 BITS = (1 << 63) - 1
 
 
 def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
-    """Have each layer draw from a seed of its own, made of the one that is set when the model is called.
+    """Seeds each layer from the seed that is set when the model is called.
 
-    Assumes that activation checkpointing is inside: it draws again what was drawn.
+    Assumes that activation checkpointing is inside, and restores the random state for recomputation.
     """
-    if not isinstance(model, Decoder) or not any(_rates(model)):
+    if not isinstance(model, Decoder):
         return model
-    kept = [0]
-    state.wrap(model, "dropout: keeps the micro-batch's seed", partial(_keeping, kept))
+    config = model.config
+    if not any((config.embedding_dropout, config.hidden_dropout, config.attention_dropout)):
+        return model
+    seed = [0]
+    state.wrap(model, "dropout: keeps the micro-batch's seed", partial(_keeping, seed))
     for number, block in enumerate(model.layers):
         if block is not None:
-            state.wrap(block, "dropout: the layer's seed", partial(_seeding, kept, number + 1))
+            state.wrap(block, "dropout: the layer's seed", partial(_seeding, seed, number + 1))
     return model
 
 
-def _keeping(kept: list[int], forward: Callable) -> Callable:
+def _keeping(seed: list[int], forward: Callable) -> Callable:
     @wraps(forward)
     def call(*arguments, **named):
-        kept[0] = torch.initial_seed()
+        seed[0] = torch.initial_seed()
         return forward(*arguments, **named)
 
     return call
 
 
-def _seeding(kept: list[int], number: int, forward: Callable) -> Callable:
+def _seeding(seed: list[int], number: int, forward: Callable) -> Callable:
     def call(*arguments, **named):
-        torch.manual_seed(derived(kept[0], number))
+        torch.manual_seed((seed[0] + number * STRIDE) & BITS)
         return forward(*arguments, **named)
 
     return call
 
 
-def derived(seed: int, number: int) -> int:
-    """A seed made of another one and a number."""
-    return (seed + number * STRIDE) & BITS
-
-
-def _rates(model: Decoder) -> tuple[float, float, float]:
-    config = model.config
-    return config.embedding_dropout, config.hidden_dropout, config.attention_dropout
-
-
-def share_row(modules: Sequence[nn.Module], whole: FullSequence) -> None:
-    """Say to dropouts that the tokens they see are a part of more; of what was said before, a part of a part."""
+def draw_full_sequence(modules: Sequence[nn.Module], full_sequence: FullSequence) -> None:
+    """Sets `Dropout.full_sequence` of all dropouts; for a sequence that is sharded twice, composes both."""
     for module in modules:
         if isinstance(module, Dropout):
-            module.full_sequence = (
-                whole if module.full_sequence is None else partial(_both, module.full_sequence, whole)
-            )
+            inner = module.full_sequence
+            module.full_sequence = full_sequence if inner is None else partial(_composed, inner, full_sequence)
 
 
-def _both(inner: FullSequence, outer: FullSequence, length: int) -> tuple[int, torch.Tensor]:
-    length, places = inner(length)
-    length, further = outer(length)
-    return length, further[places]
+def _composed(inner: FullSequence, outer: FullSequence, tokens: int) -> tuple[int, torch.Tensor]:
+    length, positions = inner(tokens)
+    length, outer_positions = outer(length)
+    return length, outer_positions[positions]
 
 
 class WeightsDropout:
-    """Dropout of attention's weights where this rank computes some of the heads, or of the queries.
+    """Dropout of attention weights where this rank computes some of the heads or queries.
 
     Args:
-        module: whose weights they are; `heads` says which are here.
-        rows: of some queries: the number of all, their places, and those of the keys in their order.
+        module: `module.heads` are the heads of this rank.
+        local_queries: number of local queries -> (number of all queries, positions of the local ones, positions of the
+            keys in their order); None: this rank has all queries.
     """
 
     def __init__(
-        self, module: CoreAttention, rows: Callable[[int], tuple[int, torch.Tensor, torch.Tensor]] | None = None
+        self,
+        module: CoreAttention,
+        local_queries: Callable[[int], tuple[int, torch.Tensor, torch.Tensor]] | None = None,
     ):
-        self.module, self.rows = module, rows
+        self.module, self.local_queries = module, local_queries
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
-        """`[batch, heads, queries, keys]` -> the same."""
+        """`[batch, heads, queries, keys]` -> `[batch, heads, queries, keys]`"""
         batch, _, queries, keys = weights.shape
         module = self.module
         ones = weights.new_ones(batch, module.num_heads, keys, keys)
         mask = F.dropout(ones, module.dropout)[:, module.heads]
-        if self.rows is not None:
-            _, places, order = self.rows(queries)
-            mask = mask[:, :, places][..., order]
+        if self.local_queries is not None:
+            _, positions, order = self.local_queries(queries)
+            mask = mask[:, :, positions][..., order]
         return weights * mask

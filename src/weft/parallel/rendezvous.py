@@ -1,4 +1,4 @@
-"""Where ranks find one another: a TCPStore of the first rank, and who is waited for, when that takes long."""
+"""Rendezvous of ranks: a TCPStore on the first rank, and messages about ranks that are waited for."""
 
 from __future__ import annotations
 
@@ -21,52 +21,50 @@ from weft.errors import UserError
 from weft.observe.console import Console
 from weft.processes import STORE_SOCKET
 
-# Ranks may wait for one another while one of them writes a checkpoint or compiles; nobody tokenizes inside a run.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-PATIENCE = 5.0  # seconds until a rank that waits says what for
-REMINDER = 60.0  # seconds until it says so again
-OWN_NAME = 60.0  # seconds for the first rank's name to be known: a cluster may start its processes before its names
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # one rank may write a checkpoint, or compile, while others wait
+PATIENCE = 5.0  # seconds until a waiting rank prints what it waits for
+REMINDER = 60.0  # seconds until it prints that again
+OWN_NAME = 60.0  # seconds for rank 0's host name to resolve: a cluster may start processes before its DNS
 
 
 def next_store() -> Store:
-    """A store that nothing has been written to, the same on all ranks: a process may train more than once.
+    """A new store, shared by all ranks. Each call of a process returns another: it may train more than once.
 
     Raises:
-        UserError: the address is not to be had, or nobody answers there.
+        UserError: rank 0 cannot listen at the address, or does not answer there.
     """
-    number = next(_times)
-    return PrefixStore(f"weft-{number}", _store())
+    return PrefixStore(f"weft-{next(_times)}", _store())
 
 
 _times = itertools.count()
 
 
 def attempts(missing: Callable[[], str], *, speaks: bool) -> Iterator[None]:
-    """Yield, ever more slowly, until what the caller waits for is there.
+    """Yields at growing intervals, until the caller stops.
 
     Args:
-        missing: what that is; printed after a few seconds if this rank `speaks`.
+        missing: describes what is waited for, in a line that is printed after a few seconds if this rank `speaks`.
 
     Raises:
-        UserError: it took longer than a collective may take.
+        UserError: after the timeout of a collective.
     """
-    began, pause, told = time.monotonic(), 0.002, 0.0
+    began, pause, printed = time.monotonic(), 0.002, 0.0
     while (waited := time.monotonic() - began) < COLLECTIVE_TIMEOUT.total_seconds():
         yield
-        if waited > PATIENCE and (not told or waited - told > REMINDER):
+        if waited > PATIENCE and (not printed or waited - printed > REMINDER):
             Console(speaks).line(f"waiting for {missing()} ({waited:.0f} s)")
-            told = waited
+            printed = waited
         time.sleep(pause)
         pause = min(1.4 * pause, 0.25)
-    raise UserError(f"waited {COLLECTIVE_TIMEOUT} for {missing()}; mend that and start all ranks again")
+    raise UserError(f"waited {COLLECTIVE_TIMEOUT} for {missing()}; fix that and start all ranks again")
 
 
 @cache
 def _store() -> Store:
-    """A store at the address that torchrun's environment names, or at one that is told there.
+    """A store at the address of torchrun's environment, or, under torchrun, at an address published there.
 
-    torchrun's own store outlives a restart of the ranks (`--max-restarts`), with the addresses of those that are gone;
-    and how often they were started, the machines count each for itself. So the first rank opens one that is new.
+    torchrun's own store outlives a restart of the ranks (`--max-restarts`), with addresses of ranks that are gone, and
+    hosts count restarts separately. So rank 0 opens a new store.
     """
     rank, host, port = int(os.environ["RANK"]), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
@@ -83,14 +81,14 @@ def _store() -> Store:
     for _ in attempts(lambda: f"rank 0 to open its store (torchrun's is at {place})", speaks=_speaks()):
         if agent.check(["weft-store"]):
             number, name = agent.get("weft-store").decode().split()
-            store = _try_to_connect(host, int(number))
+            store = _try_to_connect(host, int(number))[0]
             if store is not None and store.check([name]):
                 return store
     raise AssertionError("attempts() ends by an exception")
 
 
 def _serve(host: str, port: int) -> tuple[Store, int]:
-    """The first rank's own store, and its port (0: any that is free).
+    """Opens rank 0's store and returns it with its port (0: any free port).
 
     The socket is opened here: PyTorch would retry a wrong address for minutes.
     """
@@ -104,46 +102,46 @@ def _serve(host: str, port: int) -> tuple[Store, int]:
             handle = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096).detach()
         except OSError as error:
             what = os.strerror(error.errno or 0)
-            raise UserError(f"MASTER_PORT {port}: {what}; choose one that is free on this machine") from None
+            raise UserError(f"MASTER_PORT {port}: {what}; choose a free port of this machine") from None
     with socket.socket(fileno=os.dup(handle)) as listener:
         port = listener.getsockname()[1]
-    why, end = ["no answer"], time.monotonic() + OWN_NAME
+    problem, end = "no answer", time.monotonic() + OWN_NAME
 
     def missing() -> str:
-        return f"rank 0 to find itself at {host}:{port} (MASTER_ADDR): {why[0]}"
+        return f"rank 0 to find itself at {host}:{port} (MASTER_ADDR): {problem}"
 
     for _ in attempts(missing, speaks=True):
         try:
             socket.create_connection((host, port), timeout=PATIENCE).close()
             break
         except OSError as error:
-            why[0] = error.strerror or str(error)
+            problem = error.strerror or str(error)
             if time.monotonic() > end:
                 os.close(handle)
-                what = f"this is rank 0, and it does not find itself at {host}:{port} ({why[0]})"
-                raise UserError(f"{what}; MASTER_ADDR is to be the address of rank 0's machine") from None
+                what = f"this is rank 0, and it does not find itself at {host}:{port} ({problem})"
+                raise UserError(f"{what}; set MASTER_ADDR to the address of rank 0's machine") from None
     return _tcp_store(host, port, is_master=True, master_listen_fd=handle), port
 
 
 def _connect(host: str, port: int) -> Store:
-    """The store of another process, when it is there."""
-    why = ["no answer"]
+    """Waits for another process's store."""
+    problem = "no answer"
 
     def missing() -> str:
-        return f"rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why[0]}"
+        return f"rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT): {problem}"
 
     for _ in attempts(missing, speaks=_speaks()):
-        store = _try_to_connect(host, port, why)
+        store, problem = _try_to_connect(host, port)
         if store is not None:
             return store
     raise AssertionError("attempts() ends by an exception")
 
 
-def _try_to_connect(host: str, port: int, why: list[str] | None = None) -> Store | None:
-    """A client of the store there; None if there is none, and the reason in `why`.
+def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:
+    """A client of the store at an address; or None, and the reason.
 
-    PyTorch would warn of a port that nobody listens at, and wait for ever for a server that says nothing: hence the
-    first connection, and the thread.
+    PyTorch would warn of a port without a listener, and wait forever for a server that sends nothing: hence the first
+    connection, and the thread.
     """
     found: list[Store] = []
 
@@ -153,15 +151,12 @@ def _try_to_connect(host: str, port: int, why: list[str] | None = None) -> Store
 
     try:
         socket.create_connection((host, port), timeout=PATIENCE).close()
-        thread = threading.Thread(target=open_client, daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        problem = "something else than rank 0 listens there"
     except OSError as error:
-        problem = error.strerror or str(error)
-    if why is not None:
-        why[0] = problem
-    return found[0] if found else None
+        return None, error.strerror or str(error)
+    thread = threading.Thread(target=open_client, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return (found[0] if found else None), "something else than rank 0 listens there"
 
 
 def _tcp_store(host: str, port: int, **settings: Any) -> Store:
@@ -171,5 +166,5 @@ def _tcp_store(host: str, port: int, **settings: Any) -> Store:
 
 
 def _speaks() -> bool:
-    """One rank on each machine."""
+    """Whether this rank prints: one per host."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,7 +1,7 @@
-"""At start, all ranks compare what they run: config, versions and data. A difference ends all of them at once.
+"""At startup all ranks compare config, versions and data, and all fail if one differs.
 
-Without it a rank with another learning rate trains to the end, and one with another mesh waits for a process group
-that nobody else makes.
+Otherwise a rank with another learning rate would train on, and one with another mesh would wait for a process group
+forever.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.distributed.distributed_c10d import Store
 from weft.errors import UserError
 from weft.parallel.rendezvous import attempts, next_store
 
-NAMED = 4  # keys in the message; the others are counted
+NAMED = 4  # keys in the message; further ones are counted
 SHOWN = 60  # characters of a value
 GRACE = 2.0  # seconds for the other ranks to report, once one has found a difference
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compare this rank's facts with the first rank's. All ranks call it, before they make process groups.
+    """Compares this rank's facts with rank 0's. All ranks call it, before they make process groups.
 
-    Each rank reads one entry and writes one: nothing grows with the square of the number of ranks. A single process,
-    and one whose process group somebody else made, compare nothing.
+    Each rank reads and writes one entry, so the cost is linear in the number of ranks. Does nothing in a single
+    process, and if a process group is already initialized.
 
     Args:
-        facts: makes key -> value, both as they are shown.
+        facts: returns key -> value, as printed in a message.
 
     Raises:
-        UserError: on all ranks, of which the first one prints it: which ranks differ, and in what.
+        UserError: on all ranks, printed by rank 0: which ranks differ, and in what.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         return
@@ -44,16 +44,16 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
     except (dist.DistStoreError, dist.DistNetworkError, ConnectionError) as error:
         raise UserError(f"rank 0 is gone, and what it printed says why ({str(error).partition(chr(10))[0]})") from None
     if answer:
-        mistake = UserError(answer)
-        mistake.quiet = printed
-        raise mistake
+        error = UserError(answer)
+        error.quiet = printed
+        raise error
 
 
 def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
-    """Any other rank: write what differs from the first rank's facts, as `key -> (mine, the first's)`.
+    """On other ranks: writes what differs from rank 0's facts, as `key -> (own value, rank 0's)`.
 
     Returns:
-        What the first rank makes of all reports: what to raise, or nothing; and whether the first rank prints it.
+        Rank 0's message about all reports, or nothing; and whether rank 0 prints it.
     """
     for _ in attempts(lambda: "rank 0's config", speaks=False):
         if store.check(["digest"]):
@@ -64,7 +64,7 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
         keys = [key for key in {**first, **facts} if first.get(key) != facts.get(key)]
         different = {key: [facts.get(key), first.get(key)] for key in keys}
     store.set(f"report/{rank}", json.dumps(different))
-    store.set(f"reporter/{store.add('reporters', 1)}", str(rank))  # which ranks there are, no rank knows for sure
+    store.set(f"reporter/{store.add('reporters', 1)}", str(rank))  # ranks may differ in WORLD_SIZE
     if different:
         store.add("different", 1)
     store.add("reports", 1)
@@ -73,23 +73,23 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
             break
     answer = store.get("answer").decode().removeprefix("-")
     store.add("read", 1)
-    if different and not answer:  # rank 0 counts on fewer ranks, and has gone on
+    if different and not answer:  # rank 0 has a smaller WORLD_SIZE, and has started
         return _describe({rank: different}), False
     return answer, True
 
 
 def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
-    """The first rank: publish the facts, wait for the others' reports, publish and return the answer."""
+    """On rank 0: publishes the facts, waits for reports, publishes and returns the message."""
     store.set("facts", json.dumps(facts))
     store.set("digest", _digest(facts))
 
-    def here() -> list[int]:
+    def reporters() -> list[int]:
         names = [f"reporter/{number + 1}" for number in range(store.add("reporters", 0))]
         return sorted({int(store.get(name)) for name in names if store.check([name])})
 
     def missing() -> str:
-        present = here()
-        absent = numbers([rank for rank in range(1, ranks) if rank not in present])
+        present = reporters()
+        absent = rank_list([rank for rank in range(1, ranks) if rank not in present])
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"rank{absent} at {place} (MASTER_ADDR, MASTER_PORT); {len(present) + 1} of {ranks} ranks are here"
 
@@ -103,7 +103,7 @@ def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
                 break
     answer = ""
     if store.add("different", 0):
-        answer = _describe({rank: json.loads(store.get(f"report/{rank}")) for rank in here()})
+        answer = _describe({rank: json.loads(store.get(f"report/{rank}")) for rank in reporters()})
     store.set("answer", answer or "-")
     end = time.monotonic() + GRACE
     while answer and store.add("read", 0) < store.add("reports", 0) and time.monotonic() < end:
@@ -116,18 +116,18 @@ def _digest(facts: dict[str, str]) -> str:
 
 
 def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
-    """One line of the ranks that differ in the same way as the first that does; the others are counted."""
+    """One line about the first differing rank and all that differ in the same way, with a list of the others."""
     different = {rank: report for rank, report in reports.items() if report}
     shown = next(iter(different.values()))
-    alike = [rank for rank, report in different.items() if report == shown]
-    others = [rank for rank in different if rank not in alike]
-    parts = [f"{key} {_short(mine)} (rank 0: {_short(first)})" for key, (mine, first) in shown.items()]
-    if len(parts) > NAMED:
-        parts[NAMED:] = [f"and {len(parts) - NAMED} more"]
-    also = f"; rank{numbers(others)} differ{'s' * (len(others) == 1)} too" if others else ""
-    runs = "runs" if len(alike) == 1 else "run"
+    same = [rank for rank, report in different.items() if report == shown]
+    others = [rank for rank in different if rank not in same]
+    keys = [f"{key} {_short(own)} (rank 0: {_short(first)})" for key, (own, first) in shown.items()]
+    if len(keys) > NAMED:
+        keys[NAMED:] = [f"and {len(keys) - NAMED} more"]
+    also = f"; rank{rank_list(others)} differ{'s' * (len(others) == 1)} too" if others else ""
+    runs = "runs" if len(same) == 1 else "run"
     return (
-        f"rank{numbers(alike)} {runs} something else than rank 0: {', '.join(parts)}{also}; start all ranks with the "
+        f"rank{rank_list(same)} {runs} something else than rank 0: {', '.join(keys)}{also}; start all ranks with the "
         "same run file, overrides, versions and data"
     )
 
@@ -138,7 +138,7 @@ def _short(value: str | None) -> str:
     return value if len(value) <= SHOWN else f"{value[: SHOWN - 3]}..."
 
 
-def numbers(ranks: list[int]) -> str:
-    """` 3`, or `s 1, 2, 5`: to follow the word `rank`. Of many, the first few."""
+def rank_list(ranks: list[int]) -> str:
+    """` 3`, or `s 1, 2, 5`, to follow the word `rank`; at most eight."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'s' * (len(ranks) != 1)} {shown}"

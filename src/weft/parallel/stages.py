@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline has: as equal work as whole layers allow."""
+"""Assigns layers to pipeline stages, and stages to ranks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from weft.config.model import ModelSection
 
 
 def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int) -> list[range]:
-    """The layers of each stage, first to last: as `parallel.stage_layers` says, or balanced by counted operations.
+    """The layers of each stage: from `parallel.stage_layers`, or balanced by counted operations.
 
-    The last stage has the head, too. A look-up of embeddings costs next to nothing.
+    The last stage also has the head. Embedding look-ups count as free.
     """
     counts = parallel.stage_layers
     if counts is None:
         costs = [section.layer_size(layer).matmul for layer in range(section.num_hidden_layers)]
         costs = [cost + 2 * section.attention_width * sequence for cost in costs]
         head = (section.vocab_size or 0) * section.hidden_size
-        counts = balanced(costs, parallel.pp * parallel.virtual_stages, head)
+        counts = balance_layers(costs, parallel.pp * parallel.virtual_stages, head)
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """How many of the layers each stage gets, so that the dearest stage costs least; each at least one.
+def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
+    """The number of layers of each stage, at least one, that minimizes the cost of the most expensive stage.
 
     Args:
-        costs: of each layer, first to last.
-        last: what the last stage costs besides.
+        costs: of each layer.
+        last: additional cost of the last stage.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -39,34 +39,34 @@ def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    # dearest[n]: of the best way to give the first n layers to the stages so far; of equal ones the earlier cut.
-    dearest, cuts = [0.0] + [float("inf")] * layers, []
+    # highest[n]: of the best way to assign the first n layers to the stages so far; among equals the earlier start.
+    highest, starts = [0.0] + [float("inf")] * layers, []
     for stage in range(stages):
-        besides = last if stage == stages - 1 else 0.0
-        new, cut = [float("inf")] * (layers + 1), [0] * (layers + 1)
+        extra = last if stage == stages - 1 else 0.0
+        new, start_of = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for end in range(stage + 1, layers + 1):
             for start in range(stage, end):
-                worst = max(dearest[start], before[end] - before[start] + besides)
-                if worst < new[end]:
-                    new[end], cut[end] = worst, start
-        dearest = new
-        cuts.append(cut)
+                cost = max(highest[start], before[end] - before[start] + extra)
+                if cost < new[end]:
+                    new[end], start_of[end] = cost, start
+        highest = new
+        starts.append(start_of)
     counts, end = [], layers
-    for cut in reversed(cuts):
-        counts.append(end - cut[end])
-        end = cut[end]
+    for start_of in reversed(starts):
+        counts.append(end - start_of[end])
+        end = start_of[end]
     return counts[::-1]
 
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:
-    """The numbers of a pipeline rank's stages: every so-manieth, or one from each end."""
+    """The stages of a pipeline rank: every `ranks`-th, or one from each end."""
     if parallel.pp_schedule in V_SHAPED:
         return [rank, 2 * ranks - 1 - rank]
-    return [rank + ranks * turn for turn in range(parallel.virtual_stages)]
+    return [rank + ranks * number for number in range(parallel.virtual_stages)]
 
 
 def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
-    """The pipeline rank that has a stage."""
+    """The pipeline rank of a stage."""
     if parallel.pp_schedule in V_SHAPED:
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks

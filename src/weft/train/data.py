@@ -170,7 +170,7 @@ def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
     plain = all(isinstance(one, StoreDataset) for one in datasets) and not config.data.document_attention
     if world.shape.pp == 1 or not plain or not isinstance(config.model, ModelSection) or config.model.moe is not None:
         return True
-    stages = stages_of_rank(config.parallel, world.place("pp"), world.shape.pp)
+    stages = stages_of_rank(config.parallel, world.axis_rank("pp"), world.shape.pp)
     return 0 in stages or world.shape.pp * config.parallel.virtual_stages - 1 in stages
 
 

@@ -22,10 +22,11 @@ from weft.parallel.axes.balance import ExpertBalance
 from weft.parallel.axes.pipeline import PipelinePasses, Stages
 from weft.parallel.gradients.clip import clip_gradients
 from weft.parallel.gradients.compress import PowerSGD
-from weft.parallel.gradients.frozen_rows import OldRows
+from weft.parallel.gradients.frozen_rows import FrozenRows
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.objective import Objective, quotients
 from weft.parallel.passes import Passes
+from weft.parallel.ranks import all_gather_object
 from weft.train.data import Data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
@@ -88,7 +89,7 @@ class Loop:
         self.passes = PipelinePasses(self.model, *rest) if pipeline else Passes(self.model, *rest)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.old_rows = OldRows(self.model, self.config.training.only_rows_from)
+        self.frozen_rows = FrozenRows(self.model, self.config.training.only_rows_from)
         self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
         self.measured: dict[str, float] = {}
         self.saved_at = self.validated_at = 0
@@ -112,7 +113,7 @@ class Loop:
                     self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
                 )
                 if (received := stop.decide(votes)) == stop.BY_CALLBACK:
-                    reasons = self.world.gather(stop.reason)
+                    reasons = all_gather_object(stop.reason)
                     return self.leave("stopped-early", reason=next(reason for reason in reasons if reason is not None))
                 if received is not None:
                     return self.leave("stopped", signal=received)
@@ -134,9 +135,9 @@ class Loop:
             step=step,
             steps=self.length.steps,
             stop=stop,
-            weights_replaced=self.passes.replaced,
+            weights_replaced=self.passes.after_replacement,
         )
-        self.passes.updated()
+        self.passes.after_update()
         return self.state
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
@@ -144,7 +145,7 @@ class Loop:
         try:
             batch = next(batches)
         except UserError as mistake:
-            mistake.quiet = not self.world.first_of_rows  # all ranks with these sequences raise it
+            mistake.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise it
             raise
         self.recorder.data_arrived()
         return batch
@@ -158,11 +159,11 @@ class Loop:
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
         loss, scalars = self.accumulate_gradients(batch, weight, learned, step)
-        self.old_rows.clear_gradients()
+        self.frozen_rows.clear_gradients()
         self.scale.unscale(self.parameters)
         if self.compress is not None:
             self.compress.reduce(step)
-        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.stages)
+        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group)
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
         if not (finite or self.scale.may_skip()):
@@ -171,9 +172,9 @@ class Loop:
             return False
         lr = self.set_learning_rate(step)
         if finite:
-            with self.old_rows.unchanged():
+            with self.frozen_rows.unchanged():
                 self.optimizer.step()
-            self.passes.updated()
+            self.passes.after_update()
         else:
             self.recorder.skipped(step)
         self.scale.update(finite)
@@ -233,9 +234,9 @@ class Loop:
         total = self.passes.train(
             micro_batches,
             weight=weight or 1.0,
-            learned=learned,
+            learned_tokens=learned,
             seed=partial(self.seed, step),
-            factor=self.scale.factor,
+            loss_scale=self.scale.factor,
         )
         loss, *pairs = self.world.sum(*total.unbind())
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)

@@ -25,7 +25,7 @@ from weft.observe.manifest import hardware, now, versions
 from weft.observe.memory import GRADIENTS, OPTIMIZER, PARAMETERS, picture, timeline
 from weft.observe.profile_page import page
 from weft.observe.trace import Trace, Work, collectives, operators, read_trace, step_times
-from weft.parallel.ranks import mistake
+from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
 from weft.train.capture import ProfilingRecorder, Request
 from weft.train.loop import Loop, Outcome
@@ -53,12 +53,12 @@ class ProfiledLoop(Loop):
         request, world, stop = self.recorder.request, self.world, stop or StopRequest()
         steps = request.warmup + request.steps
         if steps > self.length.steps:
-            raise mistake(
+            raise error_on_all_ranks(
                 f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, and this run has "
                 f"{self.length.steps}; ask for fewer"
             )
         if request.ranks and max(request.ranks) >= world.ranks:
-            raise mistake(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}")
+            raise error_on_all_ranks(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}")
         self.length = dataclasses.replace(self.length, steps=steps)
         # Before the update is the only moment of a step at which all gradients exist.
         self.optimizer.register_step_pre_hook(self.recorder.mark)
@@ -70,7 +70,7 @@ class ProfiledLoop(Loop):
         try:
             with making(request.out, world) as folder:
                 self.write(folder)
-                if received := [number for number in world.gather(stop.received) if number is not None]:
+                if received := [number for number in all_gather_object(stop.received) if number is not None]:
                     raise _Stopped(int(received[0]))
         except _Stopped as early:
             return dataclasses.replace(outcome, status="stopped", signal=early.args[0])
@@ -89,7 +89,7 @@ class ProfiledLoop(Loop):
     def write(self, folder: Path) -> None:
         """Writes the trace and picture of every rank; the first rank writes the numbers and the page."""
         world = self.world
-        reports = world.gather(world.agree(lambda: self.rank_report(folder) if self.recorder.records else None))
+        reports = all_gather_object(world.agree(lambda: self.rank_report(folder) if self.recorder.records else None))
 
         def write_files() -> None:
             found = self.summary([report for report in reports if report is not None])

@@ -29,6 +29,7 @@ from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
 from weft.observe.tracking import Tracking
+from weft.parallel.ranks import all_gather_object
 from weft.train.auto_settings import DTYPES
 from weft.train.clock import StepClock
 from weft.train.data import Data
@@ -59,7 +60,7 @@ class Recorder:
         parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
         matmul = matmul_parameters(model)
         flops = partial(flops_per_token, matmul, *_layers_and_width(config, model))
-        peak = total_peak(world.gather(device_peak(world.device, DTYPES[config.training.dtype])))
+        peak = total_peak(all_gather_object(device_peak(world.device, DTYPES[config.training.dtype])))
         self.clock = StepClock(world.device, data.length.tokens_per_step, flops, peak.flops_per_second)
         if not self.speaks:
             return

@@ -8,7 +8,7 @@ from weft.config.transformers_model import TransformersModelSection
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 from weft.generation.sample import Sampling, generate_steps
-from weft.parallel.full_model import whole_model
+from weft.parallel.full_model import gather_full_model
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
 from weft.train.recorder import Recorder
@@ -38,7 +38,7 @@ class Sampler:
             return
         config, model, shape = self.job.config, self.model, self.job.world.shape
         if shape.pp * shape.cp * shape.tp > 1 and not isinstance(config.model, TransformersModelSection):
-            model = whole_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
+            model = gather_full_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
             if model is None:
                 return
         texts: list[list[int]] = [[] for _ in self.prompts]

@@ -15,7 +15,7 @@ from weft.config.run import RunConfig
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 from weft.observe.metrics import NAMES
-from weft.parallel.ranks import mistake
+from weft.parallel.ranks import error_on_all_ranks
 from weft.train.stop import StopRequest
 
 
@@ -79,7 +79,7 @@ class State:
 
     def mistake(self, text: str) -> UserError:
         """Returns an error to raise for a mistake that all ranks find; the first rank reports it."""
-        return mistake(text)
+        return error_on_all_ranks(text)
 
     @contextmanager
     def acting(self, source: str) -> Iterator[None]:

@@ -27,7 +27,7 @@ from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.memory.offload import keep_state_on_host
 from weft.parallel.model_state import ModelPlan
 from weft.parallel.objective import Objective
-from weft.parallel.ranks import mistake
+from weft.parallel.ranks import error_on_all_ranks
 from weft.parallel.same_run import compare_ranks
 from weft.parallel.world import World, start_world
 from weft.processes import signal_handler
@@ -178,7 +178,9 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
     state = torch.promote_types(DTYPES[training.dtype], torch.float32)
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
     if not made.matrices:
-        raise mistake(f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it")
+        raise error_on_all_ranks(
+            f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it"
+        )
     exact = f"exactly for {section.start_step:,} steps, then " if section.start_step else ""
     job.console.line(
         f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the numbers "
@@ -205,7 +207,7 @@ def restore(
 
         state = load(checkpoint, model=model, optimizer=optimizer, others=others)
         if compress is not None:
-            compress.restored()
+            compress.use_loaded()
         callbacks.load_state_dict(state.get("callbacks", {}))
         return state
     if isinstance(config.model, TransformersModelSection) and config.model.from_ is None and config.model.weights:

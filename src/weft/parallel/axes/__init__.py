@@ -1,1 +1,1 @@
-"""How each axis of the mesh shares the work."""
+"""The axes of the mesh."""

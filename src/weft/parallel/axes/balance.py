@@ -1,4 +1,4 @@
-"""Keeping experts equally busy, by what all ranks together have given them."""
+"""Load balancing of experts without an auxiliary loss, by the load on all ranks."""
 
 from __future__ import annotations
 
@@ -12,51 +12,44 @@ from weft.parallel.world import World
 
 
 class ExpertBalance:
-    """The routers of a model, looked at after every update.
-
-    Args:
-        model: any; without routers there is nothing to do.
-    """
+    """Updates the routers of a model after each optimizer step. Does nothing for a model without routers."""
 
     def __init__(self, model: nn.Module, world: World):
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
         self.world = world
-        # Of a pipeline's stages some may have none of the model's experts.
-        self.stages = world.stages if isinstance(model, Decoder) and model.config.moe is not None else None
+        # A pipeline stage may have none of the model's routers.
+        self.pp_group = world.pp_group if isinstance(model, Decoder) and model.config.moe is not None else None
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """Move the bias of experts that had less than the mean up and of others down (Wang et al., 2024).
+        """Raises the bias of experts with less than the mean load and lowers that of others (Wang et al., 2024).
 
         Returns:
-            `expert_load`: the largest number of tokens that chose an expert, as a multiple of its layer's mean; the
-            mean over layers. 1 is perfect balance. With a capacity `dropped`: the share of choices that had no room.
-            Without experts nothing.
+            `expert_load`: the highest load of an expert divided by its layer's mean, averaged over layers; 1 is
+            perfect balance. With a capacity also `dropped`: the share of choices that exceeded it. Without experts {}.
         """
         found = torch.tensor(self._update(), dtype=torch.float64)
-        if self.stages is not None:
+        if self.pp_group is not None:
             found = found.to(self.world.device)
-            dist.all_reduce(found, group=self.stages)
-        load, layers, chosen, lost, limited = found.tolist()
+            dist.all_reduce(found, group=self.pp_group)
+        load, layers, chosen, dropped, limited = found.tolist()
         if not layers:
             return {}
-        return {"expert_load": load / layers} | ({"dropped": lost / max(chosen, 1)} if limited else {})
+        return {"expert_load": load / layers} | ({"dropped": dropped / max(chosen, 1)} if limited else {})
 
     def _update(self) -> list[float]:
-        """Of this stage's layers: the sum of their loads, how many they are, choices, those lost, those with limits."""
+        """Of this stage: sum of the layers' loads; numbers of layers, choices, dropped choices, limited layers."""
         if not self.routers:
             return [0.0] * 5
-        counts = torch.stack([torch.stack((router.load, router.dropped_counts)) for router in self.routers]).to(
-            torch.float64
-        )
+        counts = torch.stack([torch.stack((router.load, router.dropped_counts)) for router in self.routers]).double()
         self.world.sum_tokens(counts)  # [layers, 2, experts]
-        loads, lost = counts.unbind(1)
+        loads, dropped = counts.unbind(1)
         means = loads.mean(1, keepdim=True)
         for router, load, mean in zip(self.routers, loads, means, strict=True):
-            if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router stays as it is
+            if router.correction_bias is not None and router.weight.requires_grad:  # not of a frozen router
                 router.correction_bias += router.config.bias_update_speed * torch.sign(mean - load)
             router.load.zero_()
             router.dropped_counts.zero_()
-        most = (loads.amax(1) / means.squeeze(1).clamp(min=1)).sum()
+        highest = (loads.amax(1) / means.squeeze(1).clamp(min=1)).sum()
         limited = sum(router.config.capacity_factor is not None for router in self.routers)
-        return [most.item(), len(loads), loads.sum().item(), lost.sum().item(), limited]
+        return [highest.item(), len(loads), loads.sum().item(), dropped.sum().item(), limited]

@@ -1,8 +1,7 @@
-"""A model of the user's own, cut over `tp` by the table of its class (`weft.models.sharding`), once that is checked.
+"""Checks the `weft_sharding` table of a custom model before `tp` applies it (`weft.models.sharding`).
 
-What is wrong in a table is mostly a wrong sum, that is: no error, and another model. So its names and sizes are
-checked. On CPUs the model is tried: for a few tokens its outputs, and the gradients of replicated parameters, must be
-those of the unsharded model.
+A wrong table mostly gives wrong sums, not errors. So names and sizes are checked, and on CPUs the sharded model must
+give the outputs of the unsharded one for a few tokens, and the same gradients of replicated parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +27,18 @@ from weft.models.sharding import Kind, ShardingRule, find_rule
 from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.model_state import ModelState
 
-TOLERANCE = 1e-3  # of the largest output: a wrong table is wrong by much more, other orders of sums by less
-GRADIENT_TOLERANCE = 1e-2  # of a parameter's largest gradient: what is wrong is wrong by a factor
-NOISE = 1e-5  # of the largest of all gradients: some are 0 but for rounding, as that of a bias before a softmax
+TOLERANCE = 1e-3  # relative to the largest output; a wrong table differs by more, another order of summation by less
+GRADIENT_TOLERANCE = 1e-2  # relative to the largest gradient of a parameter
+NOISE = 1e-5  # relative to the largest of all gradients: some are 0 up to rounding, as that of a bias before a softmax
+
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs, gradients of replicated parameters by name
 
 
-class CustomTrial:
-    """A custom model's table, checked, and on CPUs what the whole model gives for a few tokens.
+class CustomModelCheck:
+    """Checks a custom model's table, and on CPUs computes results of the unsharded model to compare with.
 
     Args:
-        model: whole, on the CPU, with its values.
+        model: unsharded, on the CPU, with its values.
 
     Raises:
         UserError: its class has no table, or one that does not fit the model.
@@ -47,24 +48,34 @@ class CustomTrial:
         self.model, self.state, self.ranks = model, state, state.world.shape.tp
         self.sharded = False
         self.table: dict[str, ShardingRule] = state.world.agree(lambda: checked_table(model, self.ranks))
-        self.before: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+        self.expected: Results | None = None
         if state.world.device.type == "cpu":
             self.tokens = _tokens(model, self.table, self.ranks, state.plan.sequence)
-            self.zeros = _zeros(model)
-            self.before = self.results()
+            self.zeros = _randomize_zeros(model)
+            self.expected = self.results()
 
-    def results(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the model's outputs in evaluation, and the gradients of its replicated parameters by name.
+    def compare(self) -> None:
+        """Compares results of the sharded model. Raises UserError if they differ."""
+        if self.expected is None:
+            return
+        self.sharded, expected = True, self.expected
+        self.state.world.agree(lambda: self._compare(*expected))
+        self.expected = None
+        parameters = dict(self.model.named_parameters())
+        for name in self.zeros:
+            parameters[name].detach().zero_()
 
-        The gradients are those of a seeded weighted sum of the outputs, summed over the ranks. The model is left in
-        training mode.
+    def results(self) -> Results:
+        """Outputs in evaluation mode, and gradients of a seeded weighted sum of them, summed over `tp`.
+
+        Leaves the model in training mode.
         """
         tokens, model = self.tokens, self.model
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
         if "labels" in inspect.signature(model.forward).parameters:
             inputs["labels"] = tokens
         try:
-            outputs = LocalParameters(model, (), self.state).around(forward_of(model.eval()))(inputs)
+            outputs = LocalParameters(model, (), self.state).wrap(forward_of(model.eval()))(inputs)
         finally:
             model.train()
         replicated = {
@@ -82,135 +93,129 @@ class CustomTrial:
     def _summed(self, grad: torch.Tensor) -> torch.Tensor:
         if isinstance(grad, DTensor):
             return grad.full_tensor()
-        if self.sharded:  # scalars are no DTensors yet
+        if self.sharded:  # scalars are not DTensors yet
             dist.all_reduce(grad, group=self.state.world.group("tp"))
         return grad
 
-    def compare(self) -> None:
-        """Once its parts are sharded. Raises UserError if outputs or gradients are no longer what they were."""
-        if self.before is None:
-            return
-        self.sharded, before = True, self.before
-        self.state.world.agree(lambda: self._compare(*before))
-        self.before = None
-        parameters = dict(self.model.named_parameters())
-        for name in self.zeros:
-            parameters[name].detach().zero_()
-
-    def _compare(self, before: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
-        model, over = self.model, f"cut over {self.ranks} ranks the model"
-        check = "check which modules are parts, which matrices are cut, and that biases after the sum are 'added'"
+    def _compare(self, expected: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+        model, sharded = self.model, f"sharded over {self.ranks} ranks, the model"
+        remedy = "check which modules are 'part', which matrices are sharded, and that biases after the sum are 'added'"
         try:
-            after, found = self.results()
+            outputs, found = self.results()
         except Exception as error:
-            what = f"{over} fails{_place(model, error)}: {type(error).__name__}: {error}".splitlines()[0]
-            raise _wrong(model, f"{what}; {check}") from error
-        if before.shape != after.shape:
-            raise _wrong(model, f"{over} gives {list(after.shape)} in place of {list(before.shape)}; {check}")
-        apart, largest = (before - after).abs().max().item(), before.abs().max().item()
-        if not apart <= TOLERANCE * largest:
-            raise _wrong(model, f"{over} gives other outputs (by {apart:.2g}, of up to {largest:.2g}); {check}")
+            what = f"{sharded} fails{_line(model, error)}: {type(error).__name__}: {error}".splitlines()[0]
+            raise _error(model, f"{what}; {remedy}") from error
+        if expected.shape != outputs.shape:
+            shapes = f"{list(outputs.shape)} instead of {list(expected.shape)}"
+            raise _error(model, f"{sharded} returns outputs of shape {shapes}; {remedy}")
+        if difference := _difference(expected, outputs, TOLERANCE):
+            raise _error(model, f"{sharded} returns other outputs ({difference}); {remedy}")
         noise = NOISE * max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
         for name, grad in gradients.items():
             other = found.get(name, torch.zeros_like(grad))
-            apart, largest = (grad - other).abs().max().item(), grad.abs().max().item()
-            if not apart <= GRADIENT_TOLERANCE * largest + noise:
-                what = f"{over} gives other gradients of {name} (by {apart:.2g}, of up to {largest:.2g})"
-                raise _wrong(model, f"{what}; outside of parts, compute each token by itself, in backward too")
+            if difference := _difference(grad, other, GRADIENT_TOLERANCE, noise):
+                what = f"{sharded} has other gradients of {name} ({difference})"
+                raise _error(model, f"{what}; outside of parts compute each token independently, in backward too")
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor, tolerance: float, noise: float = 0.0) -> str:
+    """By how much two tensors differ, in words; empty if within the tolerance."""
+    difference, largest = (expected - found).abs().max().item(), expected.abs().max().item()
+    within = difference <= tolerance * largest + noise  # false for NaN
+    return "" if within else f"by up to {difference:.2g}, the largest is {largest:.2g}"
 
 
 def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
-    """The table of a model's class, completed.
+    """The sharding table of a model's class, with the rules that module kinds imply.
 
     Args:
-        ranks: of `tp`.
+        ranks: size of `tp`.
 
     Raises:
-        UserError: there is none; or a pattern fits nothing, a dimension cannot be cut, a part's output would be wrong.
+        UserError: there is no table, a pattern matches nothing, a dimension is not divisible, or a part has no shards.
     """
     table = getattr(model, "weft_sharding", None)
     if not isinstance(table, dict):
-        what = "has no table" if table is None else f"is {type(table).__name__} and no dictionary"
-        raise _wrong(model, f"{what}, which parallel.tp: {ranks} needs; see weft/models/sharding.py, or set tp to 1")
+        what = "missing" if table is None else f"must be a dictionary, not {type(table).__name__}"
+        raise _error(model, f"{what}, and parallel.tp: {ranks} needs it (docs/parallel-own-model.md); or set tp to 1")
     if problem := next(_problems(model, table, ranks), None):
-        raise _wrong(model, problem)
+        raise _error(model, problem)
     return _completed(table)
 
 
 def _completed(table: dict[str, ShardingRule]) -> dict[str, ShardingRule]:
-    """With what follows from a module's kind: all its parameters are cut by rows."""
+    """Adds the rules of parameters whose module's kind shards their rows."""
     kinds = ("embedding", "head", "norm")
-    by_rows: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
-    return by_rows | table
+    implied: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
+    return implied | table
 
 
 def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
-    """What is wrong, in words."""
     modules = {name: module for name, module in model.named_modules() if name}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = [*modules, *parameters]
-    for pattern, kind in table.items():
-        if kind not in get_args(Kind) and (not isinstance(kind, int) or isinstance(kind, bool) or kind < 0):
-            words = ", ".join(get_args(Kind))
-            yield f"{pattern!r}: {kind!r}; give it a dimension or one of {words}"
+    for pattern, rule in table.items():
+        if rule not in get_args(Kind) and (not isinstance(rule, int) or isinstance(rule, bool) or rule < 0):
+            yield f"{pattern!r}: {rule!r} is not a rule; give it a dimension or one of {', '.join(get_args(Kind))}"
         if not any(fnmatchcase(name, pattern) for name in names):
-            general = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names]
+            general = [".".join("*" if key.isdigit() else key for key in name.split(".")) for name in names]
             remedy = did_you_mean(pattern, general) or "; remove it"
-            yield f"{pattern!r} fits no part and no parameter of the model{remedy}"
+            yield f"{pattern!r} matches no module and no parameter of the model{remedy}"
     if "embedding" not in table.values():
-        yield "it names no embedding; give the module that is given token ids: 'embedding'"
-    whole = _completed(table)
-    cuts: dict[str, ShardingRule | None] = {name: find_rule(whole, name) for name in parameters}
+        yield "it has no 'embedding'; add the module that takes the token ids"
+    complete = _completed(table)
+    rules: dict[str, ShardingRule | None] = {name: find_rule(complete, name) for name in parameters}
     for name, parameter in parameters.items():
-        yield from _of_parameter(name, parameter, cuts[name], ranks)
+        yield from _of_parameter(name, parameter, rules[name], ranks)
         for other, same in parameters.items():
-            if same is parameter and cuts[other] != cuts[name]:
-                yield f"{name} is {other}, and cut in another way ({cuts[name]}, {cuts[other]}); give both the same"
+            if same is parameter and rules[other] != rules[name]:
+                yield f"{name} and {other} are tied, with rules {rules[name]} and {rules[other]}; give both the same"
     for name, module in modules.items():
-        yield from _of_module(name, module, find_rule(whole, name), cuts)
+        yield from _of_module(name, module, find_rule(complete, name), rules)
 
 
-def _of_parameter(name: str, parameter: nn.Parameter, cut: ShardingRule | None, ranks: int) -> Iterator[str]:
-    if isinstance(cut, str) and cut != "added":
-        yield f"{name} is a parameter, and {cut!r} is for modules; give it a dimension, or 'added'"
-    elif isinstance(cut, int) and cut >= parameter.dim():
-        yield f"{name} has no dimension {cut}, its shape is {tuple(parameter.shape)}; give it another"
-    elif isinstance(cut, int) and parameter.shape[cut] % ranks:
-        size = f"{parameter.shape[cut]:,}"
-        yield f"parallel.tp: {ranks} does not divide dimension {cut} of {name}, which is {size}; change one of the two"
+def _of_parameter(name: str, parameter: nn.Parameter, rule: ShardingRule | None, ranks: int) -> Iterator[str]:
+    if isinstance(rule, str) and rule != "added":
+        yield f"{name} is a parameter, and {rule!r} is a rule for modules; give it a dimension, or 'added'"
+    elif isinstance(rule, int) and rule >= parameter.dim():
+        yield f"{name} has no dimension {rule}: its shape is {tuple(parameter.shape)}; give it another"
+    elif isinstance(rule, int) and parameter.shape[rule] % ranks:
+        size = f"{parameter.shape[rule]:,}"
+        yield f"parallel.tp: {ranks} does not divide dimension {rule} of {name}, which is {size}; change one of the two"
 
 
 def _of_module(
-    name: str, module: nn.Module, kind: ShardingRule | None, cuts: Mapping[str, ShardingRule | None]
+    name: str, module: nn.Module, kind: ShardingRule | None, rules: Mapping[str, ShardingRule | None]
 ) -> Iterator[str]:
-    inside = {key: cut for key, cut in cuts.items() if key.startswith(f"{name}.")}
+    inside = [rule for key, rule in rules.items() if key.startswith(f"{name}.")]
     if kind == "added":
-        yield f"{name} is a module, and 'added' is for parameters; name these"
-    elif kind == "part" and not any(isinstance(cut, int) for cut in inside.values()):
-        yield f"{name} is a part of which nothing is cut, so each rank would add all of its output; name its matrices"
-    elif kind in ("embedding", "head", "norm") and any(cut != 0 for cut in inside.values()):
-        yield f"{name} is cut by its rows; leave its parameters out, or give them 0"
+        yield f"{name} is a module, and 'added' is a rule for parameters; name its parameters"
+    elif kind == "part" and not any(isinstance(rule, int) for rule in inside):
+        what = "is a 'part' without sharded parameters: each rank would add its full output"
+        yield f"{name} {what}; name its matrices"
+    elif kind in ("embedding", "head", "norm") and any(rule != 0 for rule in inside):
+        yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove their rules, or set them to 0"
     elif kind == "embedding" and not (
         isinstance(module, nn.Embedding) and module.padding_idx is None and module.max_norm is None
     ):
-        yield f"{name} cannot be cut; let it be an nn.Embedding without padding_idx and max_norm"
+        yield f"{name} cannot be sharded; make it an nn.Embedding without padding_idx and max_norm"
     elif kind == "norm" and not isinstance(module, RMSNorm):
-        yield f"{name} is no weft.models.layers.norm.RMSNorm; leave it whole, or let it be one"
+        yield f"{name} is not a weft.models.layers.norm.RMSNorm; remove its rule, or use that class"
 
 
-# ---- the trial
+# ---- the comparison on a few tokens
 
 
 def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequence: int) -> torch.Tensor:
-    """Two rows of ids from all over the vocabulary, `[2, seq]`."""
-    words = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
-    assert isinstance(words, nn.Embedding)
+    """Two sequences of token ids from the full vocabulary, `[2, seq]`."""
+    embedding = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
+    assert isinstance(embedding, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
-    return torch.arange(2 * seq).mul(7919).remainder(words.num_embeddings).view(2, seq)
+    return torch.arange(2 * seq).mul(7919).remainder(embedding.num_embeddings).view(2, seq)
 
 
-def _zeros(model: nn.Module) -> list[str]:
-    """Give what begins as zeros (biases, output projections) values, so that it makes a difference; their names."""
+def _randomize_zeros(model: nn.Module) -> list[str]:
+    """Randomizes parameters that are all zeros (biases, output projections), to test them; returns their names."""
     generator, found = torch.Generator().manual_seed(0), []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -220,15 +225,15 @@ def _zeros(model: nn.Module) -> list[str]:
     return found
 
 
-def _place(model: nn.Module, error: Exception) -> str:
-    """` in my.py, line 3`: the last line of the model's own file that it came through."""
+def _line(model: nn.Module, error: Exception) -> str:
+    """` in line 3`: the innermost line of the file of the model's class in the traceback."""
     file = inspect.getsourcefile(type(model))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""
 
 
-def _wrong(model: nn.Module, what: str) -> UserError:
-    """At the class's line, if that can be found."""
+def _error(model: nn.Module, what: str) -> UserError:
+    """At the line of the model's class, if it can be found."""
     kind, path, line = type(model), None, None
     with contextlib.suppress(OSError, TypeError):
         path, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]

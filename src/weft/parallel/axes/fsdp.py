@@ -1,4 +1,4 @@
-"""FSDP2 (Zhao et al., 2023): parameters, gradients and optimizer state shared out over `dp_shard` x `cp`."""
+"""FSDP2 (Zhao et al., 2023): parameters, gradients and optimizer state are sharded over `dp_shard` x `cp`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.moe import Experts
-from weft.parallel.gradients.clip import NothingToScatter
-from weft.parallel.local_parameters import distribute_parameters, local, local_part
+from weft.parallel.gradients.clip import SingleRankReduceScatter
+from weft.parallel.local_parameters import distribute_parameters, local, local_with_grad
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
 from weft.parallel.world import World
@@ -25,20 +25,21 @@ from weft.torch_private import dtensor_like
 
 
 def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
-    """Make parameters without dimensions DTensors that every rank holds: FSDP2 shards none, and is told to ignore them.
+    """Replicates parameters without dimensions over all ranks, as DTensors: FSDP2 cannot shard them.
 
-    Assumes that `tp` and `ep` have left them plain. `MeshParameters` casts them and sums their gradients.
+    Assumes that `tp` and `ep` have left them plain. `MeshParameters` casts them and reduces their gradients.
     """
-    mesh = state.world.fsdp
-    everywhere = [Replicate()] * mesh.ndim
-    distribute_parameters(model, mesh, lambda _, __, parameter: None if parameter.ndim else everywhere)
+    mesh = state.world.fsdp_mesh
+    replicated = [Replicate()] * mesh.ndim
+    distribute_parameters(model, mesh, lambda _, __, parameter: None if parameter.ndim else replicated)
     return model
 
 
 class MeshParameters:
-    """Gives a DTensor parameter's plain tensor on this rank.
+    """Returns a DTensor parameter's plain tensor on this rank.
 
-    FSDP2 casts them and reduces their gradients, but for those of scalars: these are all-reduced in every backward.
+    FSDP2 casts parameters and reduces their gradients. For scalars it does not: their gradients are all-reduced in
+    every backward.
     """
 
     def __init__(self, plan: ModelPlan, world: World):
@@ -47,19 +48,19 @@ class MeshParameters:
         self.dtype, self.state_dtype, self.device = plan.dtype, plan.state_dtype, world.device
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
-        return local_part(parameter) if parameter.ndim else _Scalar.apply(parameter, self)
+        return local_with_grad(parameter) if parameter.ndim else _Scalar.apply(parameter, self)
 
 
 class _Scalar(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameter, of):
-        ctx.parameter, ctx.of = parameter, of
-        return local(parameter).to(of.device, of.dtype, copy=True)
+    def forward(ctx, parameter, settings):
+        ctx.parameter, ctx.settings = parameter, settings
+        return local(parameter).to(settings.device, settings.dtype, copy=True)
 
     @staticmethod
     def backward(ctx, grad):
-        total = grad.to(ctx.of.state_dtype, copy=True)
-        for group in ctx.of.groups:
+        total = grad.to(ctx.settings.state_dtype, copy=True)
+        for group in ctx.settings.groups:
             dist.all_reduce(total, group=group)
         return dtensor_like(total.to(ctx.parameter.device), ctx.parameter), None
 
@@ -67,9 +68,8 @@ class _Scalar(torch.autograd.Function):
 def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
     """Wraps units of `layers_per_fsdp_unit` blocks, and the rest, by FSDP2 with its mixed-precision policy.
 
-    Assumes that all other transformations are done: what they put around forwards stays inside of FSDP2's hooks.
-    Leaves every parameter but scalars a DTensor that is sharded over `dp_shard` x `cp`, and gradients that are sums
-    over ranks.
+    Runs last, so that other wrappers are inside of FSDP2's hooks; on a mesh of one rank too. Leaves every parameter
+    except scalars a DTensor sharded over `dp_shard` x `cp`. Gradients are summed over ranks.
     """
     world, parallel, blocks = state.world, state.plan.parallel, repeated_blocks(model)
     policy = MixedPrecisionPolicy(
@@ -78,29 +78,28 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
         output_dtype=state.plan.state_dtype,
         cast_forward_inputs=False,
     )
-    # Only the decoder's residual stream is wide: layers of others want it in their weights' dtype, experts too.
-    narrow = replace(policy, output_dtype=None)
-    inner = policy if isinstance(model, Decoder) else narrow
-    units = [
-        blocks[first : first + parallel.layers_per_fsdp_unit]
-        for first in range(0, len(blocks), parallel.layers_per_fsdp_unit)
-    ]
-    # Backward begins with the rest and the last unit: freeing them before it would be for nothing.
+    # Only the decoder's residual stream has the state's dtype. Layers of other models, and experts, need their inputs
+    # in their weights' dtype.
+    compute_policy = replace(policy, output_dtype=None)
+    block_policy = policy if isinstance(model, Decoder) else compute_policy
+    size = parallel.layers_per_fsdp_unit
+    units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
+    # Backward starts with the rest and the last unit: resharding them after forward would be wasted.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
     wrap = partial(_wrap, state=state, scalars=scalars)
-    if world.experts_fsdp is not None:
+    if world.ep_fsdp_mesh is not None:
         for module in model.modules():
             if isinstance(module, Experts):
-                wrap([module], world.experts_fsdp, narrow, reshard=module not in last)
+                wrap([module], world.ep_fsdp_mesh, compute_policy, reshard=module not in last)
     for unit in units:
-        wrap(unit, world.fsdp, inner, reshard=unit[0] not in last)
-    wrap([model], world.fsdp, policy, reshard=False)
+        wrap(unit, world.fsdp_mesh, block_policy, reshard=unit[0] not in last)
+    wrap([model], world.fsdp_mesh, policy, reshard=False)
     for number, unit in enumerate(units if parallel.prefetch else []):
         ahead = units[number + 1 : number + 1 + parallel.prefetch]
         before = units[max(0, number - parallel.prefetch) : number]
-        unit[0].set_modules_to_forward_prefetch([one[0] for one in ahead])
-        unit[0].set_modules_to_backward_prefetch([one[0] for one in reversed(before)])
+        unit[0].set_modules_to_forward_prefetch([other[0] for other in ahead])
+        unit[0].set_modules_to_backward_prefetch([other[0] for other in reversed(before)])
     return model
 
 
@@ -113,53 +112,53 @@ def _wrap(
     scalars: set[nn.Parameter],
     reshard: bool,
 ) -> None:
-    """Make modules one unit of FSDP2: their parameters are gathered, and their gradients reduced, together."""
+    """Makes modules one FSDP2 unit: their parameters are all-gathered, and their gradients reduced, together."""
     world, parallel, ranks = state.world, state.plan.parallel, mesh.size(mesh.ndim - 1)
-    keep = ranks == 1 and parallel.offload != "parameters"  # nothing is shared, so there is nothing to free
+    unsharded = ranks == 1 and parallel.offload != "parameters"
     axes = list(mesh.mesh_dim_names or ())
     if parallel.compress is not None:
-        mesh, axes = mesh[axes[-1]], axes[-1:]  # gradients are summed inside of each copy: `compress.py` does the rest
+        mesh, axes = mesh[axes[-1]], axes[-1:]  # PowerSGD reduces over `dp_replicate`
     fully_shard(
         unit if len(unit) > 1 else unit[0],
         mesh=mesh,
         mp_policy=policy,
-        reshard_after_forward=parallel.reshards if reshard and not keep else False,
+        reshard_after_forward=parallel.reshards if reshard and not unsharded else False,
         offload_policy=offload_policy(parallel.offload, world.device),
-        shard_placement_fn=partial(dimension, ranks),
+        shard_placement_fn=partial(shard_dim, ranks),
         ignored_params=scalars,
     )
     for module in unit:
-        if world.shape.data_ranks * world.shape.cp > 1:  # else FSDP2 would divide each gradient by 1, in a copy of it
+        if world.shape.data_ranks * world.shape.cp > 1:  # else FSDP2 would divide each gradient by 1, in a copy
             module.set_gradient_divide_factor(1.0)  # gradients are summed: the loss is divided by the global weight
-        module.set_force_sum_reduction_for_comms(True)  # by plain sums: gloo has no pre-multiplied ones
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sums
         state.wrappers[module].append(f"FSDP2 ({' x '.join(axes)}: {' x '.join(map(str, mesh.shape))})")
-        if keep:
+        if unsharded:
             state.unsharded_units.add(module)
-            module.set_custom_reduce_scatter(NothingToScatter())
+            module.set_custom_reduce_scatter(SingleRankReduceScatter())
 
 
 def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """FSDP2 cannot gather one parameter with two blocks. Raises UserError, naming it."""
+    """Raises UserError if two blocks share a parameter: FSDP2 cannot gather it with both."""
     seen: dict[int, nn.Module] = {}
     for block in blocks:
         for name, parameter in block.named_parameters():
             if seen.setdefault(id(parameter), block) is not block:
                 raise UserError(
                     f"model: {type(model).__name__}: several layers share one {name}, and layers are sharded one by "
-                    "one; a model with shared layers cannot be trained here"
+                    "one; give each layer its own parameters"
                 )
 
 
-def dimension(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """The dimension that a parameter is cut along; None: the first.
+def shard_dim(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The dimension that FSDP2 shards a parameter along; None: the first.
 
-    Each rank's cut has room for as many rows as any: 16 experts over 128 ranks would take, and send, eight times what
-    they are. So where more than a tenth of the first dimension's cuts were for nothing, another is cut, if one divides
-    evenly, which costs a copy of what is gathered.
+    All shards are padded to one size: 16 experts over 128 ranks would take, and send, eight times their size. If
+    padding is more than a tenth, another dimension that divides evenly is sharded, at the cost of a copy after each
+    all-gather.
     """
-    here = local(parameter).shape
-    if not here or math.ceil(here[0] / ranks) * ranks <= 1.1 * here[0]:
+    shape = local(parameter).shape
+    if not shape or math.ceil(shape[0] / ranks) * ranks <= 1.1 * shape[0]:
         return None
     taken = {p.dim for p in getattr(parameter, "placements", ()) if p.is_shard()}
-    others = (dim for dim in range(1, len(here)) if dim not in taken and here[dim] % ranks == 0)
+    others = (dim for dim in range(1, len(shape)) if dim not in taken and shape[dim] % ranks == 0)
     return next((Shard(dim) for dim in others), None)

@@ -1,9 +1,9 @@
-"""Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022), by a model's table.
+"""Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
 
-Parameters are DTensors: cut over `tp`, or whole on each of its ranks. Inside a layer's forward the rank's own part
-stands in their place, so the model's plain code computes with it. One rule gives all gradients: between parts a rank
-has its slice of the sequence and inside a part a summand of the output, so what a whole parameter gets on one rank is
-always one summand of its gradient.
+A table (`weft.models.sharding`) gives placements on `tp`: parameters are sharded or replicated DTensors. While a layer
+runs, this rank's local tensors replace them, so the model's plain code computes with those. Between attention and MLPs
+a rank has its shard of the sequence; inside of them its output is partial. So the local gradient of a replicated
+parameter is always partial.
 """
 
 from __future__ import annotations
@@ -25,85 +25,85 @@ from weft.models.layers.latent import LatentAttention
 from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
-from weft.parallel.axes.custom_model import CustomTrial
-from weft.parallel.collectives import gather, gather_copies, scale_gradient, scatter_sum, sum_parts
+from weft.parallel import collectives
+from weft.parallel.axes.custom_model import CustomModelCheck
 from weft.parallel.local_parameters import distribute_parameters
 from weft.parallel.model_state import ModelState
-from weft.parallel.randomness import WeightsDropout, share_row
+from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 from weft.torch_private import overlap_tensor_parallel
 
-SEQUENCE = 1  # the dimension of `[batch, seq, width]` that is sliced between parts
+SEQUENCE = 1  # the sequence dimension of `[batch, seq, hidden]`
 
 
 def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
-    """Shard matrices over `tp` by the model's table, and have its parts communicate accordingly.
+    """Shards matrices over `tp` by the model's table, and wraps its modules with the collectives they need.
 
-    Assumes plain parameters, of a model that is not the decoder with their values. Leaves DTensors on the axis `tp`,
-    but for experts that are sharded over `ep`, and between the parts of a layer a slice of each sequence on every rank.
+    Assumes plain parameters; of a custom model, with their values. Leaves DTensors on the axis `tp`, except for experts
+    that are sharded over `ep`. Between attention and MLPs each rank has a shard of each sequence.
     """
-    tp, world = state.world.tensor, state.world
+    tp, world = state.world.tp_mesh, state.world
     if tp is None:
         return model
     if state.plan.parallel.async_tp:
         world.agree(lambda: overlap(tp.get_group()))
     if isinstance(model, Decoder):
-        share_decoder(model, decoder_sharding(model.config, tp.size()), state)
+        shard_decoder(model, decoder_sharding(model.config, tp.size()), state)
         return model
-    trial = CustomTrial(model, state)
-    share_parts(model, trial.table, state)
-    if "head" in trial.table.values():
+    check = CustomModelCheck(model, state)
+    shard_modules(model, check.table, state)
+    if "head" in check.table.values():
         state.wrap(model, "tp: gradient / ranks", partial(_partial_gradient, tp.size()))
     else:
-        state.wrap(model, "tp: all-gather the output's sequence", partial(_whole_output, tp.get_group()))
-    trial.compare()
+        state.wrap(model, "tp: all-gather the output's sequence", partial(_full_output, tp.get_group()))
+    check.compare()
     return model
 
 
 def placement(table: dict[str, ShardingRule], name: str, parameter: nn.Parameter) -> Placement:
-    """Of a parameter on `tp`."""
-    cut = find_rule(table, name)
-    return Shard(cut) if isinstance(cut, int) and parameter.ndim else Replicate()
+    """The placement of a parameter on `tp`."""
+    rule = find_rule(table, name)
+    return Shard(rule) if isinstance(rule, int) and parameter.ndim else Replicate()
 
 
 def overlap(group: dist.ProcessGroup) -> None:
-    """Have Inductor split collectives and the products beside them into pieces that overlap (async TP).
+    """Has Inductor decompose collectives and adjacent matrix products so that they overlap (async TP).
 
     Raises:
-        UserError: the GPUs do not reach one another's memory.
+        UserError: the GPUs cannot access each other's memory.
     """
     try:
         overlap_tensor_parallel(group.group_name)
     except RuntimeError as error:
         raise UserError(
-            f"parallel.async_tp: these GPUs do not reach one another's memory ({error}); remove it"
+            f"parallel.async_tp: these GPUs cannot access each other's memory ({error}); remove the key"
         ) from error
 
 
-def share_parts(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """Shard what the table names, and have each of its modules gather and sum over the ranks of `tp`."""
-    tp, elsewhere = state.world.tensor, Experts if state.world.experts is not None else ()
+def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
+    """Distributes parameters by the table's rules, and wraps the modules that it names."""
+    tp, left_to_ep = state.world.tp_mesh, Experts if state.world.ep_mesh is not None else ()
     assert tp is not None
 
     def placements(module: nn.Module, name: str, parameter: nn.Parameter) -> list[Placement] | None:
-        # FSDP2 shards no scalars: they are replicated over all ranks at once (`replicate_scalars`).
-        left = isinstance(module, elsewhere) or not parameter.ndim
+        # FSDP2 does not shard scalars: `replicate_scalars` replicates them over all ranks.
+        left = isinstance(module, left_to_ep) or not parameter.ndim
         return None if left else [placement(table, name, parameter)]
 
     distribute_parameters(model, tp, placements)
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
             if find_rule(table, f"{path}.{name}".lstrip(".")) == "added":
-                state.shares[module, name] = 1 / tp.size()
+                state.scales[module, name] = 1 / tp.size()
         kind = find_rule(table, path) if path else None
         if isinstance(kind, str) and kind in _WRAPPERS:
             wrapper, label = _WRAPPERS[kind]
             state.wrap(module, f"tp: {label}", partial(wrapper, module, tp.get_group()))
 
 
-def share_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """`share_parts`, and what the decoder has seams for: heads, dropout, and the split vocabulary."""
-    share_parts(model, table, state)
-    tp = state.world.tensor
+def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
+    """`shard_modules`, and the decoder's seams: heads, dropout, and the sharded vocabulary."""
+    shard_modules(model, table, state)
+    tp = state.world.tp_mesh
     assert tp is not None
     group, rank, ranks = tp.get_group(), tp.get_local_rank(), tp.size()
     for module in model.modules():
@@ -120,34 +120,37 @@ def share_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
                 state.wrap(linear, "tp: one head of a replicated matrix", partial(_rows, linear, rows))
     each = model.config.num_attention_heads // ranks
     model.heads = slice(rank * each, (rank + 1) * each)
-    share_row([model.embedding_dropout], lambda tokens: slice_of(tokens, group))
+    draw_full_sequence([model.embedding_dropout], lambda tokens: local_positions(tokens, group))
     state.fill(model, "token_logprobs", "tp: split vocabulary", _token_logprobs(model.token_logprobs, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
 
 
-def slice_of(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
-    """Of a rank's slice of so many tokens: the length of the whole, and their places in it."""
+def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
+    """For a shard of `tokens` tokens: the length of the full sequence, and their positions in it."""
     return tokens * group.size(), torch.arange(tokens) + tokens * group.rank()
 
 
-# A module of the table, in other words: the closures below keep to functions that torch.compile can follow.
+# Wrappers of forwards. The closures use only what torch.compile can trace.
 
 
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """All tokens in, a summand out. A balance of experts is reckoned by every rank: each adds its share of it."""
-    balances, ranks = isinstance(module, MixtureOfExperts), group.size()
+    """All-gathers the input's sequence and reduce-scatters the partial output.
+
+    Every rank computes the auxiliary loss of a mixture of experts, so each weighs it by 1 / ranks.
+    """
+    has_auxiliary_loss, ranks = isinstance(module, MixtureOfExperts), group.size()
 
     def call(x, *arguments, **named):
-        if balances:
-            arguments = tuple(shares if shares is None else shares / ranks for shares in arguments)
-        out = forward(gather(x, SEQUENCE, group), *arguments, **named)
-        return scatter_sum(out, SEQUENCE, group)
+        if has_auxiliary_loss:
+            arguments = tuple(weights if weights is None else weights / ranks for weights in arguments)
+        out = forward(collectives.all_gather(x, SEQUENCE, group), *arguments, **named)
+        return collectives.reduce_scatter(out, SEQUENCE, group)
 
     return call
 
 
 def _embedding(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """The rows of ids that are here, zero for the others, summed."""
+    """Looks up the ids of this rank's rows, with zeros for the others, and reduce-scatters."""
     assert isinstance(module, nn.Embedding)
     rows = module.num_embeddings // group.size()
     first = group.rank() * rows
@@ -155,17 +158,17 @@ def _embedding(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -
     padding = padding - first if padding is not None and padding // rows == group.rank() else None
 
     def call(ids):
-        own = ids - first
-        elsewhere = (own < 0) | (own >= module.weight.shape[0])
-        found = F.embedding(own.masked_fill(elsewhere, 0), module.weight, padding)
-        out = scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
-        # What is not awaited before it enters compiled code gets a wrong gradient from there (PyTorch 2.13).
+        local_ids = ids - first
+        elsewhere = (local_ids < 0) | (local_ids >= module.weight.shape[0])
+        found = F.embedding(local_ids.masked_fill(elsewhere, 0), module.weight, padding)
+        out = collectives.reduce_scatter(found.masked_fill(elsewhere.unsqueeze(-1), 0), SEQUENCE, group)
+        # Compiled code returns a wrong gradient for a collective's output that was not awaited before (PyTorch 2.13).
         return out.clone() if out.requires_grad else out
 
     return call
 
 
-def _sliced(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
+def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     def call(positions):
         return forward(positions.chunk(group.size(), -1)[group.rank()])  # `[seq]` or `[batch, seq]`
 
@@ -173,7 +176,7 @@ def _sliced(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> C
 
 
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
-    """Some rows of a map that is whole on all ranks."""
+    """Computes with some rows of a replicated linear layer."""
 
     def call(x):
         return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
@@ -182,36 +185,38 @@ def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
 
 
 def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """The RMS norm of a vector whose parts the ranks have."""
+    """The RMS norm of a sharded vector."""
     assert isinstance(module, RMSNorm)
 
     def call(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = sum_parts(wide.square().sum(-1, keepdim=True), group) / (wide.shape[-1] * group.size())
+        total = collectives.all_reduce(wide.square().sum(-1, keepdim=True), group)
+        mean = total / (wide.shape[-1] * group.size())
         return (wide * torch.rsqrt(mean + module.eps) * module.scale(wide.dtype)).to(module.weight.dtype)
 
     return call
 
 
 @dataclass(frozen=True)
-class _CutVocabulary:
-    """`weft.kernels.cross_entropy.Vocabulary` over a group."""
+class _ShardedVocabulary:
+    """`weft.kernels.cross_entropy.Vocabulary` over a process group."""
 
     first: int
     group: dist.ProcessGroup
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One gathering of two numbers a token and rank."""
-        all_of_them = gather_copies(torch.stack((chosen, normalizers)).unsqueeze(0), 0, self.group)
-        return all_of_them[:, 0].sum(0), all_of_them[:, 1].logsumexp(0)
+        """One all-gather of two numbers per token and rank."""
+        both = torch.stack((chosen, normalizers)).unsqueeze(0)
+        gathered = collectives.all_gather(both, 0, self.group, replicated=True)
+        return gathered[:, 0].sum(0), gathered[:, 1].logsumexp(0)
 
 
 def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
-    """Of all tokens by all words, a part of which each rank has: log-probabilities that all ranks have."""
+    """All-gathers the sequence and computes log-probabilities over the sharded vocabulary, replicated on all ranks."""
 
     def call(hidden, weight, labels, softcap=None, **options):
-        vocabulary = _CutVocabulary(group.rank() * len(weight), group)
-        hidden = gather(hidden, SEQUENCE, group)
+        vocabulary = _ShardedVocabulary(group.rank() * len(weight), group)
+        hidden = collectives.all_gather(hidden, SEQUENCE, group)
         return function(hidden, weight, labels, softcap, vocabulary=vocabulary, **options)
 
     return call
@@ -219,48 +224,47 @@ def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
 
 def _logits(group: dist.ProcessGroup) -> Callable:
     def call(hidden, weight):
-        return gather_copies(F.linear(gather(hidden, SEQUENCE, group), weight), -1, group)
+        shard = F.linear(collectives.all_gather(hidden, SEQUENCE, group), weight)
+        return collectives.all_gather(shard, -1, group, replicated=True)
 
     return call
 
 
 def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Returns all logits on every rank of `tp`. Each rank's gradient of them is 1 / ranks of theirs.
+    """Returns full logits on every rank of `tp`.
 
-    After the head all ranks compute the same. `_partial_gradient` divides the gradient there, so that a replicated
-    parameter after the head gets a partial gradient, as everywhere else.
+    After the head all ranks compute the same. `_partial_gradient` divides the output's gradient by the number of ranks,
+    so that a replicated parameter after the head gets a partial gradient, as everywhere else; here it is multiplied.
     """
 
     def call(x):
-        logits = scale_gradient(forward(gather(x, SEQUENCE, group)), group.size())
-        return gather_copies(logits, -1, group)
+        logits = forward(collectives.all_gather(x, SEQUENCE, group))
+        return collectives.all_gather(collectives.scale_gradient(logits, group.size()), -1, group, replicated=True)
 
     return call
 
 
 def _partial_gradient(ranks: int, forward: Callable) -> Callable:
-    """Divides the gradient of the output, which is the same on all ranks of `tp`, by their number."""
-
     @wraps(forward)
     def call(*arguments, **named):
-        return scale_gradient(forward(*arguments, **named), 1 / ranks)
+        return collectives.scale_gradient(forward(*arguments, **named), 1 / ranks)
 
     return call
 
 
-def _whole_output(group: dist.ProcessGroup, forward: Callable) -> Callable:
+def _full_output(group: dist.ProcessGroup, forward: Callable) -> Callable:
     @wraps(forward)
     def call(*arguments, **named):
-        return gather_copies(forward(*arguments, **named), SEQUENCE, group)
+        return collectives.all_gather(forward(*arguments, **named), SEQUENCE, group, replicated=True)
 
     return call
 
 
-# Kind in a model's table -> wrapper (module, group, forward), and what it is called in a picture of the model.
+# Kind in the table -> wrapper (module, group, forward) and its label in `weft profile --structure`.
 _WRAPPERS: dict[str, tuple[Callable[[nn.Module, dist.ProcessGroup, Callable], Callable], str]] = {
     "part": (_part, "all-gather the sequence, reduce-scatter the output"),
     "embedding": (_embedding, "rows of the split vocabulary, reduce-scatter"),
-    "positions": (_sliced, "this rank's slice of the sequence"),
+    "positions": (_sequence_shard, "this rank's slice of the sequence"),
     "head": (_head, "all-gather the sequence, all-gather the logits"),
     "norm": (_norm, "all-reduce the mean square"),
 }

@@ -1,1 +1,1 @@
-"""What is done with gradients between backward and the update."""
+"""Gradients between backward and the optimizer step."""

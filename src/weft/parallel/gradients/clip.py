@@ -1,4 +1,4 @@
-"""The norm of a sharded gradient, and clipping by it."""
+"""The norm of sharded gradients, and clipping."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from weft.parallel.local_parameters import local
 from weft.torch_private import foreach_norm, foreach_scale
 
 
-class NothingToScatter:
-    """FSDP2's reduce-scatter where a rank keeps the whole gradient: its result is the buffer that it is called with.
+class SingleRankReduceScatter:
+    """FSDP2's reduce-scatter for units on a single rank, without a copy.
 
-    FSDP2 asks for a buffer to gather a group's gradients in, and for one for their sum, and copies the first to the
-    second if there is no other rank. Given the same tensor twice, that copy is none.
+    FSDP2 allocates an input and an output buffer, and on one rank copies the former to the latter. Here both are the
+    same tensor.
     """
 
     def __init__(self) -> None:
-        self.gathered: torch.Tensor | None = None
+        self.input: torch.Tensor | None = None
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The first buffer is a new one; the second is the first."""
-        gathered, self.gathered = self.gathered, None
-        if gathered is None or gathered.shape != torch.Size(size) or gathered.dtype != dtype:
-            gathered = self.gathered = torch.empty(size, dtype=dtype, device=device)
-        return gathered
+        """Returns a new input buffer; at the second call the same, as the output buffer."""
+        buffer, self.input = self.input, None
+        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
+            buffer = self.input = torch.empty(size, dtype=dtype, device=device)
+        return buffer
 
     def __call__(self, *arguments, **named) -> None:
         raise RuntimeError("a reduce-scatter over one rank is not called")
@@ -37,40 +37,40 @@ class NothingToScatter:
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float | None, stages: dist.ProcessGroup | None = None
+    parameters: Iterable[nn.Parameter], max_norm: float | None, pp_group: dist.ProcessGroup | None = None
 ) -> float:
-    """Scale all gradients so that their common L2 norm is at most `max_norm` (Pascanu et al., 2013).
+    """Scales all gradients so that their global L2 norm is at most `max_norm` (Pascanu et al., 2013).
 
     Args:
-        stages: the ranks of a pipeline, that have other parameters.
+        pp_group: the ranks of a pipeline, which have other parameters.
 
     Returns:
-        The norm before clipping, of the whole gradient, the same on every rank.
+        The global norm before clipping, the same on every rank.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    parts = [local(gradient) for gradient in gradients]
-    # One sum for each set of axes that parameters are cut over: norms of different meshes cannot be stacked.
-    together: dict[tuple, list[torch.Tensor]] = defaultdict(list)
-    for gradient, part in zip(gradients, parts, strict=True):
+    shards = [local(gradient) for gradient in gradients]
+    # One sum for each set of mesh axes that gradients are sharded over.
+    by_axes: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for gradient, shard in zip(gradients, shards, strict=True):
         axes: tuple = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             axes = tuple((mesh, i) for i, p in enumerate(gradient.placements) if not p.is_replicate())
-        together[axes].append(part)
-    # Gradients may be on the host, and groups speak from device to device.
-    device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), parts[0].device)
+        by_axes[axes].append(shard)
+    # Gradients may be on the host, but collectives need the mesh's device.
+    device = next((g.device_mesh.device_type for g in gradients if isinstance(g, DTensor)), shards[0].device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for axes, values in together.items():
+    for axes, values in by_axes.items():
         subtotal = torch.stack(foreach_norm(values)).to(torch.float64).square().sum().to(device)
         for mesh, dim in axes:
             if mesh.size(dim) > 1:
                 dist.all_reduce(subtotal, group=mesh.get_group(dim))
         total += subtotal
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
     norm = total.sqrt().item()
     if max_norm is not None and norm > max_norm:
-        foreach_scale(parts, max_norm / norm)
+        foreach_scale(shards, max_norm / norm)
     return norm

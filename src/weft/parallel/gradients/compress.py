@@ -1,14 +1,14 @@
-"""PowerSGD (Vogels et al., 2019): copies of a model tell one another low-rank factors of their gradients.
+"""PowerSGD (Vogels et al., 2019): replicas all-reduce low-rank factors of their gradients.
 
-FSDP2 sums gradients inside of each copy. What is left is the sum over `dp_replicate`, the axis that may have slow
-links, and that is done here after the last backward, in a few large collectives. A matrix M, the sum of all copies'
-gradients and of what earlier steps have left out of theirs, is told as P and Q with M ~ Q P^T:
+FSDP2 reduces gradients within each replica. The sum over `dp_replicate`, the axis that may have slow links, is computed
+here after the last backward, in a few large collectives. A matrix M, the sum of all replicas' gradients and errors of
+earlier steps, is approximated as M ~ Q P^T with
 
     P = orthogonal(M^T Q), Q = M P
 
-Q is that of the step before (a power iteration that goes on from step to step), and what Q P^T lacks of a copy's M is
-kept there and added to its next gradient. Matrices are whole ones, wherever their parts lie: what comes out does not
-depend on how a copy is sharded, nor, but for rounding, on how many copies there are.
+Q is that of the previous step (power iteration). What Q P^T lacks of a replica's M is its error, and is added to its
+next gradient. Matrices are full (unsharded) ones, so the result does not depend on how a replica is sharded nor, up to
+rounding, on the number of replicas.
 """
 
 from __future__ import annotations
@@ -30,98 +30,96 @@ from weft.parallel.world import World
 from weft.torch_private import compute_local_shape_and_global_offset
 
 PREFIX = "compress."
-_WORTH = 2  # a matrix is told by its factors if they have so many times fewer numbers
-_BUCKET = 2**24  # numbers that are summed at once: 64 MiB in float32
+_MIN_RATIO = 2  # a matrix is compressed if its factors have this many times fewer elements
+_BUCKET = 2**24  # elements per exact all-reduce: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter whose last two dimensions are told by factors; dimensions before them count matrices.
+    """A parameter whose last two dimensions are approximated; dimensions before them count matrices.
 
     Attributes:
-        placements: of Q, which has the parameter's dimensions but for the last one.
-        sums_p, sums_q: groups of ranks over whose parts the products sum.
-        columns: of the last dimension, this rank's part.
+        placements: of Q, which has the parameter's dimensions except the last.
+        p_groups, q_groups: process groups over whose shards P and Q are partial.
+        columns: this rank's slice of the last dimension.
     """
 
     parameter: nn.Parameter
     placements: tuple
-    sums_p: tuple[dist.ProcessGroup, ...]
-    sums_q: tuple[dist.ProcessGroup, ...]
+    p_groups: tuple[dist.ProcessGroup, ...]
+    q_groups: tuple[dist.ProcessGroup, ...]
     columns: slice
 
 
 class PowerSGD:
-    """Sums gradients over the copies of a model.
+    """Reduces gradients over the replicas of a model.
 
     Args:
-        model: from `build_sharded_model`: its gradients are summed over all axes but `dp_replicate`.
-        dtype: that gradients are told in which are not compressed.
+        model: from `build_sharded_model`; its gradients are reduced over all axes but `dp_replicate`.
+        dtype: of exact all-reduces.
         seed: of the first Q.
 
     Attributes:
-        q: by the parameter's name, a DTensor `[..., rows, rank]`; empty before the first compressed step.
-        error: by the parameter's name, shaped and sharded as it: what this copy has not told yet.
+        q: by parameter name, a DTensor `[..., rows, rank]`; empty before the first compressed step.
+        error: by parameter name, with its shape and placements: this replica's error.
     """
 
     def __init__(self, section: CompressSection, model: nn.Module, world: World, *, dtype: torch.dtype, seed: int):
         self.rank, self.start, self.seed, self.dtype = section.rank, section.start_step, seed, dtype
-        self.copies, self.copy, self.number = (
-            world.group("dp_replicate"),
-            world.place("dp_replicate"),
-            world.shape.dp_replicate,
-        )
+        self.group = world.group("dp_replicate")
+        self.replica, self.replicas = world.axis_rank("dp_replicate"), world.shape.dp_replicate
         self.trained: dict[str, Any] = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.matrices = {name: _matrix(p) for name, p in self.trained.items() if worth(p.shape, self.rank)}
+        self.matrices = {name: _matrix(p) for name, p in self.trained.items() if compressible(p.shape, self.rank)}
         self.q: dict[str, Tensor] = {}
         self.error: dict[str, Tensor] = {}
-        self.filled: dict[str, Tensor] = {}
+        self.loaded: dict[str, Tensor] = {}
 
     @property
     def share(self) -> float:
-        """Numbers that are told of the whole gradient, as a share of the gradient's."""
-        every = sum(p.numel() for p in self.trained.values())
-        saved = sum(p.numel() - factors(p.shape, self.rank) for p in (m.parameter for m in self.matrices.values()))
-        return 1 - saved / every
+        """Number of elements that are communicated, as a fraction of the gradient's."""
+        total = sum(p.numel() for p in self.trained.values())
+        matrices = [matrix.parameter for matrix in self.matrices.values()]
+        return 1 - sum(p.numel() - factor_elements(p.shape, self.rank) for p in matrices) / total
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Put the sum over the copies into every gradient, the same on all; `start_step` times exactly.
+        """Sums every gradient over the replicas, exactly in the first `start_step` steps.
 
-        Where it is not finite, some numbers are NaN on every copy, and nothing is kept for the next step.
+        If the sum is not finite, some elements are NaN on every replica, and no state changes.
 
         Args:
-            step: updates made so far.
+            step: number of updates so far.
         """
-        told = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
-        matrices = {name: m for name, m in self.matrices.items() if name in told and step >= self.start}
-        exact = [local(gradient) for name, gradient in told.items() if name not in matrices]
-        self._sum_exactly(exact)
+        gradients = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        matrices = {name: m for name, m in self.matrices.items() if name in gradients and step >= self.start}
+        exact = [local(gradient) for name, gradient in gradients.items() if name not in matrices]
+        self._reduce_exactly(exact)
         if not matrices:
             return
         for name in matrices.keys() - self.q.keys():
             self.q[name] = self._first_q(name)
-            self.error[name] = torch.zeros_like(told[name])
-        whole = {name: local(told[name]).add_(local(self.error[name])) for name in matrices}  # [..., rows, columns]
-        p = {name: self._p(matrices[name], m, local(self.q[name])) for name, m in whole.items()}
-        _sum(p, {name: m.sums_p for name, m in matrices.items()}, self.copies)
-        if not torch.stack([part.isfinite().all() for part in (*p.values(), *exact)]).all():
-            for m in whole.values():
-                m.fill_(torch.nan)
+            self.error[name] = torch.zeros_like(gradients[name])
+        m = {name: local(gradients[name]).add_(local(self.error[name])) for name in matrices}  # [..., rows, columns]
+        p = {name: self._partial_p(matrices[name], x, local(self.q[name])) for name, x in m.items()}
+        _all_reduce(p, {name: matrix.p_groups for name, matrix in matrices.items()}, self.group)
+        if not torch.stack([x.isfinite().all() for x in (*p.values(), *exact)]).all():
+            for x in m.values():
+                x.fill_(torch.nan)
             return
-        p = {name: part[..., matrices[name].columns, :] for name, part in _orthogonal(p).items()}
+        p = {name: x[..., matrices[name].columns, :] for name, x in _orthogonal(p).items()}
 
-        q = {name: m @ p[name] for name, m in whole.items()}
-        _sum(q, {name: m.sums_q for name, m in matrices.items()}, None)
-        for name, m in whole.items():
-            torch.sub(m, q[name] @ p[name].mT, out=local(self.error[name]))
-        _sum(q, {name: m.sums_q for name, m in matrices.items()}, self.copies, inside=False)
-        for name, part in q.items():
-            local(self.q[name]).copy_(part)
-            torch.matmul(part, p[name].mT, out=whole[name])
+        q = {name: x @ p[name] for name, x in m.items()}
+        q_groups = {name: matrix.q_groups for name, matrix in matrices.items()}
+        _all_reduce(q, q_groups, None)
+        for name, x in m.items():
+            torch.sub(x, q[name] @ p[name].mT, out=local(self.error[name]))
+        _all_reduce(q, q_groups, self.group, within_replica=False)
+        for name, x in q.items():
+            local(self.q[name]).copy_(x)
+            torch.matmul(x, p[name].mT, out=m[name])
 
-    def _p(self, matrix: _Matrix, m: Tensor, q: Tensor) -> Tensor:
-        """This rank's summand of M^T Q, `[..., columns, rank]`: rows of columns that it lacks are 0."""
+    def _partial_p(self, matrix: _Matrix, m: Tensor, q: Tensor) -> Tensor:
+        """This rank's partial M^T Q, `[..., columns, rank]`, with zeros for columns that it lacks."""
         shape = (*m.shape[:-2], matrix.parameter.shape[-1], self.rank)
         p = torch.zeros(shape, dtype=m.dtype, device=m.device)
         p[..., matrix.columns, :] = m.mT @ q
@@ -131,68 +129,68 @@ class PowerSGD:
         """Normal random numbers, a function of the seed and the name."""
         parameter, generator = self.trained[name], torch.Generator()
         generator.manual_seed(derive_seed(self.seed, PREFIX + name))
-        whole = torch.randn((*parameter.shape[:-1], self.rank), generator=generator).to(parameter)
+        full = torch.randn((*parameter.shape[:-1], self.rank), generator=generator).to(parameter)
         placements = self.matrices[name].placements
-        return distribute_tensor(whole, parameter.device_mesh, placements, src_data_rank=None)
+        return distribute_tensor(full, parameter.device_mesh, placements, src_data_rank=None)
 
-    def _sum_exactly(self, gradients: list[Tensor]) -> None:
+    def _reduce_exactly(self, gradients: list[Tensor]) -> None:
         bucket: list[Tensor] = []
         for number, gradient in enumerate(gradients, start=1):
             bucket.append(gradient)
             if sum(g.numel() for g in bucket) >= _BUCKET or number == len(gradients):
                 flat = torch.cat([g.view(-1) for g in bucket]) if len(bucket) > 1 else gradient.view(-1)
                 flat = flat.to(self.dtype)
-                dist.all_reduce(flat, group=self.copies)
-                _put_back(flat, bucket)
+                dist.all_reduce(flat, group=self.group)
+                _unflatten(flat, bucket)
                 bucket = []
 
-    # ---- what a checkpoint has of it
+    # ---- checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next step depends on, by names that are this copy's own where the values are."""
-        own = {f"{PREFIX}error.{self.copy}.{name}": error for name, error in self.error.items()}
-        return {**{f"{PREFIX}q.{name}": q for name, q in self.q.items()}, **own}
+        """The state for a checkpoint. Names of errors have the replica's number."""
+        errors = {f"{PREFIX}error.{self.replica}.{name}": error for name, error in self.error.items()}
+        return {**{f"{PREFIX}q.{name}": q for name, q in self.q.items()}, **errors}
 
     def blank_state(self, saved: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """What is to be filled from a checkpoint before `restored` is called.
+        """Tensors to load a checkpoint into, before `use_loaded` is called.
 
         Args:
-            saved: its tensors' names -> shapes. Of another number of copies, each takes some others' errors as well; of
-                another rank, only these are taken.
+            saved: name -> shape of the checkpoint's tensors. If it has more replicas, each replica loads the errors of
+                several; if its rank differs, only errors are loaded.
         """
         blank: dict[str, Tensor] = {}
         for name, matrix in self.matrices.items():
             if saved.get(f"{PREFIX}q.{name}") == [*matrix.parameter.shape[:-1], self.rank]:
                 blank[f"{PREFIX}q.{name}"] = self._first_q(name)
-        copy = self.copy
-        while any(f"{PREFIX}error.{copy}.{name}" in saved for name in self.matrices):
+        replica = self.replica
+        while any(f"{PREFIX}error.{replica}.{name}" in saved for name in self.matrices):
             for name, matrix in self.matrices.items():
-                if (key := f"{PREFIX}error.{copy}.{name}") in saved:
+                if (key := f"{PREFIX}error.{replica}.{name}") in saved:
                     blank[key] = torch.zeros_like(matrix.parameter.detach())
-            copy += self.number
-        self.filled = blank
+            replica += self.replicas
+        self.loaded = blank
         return blank
 
-    def restored(self) -> None:
-        """Go on from what was filled in."""
-        filled, self.filled = self.filled, {}
+    def use_loaded(self) -> None:
+        """Sets the state from the tensors of `blank_state`, once they are loaded."""
+        loaded, self.loaded = self.loaded, {}
         for name, matrix in self.matrices.items():
-            q = filled.get(f"{PREFIX}q.{name}")
-            errors = [e for key, e in filled.items() if key.startswith(f"{PREFIX}error.") and _name(key) == name]
+            q = loaded.get(f"{PREFIX}q.{name}")
+            errors = [e for key, e in loaded.items() if key.startswith(f"{PREFIX}error.") and _parameter(key) == name]
             if q is not None or errors:
                 self.q[name] = self._first_q(name) if q is None else q
                 self.error[name] = sum(errors[1:], errors[0]) if errors else torch.zeros_like(matrix.parameter.detach())
 
 
-def factors(shape: Iterable[int], rank: int) -> int:
-    """The numbers in P and Q of a parameter of this shape."""
+def factor_elements(shape: Iterable[int], rank: int) -> int:
+    """The number of elements in P and Q of a parameter."""
     *many, rows, columns = shape
     return rank * (rows + columns) * (many[0] if many else 1)
 
 
-def worth(shape: torch.Size, rank: int) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, that has many more numbers than its factors."""
-    return 2 <= len(shape) <= 3 and factors(shape, rank) * _WORTH <= shape.numel()
+def compressible(shape: torch.Size, rank: int) -> bool:
+    """Whether a parameter is a matrix, or a stack of them, and its factors are much smaller."""
+    return 2 <= len(shape) <= 3 and factor_elements(shape, rank) * _MIN_RATIO <= shape.numel()
 
 
 def _matrix(parameter: nn.Parameter) -> _Matrix:
@@ -200,70 +198,67 @@ def _matrix(parameter: nn.Parameter) -> _Matrix:
     mesh, last = parameter.device_mesh, parameter.ndim - 1
     rows, columns, placements = [], [], []
     for axis, placement in enumerate(parameter.placements):
-        cut = getattr(placement, "dim", None)  # `is_shard` does not know FSDP2's shards of what is cut over `tp`
-        placements.append(Replicate() if cut == last else placement)
-        if mesh.size(axis) > 1 and cut in (last - 1, last):
-            (columns if cut == last else rows).append(mesh.get_group(axis))
+        dim = getattr(placement, "dim", None)  # `is_shard` is false for FSDP2's shards of tensors sharded over `tp`
+        placements.append(Replicate() if dim == last else placement)
+        if mesh.size(axis) > 1 and dim in (last - 1, last):
+            (columns if dim == last else rows).append(mesh.get_group(axis))
     size, start = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     return _Matrix(
         parameter,
         tuple(placements),
-        sums_p=(*rows, *columns),
-        sums_q=tuple(columns),
+        p_groups=(*rows, *columns),
+        q_groups=tuple(columns),
         columns=slice(start[last], start[last] + size[last]),
     )
 
 
-def _sum(
-    parts: dict[str, Tensor],
+def _all_reduce(
+    tensors: dict[str, Tensor],
     groups: dict[str, tuple[dist.ProcessGroup, ...]],
-    copies: dist.ProcessGroup | None,
-    inside: bool = True,
+    replicas: dist.ProcessGroup | None,
+    within_replica: bool = True,
 ) -> None:
-    """Sum in place, in one buffer for all with the same groups: inside of a copy, over the copies, or both.
+    """All-reduces in place, in one buffer for all with the same groups: within a replica, over replicas, or both.
 
-    Ranks of a copy that know the same tell the other copies different pieces of it.
+    Ranks of a replica with equal buffers all-reduce a slice each over the replicas, and all-gather the slices.
     """
-    alike: dict[tuple, list[Tensor]] = defaultdict(list)
-    for name, part in parts.items():
-        alike[groups[name]].append(part)
-    for within, some in alike.items():
-        flat = torch.cat([part.reshape(-1) for part in some])
-        for group in within if inside else ():
+    by_groups: dict[tuple, list[Tensor]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        by_groups[groups[name]].append(tensor)
+    for within, members in by_groups.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in members])
+        for group in within if within_replica else ():
             dist.all_reduce(flat, group=group)
-        if copies is not None and within:
-            pieces = list(_padded(flat, within[0].size()).chunk(within[0].size()))
-            own = pieces[within[0].rank()].clone()
-            dist.all_reduce(own, group=copies)
-            dist.all_gather(pieces, own, group=within[0])
-            flat = torch.cat(pieces)[: flat.numel()]
-        elif copies is not None:
-            dist.all_reduce(flat, group=copies)
-        _put_back(flat, some)
+        if replicas is not None and within:
+            ranks = within[0].size()
+            slices = list(nn.functional.pad(flat, (0, -flat.numel() % ranks)).chunk(ranks))
+            own = slices[within[0].rank()].clone()
+            dist.all_reduce(own, group=replicas)
+            dist.all_gather(slices, own, group=within[0])
+            flat = torch.cat(slices)[: flat.numel()]
+        elif replicas is not None:
+            dist.all_reduce(flat, group=replicas)
+        _unflatten(flat, members)
 
 
-def _padded(flat: Tensor, ranks: int) -> Tensor:
-    return nn.functional.pad(flat, (0, -flat.numel() % ranks))
+def _unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
-def _put_back(flat: Tensor, parts: list[Tensor]) -> None:
-    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.copy_(summed.view(part.shape))
-
-
-def _orthogonal(parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Orthonormal columns that span the same: `[..., columns, rank]`. Matrices of one size are done together."""
-    alike: dict[int, list[str]] = defaultdict(list)
-    for name, part in parts.items():
-        alike[part.shape[-2]].append(name)
+def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An orthonormal basis of the columns, `[..., columns, rank]`, batched over matrices of one size."""
+    by_size: dict[int, list[str]] = defaultdict(list)
+    for name, matrix in matrices.items():
+        by_size[matrix.shape[-2]].append(name)
     done: dict[str, Tensor] = {}
-    for size, names in alike.items():
-        stacked = torch.cat([parts[name].reshape(-1, size, parts[name].shape[-1]) for name in names])
-        orthonormal = torch.linalg.qr(stacked).Q.split([parts[name].shape[:-2].numel() for name in names])
-        done |= {name: q.reshape(parts[name].shape) for name, q in zip(names, orthonormal, strict=True)}
+    for size, names in by_size.items():
+        stacked = torch.cat([matrices[name].reshape(-1, size, matrices[name].shape[-1]) for name in names])
+        bases = torch.linalg.qr(stacked).Q.split([matrices[name].shape[:-2].numel() for name in names])
+        done |= {name: basis.reshape(matrices[name].shape) for name, basis in zip(names, bases, strict=True)}
     return done
 
 
-def _name(key: str) -> str:
-    """The parameter's, of `compress.error.<copy>.<parameter>`."""
+def _parameter(key: str) -> str:
+    """The parameter of `compress.error.<replica>.<parameter>`."""
     return key.removeprefix(f"{PREFIX}error.").partition(".")[2]

@@ -1,8 +1,8 @@
-"""Training only the new rows of the embedding and the head: every other number stays as it is, to the bit.
+"""Trains only the new rows of the embedding and the head; all other parameters stay bitwise unchanged.
 
-For tokens that were added to a trained model (`weft resize`, `training.only_rows_from`). Rows are a part of a
-parameter, so freezing parameters is not enough: the old rows' gradients are cleared, that the norm may be of what is
-trained, and an update that moved them (by weight decay, by momentum, or in an optimizer that mixes rows) is taken back.
+For tokens added to a trained model (`weft resize`, `training.only_rows_from`). Gradients of frozen rows are cleared, so
+that the gradient norm is that of trained rows. Changes of them by the optimizer (weight decay, momentum, mixing of
+rows) are reverted.
 """
 
 from __future__ import annotations
@@ -21,62 +21,59 @@ from weft.torch_private import compute_local_shape_and_global_offset
 
 
 def freeze_all_but_rows(model: nn.Module, first: int) -> None:
-    """Leave only the embedding and the head to be trained; a tied head is the embedding.
+    """Freezes all parameters but the embedding and the head.
 
     Args:
         model: the built-in decoder, on any device.
-        first: the first row that will be trained.
+        first: the first row to train.
 
     Raises:
-        UserError: another model, or one without such a row.
+        UserError: another model, or one without that row.
     """
     if not isinstance(model, Decoder):
-        raise UserError(
-            "training.only_rows_from is the built-in decoder's: of another model it is not known what rows are"
-        )
+        raise UserError("training.only_rows_from needs a built-in decoder; remove the key")
     rows = model.config.vocab_size or 0
     if first >= rows:
         raise UserError(
             f"training.only_rows_from: {first:,}, and the model has rows 0 to {rows - 1:,}; `weft resize` adds new ones"
         )
     model.requires_grad_(False)
-    for table in (model.embed_tokens, model.lm_head):  # of a pipeline's stages not all have them
+    for table in (model.embed_tokens, model.lm_head):  # None in some pipeline stages
         if table is not None:
             table.requires_grad_(True)
 
 
-class OldRows:
-    """The rows below `first` of all trained parameters, of which this rank may hold some, all or none.
+class FrozenRows:
+    """This rank's rows below `first` of all trained parameters.
 
     Args:
-        model: from `build_sharded_model`, with `freeze_all_but_rows` done.
-        first: the first row that is trained; None: all are, and nothing here does anything.
+        model: from `build_sharded_model`, after `freeze_all_but_rows`.
+        first: the first row to train; None: freeze nothing.
     """
 
     def __init__(self, model: nn.Module, first: int | None):
         self.count: dict[nn.Parameter, int] = {}
         for parameter in model.parameters():
             if first is not None and parameter.requires_grad:
-                self.count[parameter] = _below(parameter, first)
+                self.count[parameter] = _local_rows_below(parameter, first)
 
     @torch.no_grad()
     def clear_gradients(self) -> None:
-        """Set the old rows' gradients to zero."""
+        """Sets the gradients of frozen rows to zero."""
         for parameter, count in self.count.items():
             if parameter.grad is not None:
                 local(parameter.grad)[:count].zero_()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Put the old rows back as they were, whatever the block does to them. Costs a copy of them meanwhile."""
-        kept = {parameter: local(parameter)[:count].clone() for parameter, count in self.count.items()}
+        """Restores frozen rows at the end of the block, from a copy."""
+        saved = {parameter: local(parameter)[:count].clone() for parameter, count in self.count.items()}
         yield
-        for parameter, rows in kept.items():
+        for parameter, rows in saved.items():
             local(parameter)[: len(rows)].copy_(rows)
 
 
-def _below(parameter: nn.Parameter, first: int) -> int:
-    """How many of this rank's rows are below `first` in the whole parameter."""
+def _local_rows_below(parameter: nn.Parameter, first: int) -> int:
     if not isinstance(parameter, DTensor):
         return min(first, len(parameter))
     size, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -1,4 +1,4 @@
-"""Loss scaling (Micikevicius et al., 2018): gradients that float16 is too narrow for are moved into its range."""
+"""Dynamic loss scaling for float16 (Micikevicius et al., 2018)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from weft.config.training import TrainingSection
 from weft.parallel.local_parameters import local
 
 INITIAL, WINDOW = 65536.0, 2000  # those of torch.amp.GradScaler, as are doubling and halving
-FLOOR = 1.0  # below it gradients would be made smaller than they are
+FLOOR = 1.0  # a lower scale would make gradients smaller
 
 
 class LossScale:
-    """The factor on the loss: doubled after so many updates in a row, halved where a gradient overflows.
+    """The loss scale: doubled after `window` updates in a row, halved if a gradient overflows.
 
-    Whether one did is seen in the norm of the whole gradient, which all ranks know: they agree without being asked.
+    An overflow is detected in the global gradient norm, so all ranks agree without communication.
 
     Args:
-        training: where nothing is computed or summed in float16, the factor stays 1.
-        state: of a checkpoint: goes on from the factor in it, if it has one.
+        training: without float16 the scale stays 1.
+        state: of a checkpoint, to resume from.
 
     Attributes:
-        factor: by which the loss is to be multiplied before backward.
+        factor: the scale.
         window: updates in a row after which it is doubled.
         row: updates since it last changed.
-        skipped: updates of this run that were not made.
+        skipped: skipped updates of this run.
     """
 
     def __init__(self, training: TrainingSection, state: dict[str, Any] | None = None):
@@ -42,19 +42,19 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divide the gradients by the factor: to the bit where it is a power of two."""
+        """Divides gradients by the scale, exactly if it is a power of two."""
         if self.factor == 1.0:
             return
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        for gradient in gradients:
-            local(gradient).mul_(1.0 / self.factor)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(1.0 / self.factor)
 
     def may_skip(self) -> bool:
-        """Whether an overflow is a reason to try with a smaller factor, and not to give up."""
+        """Whether to skip an update that overflows and retry with a smaller scale, rather than fail."""
         return self.scales and self.factor > FLOOR
 
     def update(self, finite: bool) -> None:
-        """Move the factor after a step; one that was not finite has been skipped."""
+        """Adapts the scale after a step; one with a non-finite gradient was skipped."""
         if not self.scales:
             return
         if not finite:
@@ -66,9 +66,9 @@ class LossScale:
             self.row += 1
 
     def metrics(self, finite: bool) -> dict[str, float]:
-        """What a step's line of metrics has of it; one that is not finite is the next that is skipped."""
+        """A step's `loss_scale` and `skipped`, including this step if it is not finite; {} without float16."""
         return {"loss_scale": self.factor, "skipped": self.skipped + (not finite)} if self.scales else {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it, as JSON."""
+        """The JSON state for a checkpoint."""
         return {"loss_scale": {"factor": self.factor, "row": self.row, "skipped": self.skipped}} if self.scales else {}

@@ -1,1 +1,1 @@
-"""What is kept for backward, and where."""
+"""Memory of a step: saved tensors, and offloading."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016), block by block.
+"""Activation checkpointing of blocks (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 
-What operations leave for backward is most of a step's memory. A checkpointed block keeps its input and, of some
-operations, the results; backward runs its forward again, taking those in place of computing them.
+Most memory of a step is tensors saved for backward. A checkpointed block saves its inputs and the results of some
+operations. Backward runs its forward again, with those results instead of computing them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.errors import UserError
-from weft.parallel.memory.budget import ATTENTION, Key, choose, draws, name_of
+from weft.parallel.memory.budget import ATTENTION, Key, choose_results, is_random, op_name
 from weft.torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -36,21 +36,21 @@ _EXPENSIVE = ATTENTION | {
 
 
 def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile: bool) -> Callable:
-    """A block's forward, that keeps for backward what the mode says. Random numbers are drawn again as they were.
+    """Wraps a block's forward with activation checkpointing. Recomputation draws the same random numbers.
 
     Args:
-        forward: differentiable in its positional arguments and in parameters. What else it uses, it must find in
-            backward as it was: parameters that are put in the place of others, that has to be done inside.
+        forward: differentiable in its positional arguments and in parameters. Anything else that it reads must be the
+            same in backward; parameters must be swapped inside of it.
         mode: `training.activation_checkpointing`.
-        number: the block's, of the model's blocks from 0 to `of` - 1.
-        compile: the result will be compiled, as a whole.
+        number: of the block, from 0 to `of` - 1.
+        compile: whether the result will be compiled.
 
     Raises:
-        UserError: there are not so many blocks.
+        UserError: `every-N` with fewer than N blocks.
     """
     kind, _, amount = mode.partition("-")
     if compile:
-        set_activation_budget(float(amount) if kind == "budget" else 1.0, _drawn, __file__)
+        set_activation_budget(float(amount) if kind == "budget" else 1.0, _is_random_node, __file__)
     if kind == "every":
         if int(amount) > of:
             raise UserError(
@@ -58,7 +58,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
                 "recomputed; lower it, or set none"
             )
         kind = "none" if (number + 1) % int(amount) else "full"
-    if kind == "none" or (kind == "budget" and compile):  # the compiler chooses by itself what to keep
+    if kind == "none" or (kind == "budget" and compile):  # the compiler chooses what to save
         return forward
     if kind == "full":
         return functools.partial(checkpoint, forward, use_reentrant=False)
@@ -67,40 +67,36 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=_selective)
 
 
-def _drawn(node: torch.fx.Node) -> bool:
-    """What the compiler is to keep: to meet a budget it would draw anew (PyTorch 2.13), unlike forward."""
-    return draws(node.target, node.args, node.kwargs)
+def _is_random_node(node: torch.fx.Node) -> bool:
+    """Whether the compiler must save a result: it would draw new numbers in recomputation (PyTorch 2.13)."""
+    return is_random(node.target, node.args, node.kwargs)
 
 
-def _expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether to keep a result: Korthikanti et al. (2022) the other way round, that have attention computed again."""
-    name = name_of(op)
+def _is_expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether `selective` saves a result; attention too, unlike Korthikanti et al. (2022), who recompute it."""
+    name = op_name(op)
     if name in ("aten::bmm", "aten::baddbmm"):
-        # Attention's scores, where no kernel hides them, have more numbers than what they are the products of.
-        one, other = [x for x in arguments if isinstance(x, Tensor)][-2:]
-        return one.shape[1] * other.shape[2] <= one[0].numel() + other[0].numel()
-    return name in _EXPENSIVE and not draws(op, arguments, named)
+        # Not attention scores, if no kernel hides them: they are larger than their factors.
+        left, right = [x for x in arguments if isinstance(x, Tensor)][-2:]
+        return left.shape[1] * right.shape[2] <= left[0].numel() + right[0].numel()
+    return name in _EXPENSIVE and not is_random(op, arguments, named)
 
 
 def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    kept = _expensive(op, arguments, named)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    save = _is_expensive(op, arguments, named)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    if get_proxy_mode() is not None:  # a compiler traces; where it gives a block up, the block runs as it is
+    if get_proxy_mode() is not None:  # traced by a compiler
         return create_selective_checkpoint_contexts(_policy)
-    kept: dict[Key, Any] = {}
-    return (
-        _Keep(kept, lambda op: name_of(op) in _EXPENSIVE, lambda key, *given: _expensive(key[0], *given)),
-        _Give(kept, lambda op: name_of(op) in _EXPENSIVE),
-    )
+    return _contexts(lambda op: op_name(op) in _EXPENSIVE, lambda key, *given: _is_expensive(key[0], *given))
 
 
 class _Budget:
-    """A forward of which about a share of the saved activations is kept, chosen at its first call.
+    """A forward of which a share of the saved bytes is kept, chosen at the first call for all steps and shapes.
 
-    What is kept is the same in all steps, whatever their shapes; ranks may choose differently.
+    Ranks may choose differently.
     """
 
     def __init__(self, forward: Callable, share: float):
@@ -109,34 +105,43 @@ class _Budget:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.chosen is None and torch.is_grad_enabled():
-            self.chosen = choose(self.forward, arguments, named, self.share)
+            self.chosen = choose_results(self.forward, arguments, named, self.share)
         return checkpoint(self.forward, *arguments, use_reentrant=False, context_fn=self._contexts, **named)
 
-    def _contexts(self) -> tuple[_Keep, _Give]:
-        kept: dict[Key, Any] = {}
+    def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         chosen = self.chosen or frozenset()
-        kinds = {op for op, _ in chosen}
-        return (
-            _Keep(kept, kinds.__contains__, lambda key, *given: key in chosen and not draws(key[0], *given)),
-            _Give(kept, kinds.__contains__),
-        )
+        ops = {op for op, _ in chosen}
+        return _contexts(ops.__contains__, lambda key, *given: key in chosen and not is_random(key[0], *given))
 
 
-# ---- PyTorch's own pair of these counts every operation, those of FSDP2's hooks too, which are others in backward; and
-# it gives a result once, but schedules that split backward ask for it twice.
+# ---- PyTorch's own contexts count every operation, including those of FSDP2's hooks, which differ in backward. They
+# also return a result only once, but schedules that split backward need it twice.
+
+
+def _contexts(
+    relevant: Callable[[Any], bool], wanted: Callable[..., bool]
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The contexts of forward and recomputation.
+
+    Args:
+        relevant: whether results of an operator are ever saved.
+        wanted: (key, arguments, keyword arguments) -> whether to save this result.
+    """
+    saved: dict[Key, Any] = {}
+    return _SaveResults(saved, relevant, wanted), _ReuseResults(saved, relevant)
 
 
 class _Counting(TorchDispatchMode):
-    """Numbers the operations of each relevant kind, from each entry on."""
+    """Numbers the calls of each relevant operator since the context was entered."""
 
-    def __init__(self, kept: dict[Key, Any], relevant: Callable[[Any], bool]):
+    def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
-        self.kept, self.relevant = kept, relevant
+        self.saved, self.relevant = saved, relevant
         self.counts: Counter[Any] = Counter()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # a kernel that is compiled by itself, as flex attention, is no operation of ours
+        return True  # kernels that are compiled separately, as flex attention
 
     def __enter__(self):
         self.counts.clear()
@@ -149,45 +154,43 @@ class _Counting(TorchDispatchMode):
         return op, self.counts[op] - 1
 
 
-class _Keep(_Counting):
-    """In forward: keeps results that are wanted."""
+class _SaveResults(_Counting):
+    """In forward: saves wanted results."""
 
-    def __init__(self, kept: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
-        super().__init__(kept, relevant)
+    def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
+        super().__init__(saved, relevant)
         self.wanted = wanted
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         key = self.key(op)
         if key is not None and self.wanted(key, args, kwargs or {}):
-            self.kept[key] = tree_map_only(Tensor, _with_version, out)
+            self.saved[key] = tree_map_only(Tensor, _Saved, out)
         return out
 
 
-class _Give(_Counting):
-    """In backward: gives kept results in place of computing them."""
+class _ReuseResults(_Counting):
+    """In recomputation: returns saved results instead of computing them."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self.key(op)
-        if key is None or key not in self.kept:
+        if key is None or key not in self.saved:
             return op(*args, **(kwargs or {}))
-        return tree_map_only(_Version, functools.partial(_unchanged, op), self.kept[key])
+        return tree_map_only(_Saved, lambda saved: saved.unchanged(op), self.saved[key])
 
 
-class _Version:
+class _Saved:
+    """A saved tensor, and its version to detect in-place writes."""
+
     def __init__(self, tensor: Tensor):
-        self.tensor, self.number = tensor, version_of(tensor)
+        # Detached, to avoid a reference cycle with the graph, but with the version of the original.
+        self.tensor = detached_with_version(tensor)
+        self.version = version_of(self.tensor)
 
-
-def _with_version(tensor: Tensor) -> _Version:
-    # Detached, or the graph would hold what holds the graph; but counting with it what is written in place.
-    return _Version(detached_with_version(tensor))
-
-
-def _unchanged(op: Any, value: _Version) -> Tensor:
-    if version_of(value.tensor) != value.number:
-        raise UserError(
-            f"training.activation_checkpointing: the model writes in place over a result of {name_of(op)} that was to "
-            "be kept; set full or none"
-        )
-    return value.tensor.detach()
+    def unchanged(self, op: Any) -> Tensor:
+        if version_of(self.tensor) != self.version:
+            raise UserError(
+                f"training.activation_checkpointing: the model writes in place over a result of {op_name(op)} that "
+                "is saved for backward; set full or none"
+            )
+        return self.tensor.detach()

@@ -1,4 +1,4 @@
-"""Which results of a block's operations to keep for backward, if there is room for a part of what it needs."""
+"""Chooses which results of a block's operations to save for backward within a memory budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_of, tree_leaves
 
-Key = tuple[Any, int]  # an operation, and how many of its kind went before
+Key = tuple[Any, int]  # an operator, and the number of its earlier calls
 
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
@@ -23,22 +23,22 @@ ATTENTION = {
     "aten::_scaled_dot_product_fused_attention_overrideable", "weft::document_attention", "flex_attention",
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
 }  # fmt: skip
-# Never kept. What is communicated: ranks that choose differently would wait for one another. Copies: FSDP2's hooks
-# make some too, others in backward, and operations are found again by counting.
-_COMMUNICATION = ("_c10d_functional::", "c10d::")
+# Never saved. Collectives: ranks with different choices would deadlock. Copies: FSDP2's hooks make some too, others in
+# backward, and operations are identified by counting.
+_COLLECTIVES = ("_c10d_functional::", "c10d::")
 _COPIES = {"aten::_to_copy", "aten::clone", "aten::cat", "aten::copy", "aten::split_with_sizes_copy"}
-# While a byte is moved, a GPU computes 150 to 300 operations in 16 bits, a CPU 20 to 30.
+# Per byte of memory bandwidth, a GPU computes 150 to 300 operations in 16 bits, a CPU 20 to 30.
 _OPERATIONS_PER_BYTE = 100
-_PARTS = 1024  # that a budget is counted in
+_UNITS = 1024  # of a budget in the knapsack problem
 
 
-def name_of(op: Any) -> str:
+def op_name(op: Any) -> str:
     """`aten::mm` of `torch.ops.aten.mm.default`."""
     return schema_of(op).name if isinstance(op, OpOverload) else op.name()
 
 
-def draws(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. If it is not run again, those after it would draw its numbers."""
+def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers. Skipping it would shift those of later operations."""
     if not isinstance(op, OpOverload):
         return False
     for place, argument in enumerate(schema_of(op).arguments):
@@ -47,14 +47,13 @@ def draws(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def choose(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], share: float) -> frozenset[Key]:
-    """The results that save most computing, in a share of the bytes that are saved without any checkpointing.
+def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], share: float) -> frozenset[Key]:
+    """The results that save most recomputation, within a share of the bytes saved without checkpointing.
 
-    The block's input is among those bytes. The forward is run once, and leaves no trace: random numbers and tensors
-    that it writes to are put back.
+    The block's inputs count as well. Runs the forward once, and restores random state and tensors that it writes.
     """
-    own = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
-    device = next((x.device for x in own), torch.device("cpu"))
+    inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
+    device = next((x.device for x in inputs), torch.device("cpu"))
     recorder = _Recorder()
     try:
         with (
@@ -64,28 +63,28 @@ def choose(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], s
         ):
             forward(*arguments, **named)
     finally:
-        recorder.put_back()
-    given = sum({storage_of(x): x.untyped_storage().nbytes() for x in own}.values())
-    saved = given + sum(recorder.saved.values())
-    return most_valuable(recorder.results(), int(share * saved) - given)
+        recorder.restore()
+    input_bytes = sum({storage_of(x): x.untyped_storage().nbytes() for x in inputs}.values())
+    total = input_bytes + sum(recorder.saved.values())
+    return most_valuable(recorder.results(), int(share * total) - input_bytes)
 
 
 class Result(NamedTuple):
-    """What an operation leaves."""
+    """The outputs of an operation."""
 
     key: Key
     bytes: int
-    cost: float  # of computing it, in operations
+    cost: float  # of recomputation, in operations
 
 
 def most_valuable(results: Sequence[Result], capacity: int) -> frozenset[Key]:
-    """The results of at most `capacity` bytes that cost most to compute: the 0-1 knapsack, in 1,024 parts."""
+    """The most expensive results of at most `capacity` bytes: the 0-1 knapsack problem, in 1,024 units."""
     if capacity <= 0:
         return frozenset()
-    part = math.ceil(capacity / _PARTS)
-    best = np.zeros(capacity // part + 1)  # the cost that fits into so many parts
+    unit = math.ceil(capacity / _UNITS)
+    best = np.zeros(capacity // unit + 1)  # highest cost by capacity in units
     taken = np.zeros((len(results), len(best)), bool)
-    sizes = [math.ceil(result.bytes / part) for result in results]
+    sizes = [math.ceil(result.bytes / unit) for result in results]
     for number, (result, size) in enumerate(zip(results, sizes, strict=True)):
         if size < len(best):
             with_it = best[: len(best) - size] + result.cost
@@ -103,64 +102,64 @@ def most_valuable(results: Sequence[Result], capacity: int) -> frozenset[Key]:
 class _Operation:
     key: Key
     cost: float
-    made: dict[int, int]  # storage -> bytes
-    may_be_kept: bool
+    outputs: dict[int, int]  # storage -> bytes
+    may_be_saved: bool
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees each operation of a forward, what it makes, and what of that autograd saves."""
+    """Records the operations of a forward, their outputs, and which of these autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[Any] = Counter()
         self.operations: list[_Operation] = []
-        self.maker: dict[int, _Operation] = {}  # of each storage; the place of a freed one may be taken by another
+        self.producer: dict[int, _Operation] = {}  # by storage; a freed one may be reused
         self.saved: dict[int, int] = {}
-        self.needed = 0  # of so many operations; backward runs no more of them again
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # tensors from outside that are written to, as they were
+        self.needed = 0  # recomputation stops after this many operations
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # written tensors from outside of the block, and copies
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """For autograd's hook. Parameters and what other blocks have too are not made here, and do not count."""
-        if storage_of(tensor) in self.maker:
+        """The hook of saved tensors. Parameters and other tensors from outside of the block do not count."""
+        if storage_of(tensor) in self.producer:
             self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             self.needed = len(self.operations)
-        return tensor.detach()  # itself, it would hold the graph that holds it
+        return tensor.detach()  # the tensor itself would be a reference cycle with the graph
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(op, OpOverload):
             return op(*args, **kwargs)
         for tensor in _written(op, args, kwargs):
-            if storage_of(tensor) in self.maker:
-                self.maker[storage_of(tensor)].may_be_kept = False
+            if storage_of(tensor) in self.producer:
+                self.producer[storage_of(tensor)].may_be_saved = False
             else:
                 self.before.setdefault(storage_of(tensor), (tensor, tensor.clone()))
         out = op(*args, **kwargs)
         inputs, outputs = _tensors((args, kwargs)), _tensors(out)
         known = {storage_of(x) for x in inputs}
-        made = {storage_of(x): x.untyped_storage().nbytes() for x in outputs if storage_of(x) not in known}
-        keep = bool(made) and not schema_of(op).is_mutable and not draws(op, args, kwargs)
-        keep = keep and name_of(op) not in _COPIES and not name_of(op).startswith(_COMMUNICATION)
-        operation = _Operation((op, self.count[op]), _cost(op, args, kwargs, out, inputs, outputs), made, keep)
+        new = {storage_of(x): x.untyped_storage().nbytes() for x in outputs if storage_of(x) not in known}
+        save = bool(new) and not schema_of(op).is_mutable and not is_random(op, args, kwargs)
+        save = save and op_name(op) not in _COPIES and not op_name(op).startswith(_COLLECTIVES)
+        operation = _Operation((op, self.count[op]), _cost(op, args, kwargs, out, inputs, outputs), new, save)
         self.count[op] += 1
         self.operations.append(operation)
-        self.maker.update(dict.fromkeys(made, operation))
+        self.producer.update(dict.fromkeys(new, operation))
         return out
 
-    def put_back(self) -> None:
-        """Undo what was written."""
+    def restore(self) -> None:
+        """Restores the tensors that the forward wrote."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)
 
     def results(self) -> list[Result]:
-        """Those that may be kept."""
-        needed = (one for one in self.operations[: self.needed] if one.may_be_kept and one.cost)
-        return [Result(one.key, sum(one.made.values()), one.cost) for one in needed]
+        """The results that may be saved."""
+        needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
+        return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -178,8 +177,8 @@ def _written(op: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _cost(op: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Operations; of bytes, as many as are computed in the time of moving them."""
-    name = name_of(op)
+    """Operations of arithmetic, and those that could be computed while the bytes are moved."""
+    name = op_name(op)
     if name.startswith(("aten::empty", "aten::new_empty")):
         return 0.0
     if name == "weft::grouped_linear":

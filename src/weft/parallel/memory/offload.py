@@ -1,9 +1,9 @@
-"""What a step needs only for a moment lives in the host's memory in between (`parallel.offload`).
+"""Offloading to host memory (`parallel.offload`).
 
-`parameters`: FSDP2 brings each unit's parameters to the device when it gathers them, and takes gradients back: so the
-optimizer's state is on the host, too, and updates are computed there. `optimizer`: its state alone, which visits the
-device for the update, a few parameters' at a time (Ren et al., "ZeRO-Offload", 2021, update on the host: that is as
-much to move, and other bits).
+`parameters`: FSDP2 copies each unit's parameters to the device when it gathers them, and gradients back, so optimizer
+state is on the host and updates are computed there. `optimizer`: only optimizer state is on the host; the update copies
+that of a few parameters at a time to the device. (Ren et al., "ZeRO-Offload", 2021, update on the host, which copies as
+much, and gives other last bits.)
 """
 
 from __future__ import annotations
@@ -21,106 +21,100 @@ from weft.parallel.local_parameters import local
 from weft.torch_private import tree_map_only
 
 HOST = torch.device("cpu")
-_PIECE = 128 << 20  # bytes of parameters that are updated at a time; AdamW's state is twice as much
+_CHUNK = 128 << 20  # bytes of parameters that are updated at a time; AdamW's state is twice as large
 
 
 def offload_policy(offload: str, device: torch.device) -> OffloadPolicy:
-    """What FSDP2 is told."""
+    """FSDP2's offload policy."""
     if offload != "parameters":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
-def home(offload: str, device: torch.device) -> torch.device:
-    """Where parameters live."""
+def parameter_device(offload: str, device: torch.device) -> torch.device:
+    """The device of parameters between uses."""
     return HOST if offload == "parameters" else device
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Have buffers on `device`, wherever parameters are: FSDP2 brings only those."""
+    """Moves buffers to `device`: FSDP2 offloads only parameters."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
 
 
-def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, piece: int = _PIECE) -> None:
-    """Have an optimizer leave its state on the host after each `step`.
+def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, chunk: int = _CHUNK) -> None:
+    """Has an optimizer keep its state on the host between steps.
 
-    Each parameter's update must depend on that parameter, its gradient and state alone, as in AdamW and Muon. Then
-    they are the same numbers, up to the last bits of what an optimizer computes for several parameters at once (Muon's
-    products). Its class, groups and state, and so checkpoints, are what they were; `state_on_host` is added to its
-    groups, where loading a checkpoint looks for it.
+    Each parameter's update must depend only on that parameter, its gradient and its state, as in AdamW and Muon. Then
+    results are the same, up to last bits of what an optimizer computes for several parameters together (Muon's
+    products). Adds `state_on_host` to the optimizer's groups, which checkpoint loading reads.
 
     Args:
-        device: where parameters are.
-        piece: bytes of parameters, on each rank, whose state is on the device at a time.
+        device: of parameters.
+        chunk: bytes of parameters per rank whose state is on the device at a time.
     """
     for group in optimizer.param_groups:
         group["state_on_host"] = True
-    optimizer.step = functools.partial(_step_in_pieces, optimizer, optimizer.step, device, piece)  # type: ignore
+    optimizer.step = functools.partial(_step_in_chunks, optimizer, optimizer.step, device, chunk)  # type: ignore
 
 
-def _step_in_pieces(
-    optimizer: torch.optim.Optimizer, step: Callable[[], Any], device: torch.device, piece: int
+def _step_in_chunks(
+    optimizer: torch.optim.Optimizer, step: Callable[[], Any], device: torch.device, chunk: int
 ) -> None:
     groups = optimizer.param_groups
     try:
-        for group, parameters in list(_pieces(groups, piece)):
+        for group, parameters in list(_chunks(groups, chunk)):
             states = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
             for parameter, state in states.items():
-                optimizer.state[parameter] = _moved(state, device)
-            part = {**group, "params": parameters}
-            optimizer.param_groups = [part]
+                optimizer.state[parameter] = _to_device(state, device)
+            optimizer.param_groups = [{**group, "params": parameters}]
             step()
             for parameter in parameters:
                 if parameter in optimizer.state:
-                    optimizer.state[parameter] = _back(optimizer.state[parameter], states.get(parameter, {}))
+                    optimizer.state[parameter] = _to_host(optimizer.state[parameter], states.get(parameter, {}))
     finally:
         optimizer.param_groups = groups
-    if device.type != "cpu":  # what is copied without waiting is read next
+    if device.type != "cpu":  # wait for asynchronous copies
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
-def _pieces(groups: list[dict[str, Any]], piece: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Parameters of one group that are updated together: the same on every rank, since an optimizer may gather them."""
+def _chunks(groups: list[dict[str, Any]], chunk: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    """Parameters of one group to update together, the same on every rank: an optimizer may communicate."""
     for group in groups:
-        parameters, size = [], 0
+        parameters, total = [], 0
         for parameter in group["params"]:
             ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-            own = parameter.numel() * parameter.element_size() // ranks
-            if parameters and size + own > piece:
+            size = parameter.numel() * parameter.element_size() // ranks
+            if parameters and total + size > chunk:
                 yield group, parameters
-                parameters, size = [], 0
+                parameters, total = [], 0
             parameters.append(parameter)
-            size += own
+            total += size
         if parameters:
             yield group, parameters
 
 
-def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Single numbers, as counts of steps, stay where they are."""
+def _to_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Scalars, such as step counts, stay where they are."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True) if x.dim() else x, state)
 
 
-def _back(state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """To the host, into the memory that was theirs."""
+def _to_host(state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Copies into the host tensors of `before` where they fit, else into new pinned ones."""
 
-    def back(value: Tensor, old: Any) -> Tensor:
+    def copy(value: Tensor, old: Any) -> Tensor:
         if not value.dim() or value.device == HOST:
             return value
-        if not (isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype and _pinned(old)):
+        fits = isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype
+        if not (fits and local(old).is_pinned()):
             old = torch.empty_like(value, device=HOST, pin_memory=True)
         return old.copy_(value, non_blocking=True)
 
+    def copy_nested(value: Tensor) -> Tensor:
+        return value.to(HOST) if value.dim() else value
+
     return {
-        key: back(value, before.get(key)) if isinstance(value, Tensor) else tree_map_only(Tensor, _copied, value)
+        key: copy(value, before.get(key)) if isinstance(value, Tensor) else tree_map_only(Tensor, copy_nested, value)
         for key, value in state.items()
     }
-
-
-def _copied(value: Tensor) -> Tensor:
-    return value.to(HOST) if value.dim() else value
-
-
-def _pinned(tensor: Tensor) -> bool:
-    return local(tensor).is_pinned()
