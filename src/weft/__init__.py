@@ -1,6 +1,6 @@
-"""Weft trains language models: raw text in; a trained, evaluated and served model out.
+"""Weft trains language models: it packs raw text, trains a model on it, and evaluates, samples and exports the model.
 
-Each public name is imported when it is first touched, so that `import weft` costs nothing:
+Each public name is imported when it is first used, so `import weft` itself is fast:
 
     weft.pack(["docs.jsonl"], tokenizer="tok", out="store")
     config = weft.RunConfig.load("run.yaml", ["optimizer.lr=1e-3"])
@@ -67,7 +67,7 @@ def __getattr__(name: str):
 
 
 def _version() -> str:
-    """What pyproject.toml states: that of the sources that run, or of the installed package."""
+    """Returns the version in the pyproject.toml of a source checkout, or else that of the installed package."""
     import tomllib
     from importlib.metadata import version
     from pathlib import Path

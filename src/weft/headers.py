@@ -1,4 +1,4 @@
-"""Headers of tokenizers and token stores, read without torch so that checking a configuration is instant."""
+"""Reads headers of tokenizers and token stores. Does not import torch, so that `weft config check` is fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 @dataclass(frozen=True)
 class TokenizerHeader:
-    """`vocab_size` includes special tokens. `eod_id` is None if the folder names no end-of-document token."""
+    """Facts about a tokenizer folder.
+
+    Attributes:
+        vocab_size: highest token id + 1, including special tokens.
+        eod_id, eod_token: end-of-document token; None if the folder names no such token.
+        digest: sha256 of tokenizer.json.
+    """
 
     vocab_size: int
     eod_id: int | None
@@ -38,9 +44,10 @@ class IndexHeader:
     """Header of an `.idx` file.
 
     Attributes:
-        code: of the dtype, a key of `DTYPE_NAMES`.
+        code: dtype code, a key of `DTYPE_NAMES`.
+        sequences: number of sequences.
         boundaries: number of document boundaries.
-        modes: whether a mode byte follows for each sequence (multimodal data).
+        modes: whether the file ends with one mode byte per sequence (multimodal data).
     """
 
     code: int
@@ -51,7 +58,7 @@ class IndexHeader:
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """Contents of `store.json`, checked against the file sizes. A field is None if `store.json` leaves it open."""
+    """Contents of `store.json`, checked against the file sizes. A field is None if `store.json` has null for it."""
 
     num_tokens: int
     num_documents: int
@@ -63,10 +70,10 @@ class StoreHeader:
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Returns the tokenizer.json in the folder `path`, or `path` if it is that file.
+    """Returns the tokenizer.json in the folder `path`, or `path` itself if it is a `.json` file.
 
     Raises:
-        UserError: there is none. A SentencePiece model or tiktoken ranks must be imported first.
+        UserError: there is no tokenizer.json. A SentencePiece model or tiktoken ranks must be imported first.
     """
     path = Path(path)
     if path.is_dir():
@@ -75,10 +82,12 @@ def tokenizer_file(path: str | Path) -> Path:
             return file
         others = sorted(p for p in path.iterdir() if p.suffix in (".model", ".tiktoken"))
         if not others:
-            raise UserError("no tokenizer.json in this folder; `weft data train-tokenizer` makes one", path)
+            raise UserError("no tokenizer.json in this folder; create one with `weft data train-tokenizer`", path)
         path = others[0]
     elif not path.exists():
-        raise UserError("no such tokenizer; `weft data train-tokenizer` makes one, `import-tokenizer` imports", path)
+        raise UserError(
+            "no such tokenizer; check the path, or create one: `weft data train-tokenizer`, `import-tokenizer`", path
+        )
     elif path.suffix == ".json":
         return path
     raise UserError(f"not a tokenizer.json; convert it with `weft data import-tokenizer {path} --out DIR`", path)
@@ -90,13 +99,13 @@ def read_tokenizer_header(path: str | Path) -> TokenizerHeader:
     The end-of-document token is the `eos_token` of tokenizer_config.json, or of special_tokens_map.json.
 
     Raises:
-        UserError: there is no tokenizer.json, or it is broken.
+        UserError: there is no tokenizer.json, or its content is invalid.
     """
     return read_tokenizer(path)[0]
 
 
 def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
-    """Returns `read_tokenizer_header(path)` and the content of tokenizer.json."""
+    """Returns the header of a tokenizer (see `read_tokenizer_header`) and the parsed content of its tokenizer.json."""
     file = tokenizer_file(path)
     try:
         raw = file.read_bytes()
@@ -113,14 +122,18 @@ def read_tokenizer(path: str | Path) -> tuple[TokenizerHeader, Any]:
             size = max([len(vocabulary) - 1, *ids.values()]) + 1
             ids = {piece: id for id, (piece, _) in enumerate(vocabulary)} | ids
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise UserError("not a tokenizer file: it has no vocabulary; make it again", file) from None
+        raise UserError(
+            "not a tokenizer file: it has no vocabulary; check the path, or create the tokenizer again", file
+        ) from None
     eos_token = None
     for config_file in (file.parent / name for name in TOKENIZER_CONFIG_FILES):
         if eos_token is None and config_file.exists() and isinstance(settings := read_json(config_file), dict):
             eos_token = settings.get("eos_token")
             eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
     if eos_token is not None and eos_token not in ids:
-        raise UserError(f"its eos_token {eos_token!r} is not in the vocabulary; name one that is", file.parent)
+        raise UserError(
+            f"eos_token {eos_token!r} is not in the vocabulary; set it to a token of tokenizer.json", file.parent
+        )
     eod_id = None if eos_token is None else ids[eos_token]
     return TokenizerHeader(size, eod_id, hashlib.sha256(raw).hexdigest(), eos_token), content
 
@@ -129,7 +142,7 @@ def read_megatron_index(path: Path) -> IndexHeader:
     """Reads the header of a Megatron `.idx` file and checks the file's size.
 
     Raises:
-        UserError: not an index, or truncated.
+        UserError: the file is missing, is not an index, or is truncated.
     """
     try:
         with open(path, "rb") as file:
@@ -138,7 +151,7 @@ def read_megatron_index(path: Path) -> IndexHeader:
     except FileNotFoundError:
         raise UserError("no such file; pack the store again", path) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from None
+        raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", path) from None
     if len(head) < HEADER.size or head[:9] != MAGIC:
         raise UserError("not the index of a token store (its first bytes are not MMIDIDX); pack the store again", path)
     _, version, code, sequences, boundaries = HEADER.unpack(head)
@@ -147,7 +160,9 @@ def read_megatron_index(path: Path) -> IndexHeader:
     expected = HEADER.size + sequences * 12 + boundaries * 8
     modes = sequences > 0 and size == expected + sequences  # one byte a sequence
     if size != expected and not modes:
-        raise UserError(f"damaged: {size:,} bytes, but its header implies {expected:,}; pack the store again", path)
+        raise UserError(
+            f"damaged: it has {size:,} bytes, but its header implies {expected:,}; pack the store again", path
+        )
     return IndexHeader(code, sequences, boundaries, modes)
 
 
@@ -155,12 +170,12 @@ def read_index_header(path: Path) -> tuple[int, int]:
     """Returns the dtype code and the number of documents of a token store's `.idx`.
 
     Raises:
-        UserError: not an index, truncated, or its documents are not one sequence each.
+        UserError: the file is not an index or is truncated, or its documents are not one sequence of ids each.
     """
     header = read_megatron_index(path)
     if header.boundaries != header.sequences + 1 or header.modes or header.code in FLOAT_CODES:
         raise UserError(
-            "a Megatron index, but not a token store's: its documents are not one sequence of ids each; "
+            "a Megatron index that is not a token store: in a store, every document is one sequence of integer ids; "
             "convert it with `weft data convert`",
             path,
         )
@@ -171,14 +186,14 @@ def read_store_header(path: str | Path) -> StoreHeader:
     """Reads a token store's `store.json` and checks it against the sizes of the store's files.
 
     Raises:
-        UserError: not a token store, or its files do not match.
+        UserError: the folder is not a token store, or its files contradict each other.
     """
     folder = Path(path)
     file, index, data = folder / "store.json", folder / "tokens.idx", folder / "tokens.bin"
     if not folder.exists():
-        raise UserError("no such token store; `weft data pack` makes one", folder)
+        raise UserError("no such token store; check the path, or create a store with `weft data pack`", folder)
     if not file.exists():
-        raise UserError("not a token store: it has no store.json; `weft data pack` makes one", folder)
+        raise UserError("not a token store: it has no store.json; create a store with `weft data pack`", folder)
     info = read_json(file)
     try:
         header = StoreHeader(
@@ -204,10 +219,10 @@ def read_store_header(path: str | Path) -> StoreHeader:
         raise UserError(f"dtype: {dtype!r}, but tokens.idx has {DTYPE_NAMES[code]}; pack the store again", file)
     if sequences != header.num_documents:
         raise UserError(
-            f"{counted(sequences, 'document')}, but store.json has {header.num_documents:,}; pack the store again",
+            f"{counted(sequences, 'document')}, but store.json counts {header.num_documents:,}; pack the store again",
             index,
         )
     size, expected = data.stat().st_size if data.exists() else 0, header.num_tokens * DTYPE_SIZES[code]
     if size != expected:
-        raise UserError(f"damaged: {size:,} bytes instead of {expected:,}; pack the store again", data)
+        raise UserError(f"damaged: it has {size:,} bytes instead of {expected:,}; pack the store again", data)
     return header

@@ -1,7 +1,8 @@
 """Mixture arithmetic: computes from weights, limits and stages how many samples of each source a run reads.
 
-The result is a list of phases of equal blocks. `DataSection` makes stages and phases of a configuration,
-`weft.data.batches.mixture_plan` summarizes them, and `weft.data.batches.mixture` maps each sample to its source.
+The result is a list of phases, each a sequence of equal blocks. `DataSection` creates stages and phases from a
+configuration, `weft.data.batches.mixture_plan` summarizes phases, and `weft.data.batches.mixture` maps each sample to
+its source.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-BLOCK = 10_000  # default of data.mixture_block: sequences over which shares are exact
+BLOCK = 10_000  # default of data.mixture_block: number of sequences in a block, within which shares are exact
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Weights that hold for a number of samples; `samples` is None for a stage without an end."""
+    """A stage of the data curriculum: the weight of each source during `samples` samples.
+
+    `samples` is None if the stage lasts to the end of the run.
+    """
 
     weights: tuple[Fraction, ...]
     samples: int | None = None
@@ -26,10 +30,11 @@ class Phase:
     """A range of samples in which every block has the same number of samples of each source.
 
     Attributes:
-        start, stop: range of sample numbers of the run; `stop` is None without an end.
-        counts: samples of each source in one block. Their sum, the block size, divides the range.
-        before: samples of each source in all earlier phases.
-        stage: index of the curriculum's stage.
+        start, stop: range of the run's sample numbers (`stop` exclusive); `stop` is None if the phase has no end.
+        counts: number of samples of each source in one block. The sum of `counts`, which is the block size, divides the
+            size of the range.
+        before: number of samples of each source in all earlier phases.
+        stage: index of the curriculum's stage to which the phase belongs.
     """
 
     start: int
@@ -40,22 +45,24 @@ class Phase:
 
     @property
     def block(self) -> int:
-        """Samples in one block."""
+        """The block size: number of samples in one block."""
         return sum(self.counts)
 
 
 def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = BLOCK) -> list[Phase]:
-    """Returns the phases of a run from its first sample on. They do not depend on the length of the run.
+    """Returns the phases of a run, from its first sample on. The phases do not depend on the length of the run.
 
-    Every block holds the largest-remainder share of each source. A block in which a source would exceed its limit ends
-    where that source is exhausted. From then on, the other sources replace it in proportion to their weights. The last
-    block of a stage is truncated to the stage's length.
+    Every block contains each source's share of samples, rounded by largest remainders. A block in which a source would
+    exceed its limit ends where that source is exhausted. After that, the other sources replace the exhausted source in
+    proportion to their weights. The last block of a stage is truncated to the stage's length.
 
     Args:
-        limits: maximum number of samples of each source, or None.
+        limits: maximum number of samples of each source; None for a source without a limit.
+        block: number of samples in a complete block.
 
     Returns:
-        Contiguous phases. If the last one has a `stop`, all sources of its stage (or of the next) are exhausted.
+        Contiguous phases. If the last phase has a `stop`, all sources of its stage (or of the next stage) are
+        exhausted there.
     """
     result: list[Phase] = []
     used = [0] * len(limits)
@@ -81,7 +88,7 @@ def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = B
 
 
 def _block_counts(size: int, weights: Sequence[Fraction], left: Sequence[int | None]) -> list[int]:
-    """Returns the samples of each source in a block of `size`, or in a shorter block if a source has too few left.
+    """Returns the number of samples of each source in a block of `size` samples, or fewer if a source has too few left.
 
     The shorter block ends where the first source is exhausted, so the weights hold as long as possible.
     """
@@ -104,7 +111,10 @@ def _block_counts(size: int, weights: Sequence[Fraction], left: Sequence[int | N
 
 
 def largest_remainders(size: int, weights: Sequence[Fraction | int]) -> list[int]:
-    """Splits `size` in proportion to `weights`: rounds down, and adds the rest to the largest remainders."""
+    """Splits `size` into integers in proportion to `weights`.
+
+    Rounds each quota down, then adds 1 to the quotas with the largest remainders until the sum is `size`.
+    """
     total = sum(weights)
     quotas = [Fraction(size) * weight / total for weight in weights]
     counts = [int(quota) for quota in quotas]
@@ -115,39 +125,47 @@ def largest_remainders(size: int, weights: Sequence[Fraction | int]) -> list[int
 
 
 def decimal_fraction(number: float) -> Fraction:
-    """Converts a number as it is written in decimal: 0.7 is exactly 7/10."""
+    """Returns the exact fraction of the number's decimal notation: 0.7 becomes 7/10."""
     return Fraction(repr(number))
 
 
 def temperature_weights(sizes: Sequence[int], temperature: float) -> tuple[Fraction, ...]:
-    """Returns weights proportional to size^(1 / temperature): 1 weights by size, a high temperature uniformly."""
+    """Returns a weight for each source, proportional to size^(1 / temperature).
+
+    A temperature of 1 gives weights proportional to the sizes; a high temperature gives nearly equal weights.
+    """
     largest = max(sizes)
     return tuple(decimal_fraction(round((size / largest) ** (1 / temperature), 15)) for size in sizes)
 
 
 def find_empty_share(stages: Sequence[Stage], block: int) -> tuple[int, int, str] | None:
-    """Finds a source with a weight but without a sample in a block.
+    """Finds a source whose weight is above 0 but too small for a sample in each block.
 
     Returns:
-        Index of the stage, index of the source, and the end of the message about it; None if there is no such source.
+        Index of the stage, index of the source, and the error message without its beginning "<source> has";
+        None if there is no such source.
     """
     for number, stage in enumerate(stages):
         counts = largest_remainders(block, stage.weights)
         for source, (weight, count) in enumerate(zip(stage.weights, counts, strict=True)):
             if weight > 0 and count == 0:
                 share = float(weight / sum(stage.weights))
-                problem = f"a share of {share:.2g}, less than 1 of the {block:,} sequences over which shares are exact"
+                problem = f"a share of {share:.2g}, less than 1 sequence in each block of {block:,} sequences"
                 remedy = f"raise its weight, or set data.mixture_block above {int(1 / share):,}"
                 return number, source, f"{problem}; {remedy}"
     return None
 
 
 def shortfall(run_phases: Sequence[Phase], samples: int, length: int) -> str | None:
-    """Returns an error message if the limits of the sources do not allow a run of `samples`, else None."""
+    """Returns an error message if a run of `samples` samples exceeds the limits of the sources, else None.
+
+    Args:
+        length: number of tokens per sample.
+    """
     end = run_phases[-1].stop if run_phases else 0
     if end is None or samples <= end:
         return None
     return (
-        f"the run has {samples * length:,} tokens, but max_epochs lets the sources give {end * length:,}; "
+        f"the run needs {samples * length:,} tokens, but max_epochs limits the sources to {end * length:,} tokens; "
         "raise max_epochs, shorten the run or add data"
     )

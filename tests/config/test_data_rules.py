@@ -262,7 +262,7 @@ def test_limits_that_the_run_passes_are_told():
     load(text, data=True)  # 9 x 16 = 144 of 50 + 100
     found = one(text, "training.steps=10", data=True)
     assert shows(found, "run.yaml:4: data.train[0].max_epochs: ... 10,240 tokens ... max_epochs ... raise max_epochs")
-    assert shows(found, "9,600; raise max_epochs")
+    assert shows(found, "9,600 tokens; raise max_epochs")
 
 
 def test_a_list_without_weights_has_epochs():

@@ -34,7 +34,7 @@ def change(path, offset, form, value):
 
 IDX = 34  # where its lengths begin; then 4 bytes a length, 8 an offset, 8 a boundary
 DAMAGE = {
-    "a flipped bit": (lambda s: change(s / "tokens.bin", 4, "<H", 3), "tokens.bin: its bytes are not"),
+    "a flipped bit": (lambda s: change(s / "tokens.bin", 4, "<H", 3), "tokens.bin: its bytes were changed"),
     "an id outside": (
         lambda s: change(s / "tokens.bin", 16, "<H", 700),
         "document 2, token 1 is 700, outside the vocab",
@@ -47,8 +47,11 @@ DAMAGE = {
     "an offset": (lambda s: change(s / "tokens.idx", IDX + 24 + 8, "<q", 2), "document 1: its offset"),
     "a boundary": (lambda s: change(s / "tokens.idx", IDX + 24 + 48 + 16, "<q", 9), "document 2: its boundary"),
     "a mask of twos": (lambda s: change(s / "loss_mask.bin", 8, "B", 2), "document 2, token 1 is neither 0 nor 1"),
-    "a mask bit": (lambda s: change(s / "loss_mask.bin", 0, "B", 0), "loss_mask.bin: its bytes are not"),
-    "a cut file": (lambda s: (s / "tokens.bin").write_bytes(b"12"), "tokens.bin: damaged: 2 bytes instead of 128"),
+    "a mask bit": (lambda s: change(s / "loss_mask.bin", 0, "B", 0), "loss_mask.bin: its bytes were changed"),
+    "a cut file": (
+        lambda s: (s / "tokens.bin").write_bytes(b"12"),
+        "tokens.bin: damaged: it has 2 bytes instead",
+    ),
 }
 
 
@@ -73,7 +76,7 @@ def test_wrong_totals_and_several_stores(tmp_path, capsys):
         write_store_json(tmp_path / name, content | {"empty_documents": empty})
     assert main(["data", "verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     said = capsys.readouterr()
-    assert "empty_documents is 4, but there are 1" in said.err
+    assert "empty_documents is 4, but the store has 1 empty document" in said.err
     assert "a: every byte" in said.out
     assert main(["data", "verify", str(tmp_path / "none")]) == 2
     assert "no such token store" in capsys.readouterr().err
@@ -114,7 +117,7 @@ def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_told(
     shutil.copytree(packed, store)
     (store / "rejects.jsonl").unlink()
     assert main(["data", "verify", str(store)]) == 2
-    assert "rejects.jsonl: is missing; store.json has its digest" in capsys.readouterr().err
+    assert "rejects.jsonl: is missing, but store.json has its digest" in capsys.readouterr().err
     (store / "rejects.jsonl").write_bytes((packed / "rejects.jsonl").read_bytes())
     (store / "duplicates.jsonl").write_text("{}\n")
     assert any("duplicates.jsonl: exists" in line for line in verify(store))
@@ -124,8 +127,8 @@ def test_files_that_are_gone_or_too_many_and_totals_that_do_not_add_up_are_told(
     content["sources"][0]["documents"] = 7
     write_store_json(store, content)  # a digest that is right
     told = "\n".join(verify(store))
-    assert "rejected is 5, but its sources have 2" in told
-    assert "documents is 2, but its sources have 7" in told
+    assert "rejected is 5, but the sum over its sources is 2" in told
+    assert "documents is 2, but the sum over its sources is 7" in told
 
 
 def test_of_a_store_without_digests_it_is_said_what_was_not_looked_at(tmp_path, packed, capsys):
@@ -136,7 +139,7 @@ def test_of_a_store_without_digests_it_is_said_what_was_not_looked_at(tmp_path, 
     (store / "store.json").write_text(json.dumps(content))
     assert main(["data", "verify", str(store)]) == 0
     said = capsys.readouterr()
-    assert "store.json: has no digest of its own: its numbers were not checked" in said.err
+    assert "store.json: has no digest of its content, so its numbers were not checked" in said.err
     assert "every byte of the tokens is as it was written" in said.out
 
 

@@ -1,7 +1,8 @@
-"""Megatron's indexed dataset (`.bin` and `.idx`, magic MMIDIDX), which Megatron and NeMo also read and write.
+"""Reads and writes Megatron's indexed dataset (`.bin` and `.idx`, magic MMIDIDX), the format of Megatron and NeMo.
 
 `.idx`, little-endian: 9 bytes magic, uint64 version 1, uint8 dtype code, uint64 number of sequences, uint64 number of
-document boundaries, then int32 lengths, int64 byte offsets, int64 document boundaries. `.bin`: the concatenated tokens.
+document boundaries, then int32 lengths, int64 byte offsets, int64 document boundaries. `.bin`: the concatenated token
+ids.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.errors import UserError
 from weft.headers import DTYPE_NAMES, HEADER, MAGIC
 
 CODES = {np.dtype(name): code for code, name in DTYPE_NAMES.items()}
-# Limits of what is in memory at once. Even, so that a block never splits a preference pair.
+# Maximum tokens and documents in memory at a time. Even numbers, so that a block never splits a preference pair.
 BLOCK_TOKENS, BLOCK_DOCUMENTS = 1 << 22, 1 << 18
 
 
@@ -28,16 +29,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes documents in batches; `finish` writes the index.
+    """Writes an indexed dataset: `add` appends documents to the `.bin`, and `finish` writes the `.idx`.
 
-    Memory does not grow with the documents: their lengths are kept in a temporary file (`.lengths`).
+    Memory does not grow with the number of documents, because their lengths are written to a temporary file
+    (`.lengths`).
 
     Args:
-        mask: also write `loss_mask.bin`, one byte a token: 1 for tokens that are trained on.
+        prefix: path of both files without `.bin` and `.idx`.
+        mask: whether to write `loss_mask.bin` too, one byte per token: 1 for tokens that are trained on.
 
     Attributes:
-        documents, tokens: written so far.
-        empty: documents so far that have no token except an end-of-document token.
+        documents, tokens: number of documents and of tokens written so far.
+        empty: number of documents written so far that have no token except an end-of-document token.
     """
 
     def __init__(self, prefix: Path, dtype: Any, *, mask: bool = False):
@@ -53,25 +56,28 @@ class IndexedWriter:
         """Appends documents.
 
         Args:
-            tokens: concatenated ids of the documents; may be a memory map of any size.
-            lengths: tokens of each document; their sum is `len(tokens)`.
-            mask: bool or uint8 `[len(tokens)]`; required if and only if the writer was created with `mask`.
+            tokens: concatenated ids of the documents; can be a memory map of any size.
+            lengths: number of tokens of each document; their sum is `len(tokens)`.
+            mask: loss mask, bool or uint8 `[len(tokens)]`; required if and only if the writer was created with `mask`.
 
         Raises:
-            UserError: an id does not fit the dtype, or a document is longer than the format's 2^31 - 1 tokens.
+            UserError: an id does not fit into the dtype, or a document exceeds the format's 2^31 - 1 tokens.
         """
         lengths = np.asarray(lengths)
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(
                 f"document {self.documents + int(lengths.argmax()):,} has {int(lengths.max()):,} tokens, more than the "
-                "2,147,483,647 that the format can hold; split it"
+                "2,147,483,647 that the format allows; split the document"
             )
         for start in range(0, len(tokens), BLOCK_TOKENS):
             block = tokens[start : start + BLOCK_TOKENS]
             if block.dtype != self.dtype:
                 for id in (int(block.max()), int(block.min())):
                     if not self.range.min <= id <= self.range.max:
-                        raise UserError(f"token id {id} does not fit into {self.dtype}; the tokenizer is inconsistent")
+                        raise UserError(
+                            f"token id {id} does not fit into {self.dtype}, the dtype for this size of vocabulary; "
+                            "check the tokenizer"
+                        )
             _append(self.file, self._digest, block, self.dtype)
         if self.mask_file is not None:
             assert mask is not None
@@ -84,7 +90,7 @@ class IndexedWriter:
         self.empty += int(np.count_nonzero(lengths <= 1))
 
     def finish(self) -> dict[str, Any]:
-        """Closes the `.bin` and writes the `.idx`. Returns counts and digests, which are fields of `StoreInfo`."""
+        """Closes the `.bin` and writes the `.idx`. Returns fields of `StoreInfo`: dtype, counts and digests."""
         self.file.close()
         if self.mask_file is not None:
             self.mask_file.close()
@@ -103,11 +109,11 @@ class IndexedWriter:
 
 
 def write_index(path: Path, dtype: Any, lengths_file: Path) -> str:
-    """Writes an `.idx` in blocks, in bounded memory, and returns its sha256.
+    """Writes an `.idx` in blocks, with bounded memory, and returns its sha256.
 
     Args:
-        dtype: of the tokens in the `.bin`.
-        lengths_file: tokens of each document, int32.
+        dtype: dtype of the token ids in the `.bin`.
+        lengths_file: file of int32 numbers, the number of tokens of each document.
     """
     dtype, digest = np.dtype(dtype), hashlib.sha256()
     documents = lengths_file.stat().st_size // 4
@@ -143,7 +149,7 @@ def _append(file, digest, array: np.ndarray, dtype: np.dtype) -> None:
 
 
 def map_file(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray:
-    """Returns a read-only memory map `[count]`."""
+    """Maps `count` numbers of a file, from the byte `offset` on, to a read-only array `[count]`."""
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     # A plain array: slicing a `memmap` creates another `memmap`, which takes three times as long.
@@ -151,7 +157,7 @@ def map_file(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray:
 
 
 def release_pages(*arrays: np.ndarray | None) -> None:
-    """Frees the pages of memory maps that have been read, so that a pass over a large file needs little memory."""
+    """Frees the memory of the pages that were read from memory maps; other arrays and None are ignored."""
     for array in arrays:
         while array is not None and not isinstance(array, np.memmap):
             array = array.base if isinstance(array, np.ndarray) else None
@@ -162,11 +168,12 @@ def release_pages(*arrays: np.ndarray | None) -> None:
 def document_blocks(lengths: np.ndarray, step: int = 1) -> Iterator[tuple[int, int, int, int]]:
     """Splits documents into consecutive blocks. Yields (first document, end document, first token, end token).
 
-    A block has at most `BLOCK_DOCUMENTS` documents, and more than `BLOCK_TOKENS` tokens only if it is a single item.
+    The ends are exclusive. A block has at most `BLOCK_DOCUMENTS` documents, and more than `BLOCK_TOKENS` tokens only if
+    the block is a single item.
 
     Args:
-        lengths: tokens of each document.
-        step: documents per item, which is never split: 2 for preference pairs.
+        lengths: number of tokens of each document.
+        step: number of documents per item, which is never split: 2 for preference pairs.
     """
     token = 0
     for start in range(0, len(lengths), BLOCK_DOCUMENTS):

@@ -1,4 +1,4 @@
-"""The token store: a Megatron indexed dataset and a `store.json` that describes its tokens."""
+"""Opens token stores. A token store is a folder with a Megatron indexed dataset and its description, `store.json`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.headers import HEADER, read_store_header
 
 
 class PartialFile(BaseModel):
-    """A shard's first or last file, if the shard has only some of its units.
+    """The part of an input file that one shard packed, for a file that is split between shards.
 
     Attributes:
-        before, after: whether the previous or the next shard has other units of the file.
-        digests: of this shard's units.
+        before, after: whether earlier or later units of the file are in the previous or the next shard.
+        digests: digests of the file's units in this shard.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -29,12 +29,15 @@ class PartialFile(BaseModel):
 
 
 class SourceFile(BaseModel):
-    """One input file.
+    """An input file of a store.
 
     Attributes:
-        size: in bytes.
-        sha256: of the file; of a file read in several units, of the units' digests.
-        skipped: why the file was skipped, if it is not text.
+        size: size of the file in bytes.
+        sha256: digest of the file's bytes, or of its units' digests if the file was read in several units.
+        documents: number of documents packed from the file.
+        rejected: number of rejected documents of the file.
+        skipped: reason for which the file was skipped (such as that it is not text); None if it was read.
+        cut: which part of the file this shard packed; None if the shard packed the complete file.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -48,19 +51,24 @@ class SourceFile(BaseModel):
 
 
 class StoreInfo(BaseModel):
-    """`store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
+    """Content of `store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
 
-    The file also has digests that only `weft data verify` reads: of itself, the rejects and the duplicates.
+    The file also contains digests that only `weft data verify` reads: those of `store.json` itself, of the rejected
+    documents and of the duplicates.
 
     Attributes:
-        tokenizer_digest: None for a store converted from an external format without naming the tokenizer.
-        bytes: of the documents' text in UTF-8, without end-of-document tokens; None if not counted.
-        empty_documents: packed documents without text.
-        blank_lines: blank lines of JSON Lines files, which are not documents.
-        rejected: reason -> count.
-        notes: change made to packed documents, such as truncation -> count.
-        kind: of each document: text, a conversation with a loss mask, or alternately a chosen and a rejected answer.
-        mask_sha256: of `loss_mask.bin`, if there is one.
+        kind: content of the documents: plain text, conversations with a loss mask, or preferences, in which a document
+            with the chosen answer alternates with one with the rejected answer.
+        tokenizer_digest: digest of the tokenizer; None if the store was converted without naming a tokenizer.
+        documents, tokens: number of documents and of tokens in the store.
+        bytes: UTF-8 size of the documents' text, without end-of-document tokens; None if the bytes were not counted.
+        empty_documents: number of packed documents without text.
+        blank_lines: number of blank lines in JSON Lines files, which are not documents.
+        rejected: number of rejected documents by reason.
+        skipped_files: number of skipped files by reason.
+        notes: number of changed documents by kind of change, such as truncation.
+        bin_sha256, idx_sha256, mask_sha256: digests of `tokens.bin`, `tokens.idx` and `loss_mask.bin`; `mask_sha256` is
+            None if the store has no loss mask.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -85,25 +93,26 @@ class StoreInfo(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Digest of the tokens, recorded in a run's manifest."""
+        """The digest of the tokens, which a run's manifest records."""
         return self.bin_sha256
 
     @property
     def item_documents(self) -> int:
-        """Documents per item. An item is never split: 2 for preferences (chosen and rejected), else 1."""
+        """Number of documents per item, which is never split: 2 for preferences (chosen and rejected), else 1."""
         return 2 if self.kind == "preferences" else 1
 
 
 class TokenStore:
-    """A token store opened for reading. Opening reads only headers, so its time does not depend on the size.
+    """A token store opened for reading. Opening reads only headers, so it is fast for stores of any size.
 
     Attributes:
         tokens: all tokens `[num_tokens]`, a memory map.
-        lengths, offsets: tokens and first byte of each document `[num_documents]`, memory maps.
-        loss_mask: uint8 `[num_tokens]`, 1 for tokens that are trained on; None if all are.
+        lengths: number of tokens of each document `[num_documents]`, a memory map.
+        offsets: byte offset of each document in `tokens.bin` `[num_documents]`, a memory map.
+        loss_mask: uint8 `[num_tokens]`, 1 for tokens that are trained on; None if all tokens are trained on.
 
     Raises:
-        UserError: not a token store, or a damaged one.
+        UserError: the folder is not a token store, or the store is damaged.
     """
 
     def __init__(self, path: str | Path):
@@ -139,4 +148,4 @@ class TokenStore:
 def _check_size(file: Path, expected: int) -> None:
     size = file.stat().st_size if file.exists() else 0
     if size != expected:
-        raise UserError(f"damaged: {size:,} bytes instead of {expected:,}; pack the store again", file)
+        raise UserError(f"damaged: it has {size:,} bytes instead of {expected:,}; pack the store again", file)

@@ -1,4 +1,4 @@
-"""Writes `store.json` with a digest of its own content, so that any change to it is detected."""
+"""Writes `store.json`, with a digest of its content so that any change of the file is detected."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Key of store.json -> the file of which it is the digest. The first key is always present, null without the file.
+# Key of store.json -> name of the file whose digest it is. The first key is always present; null if there is no file.
 FILE_DIGESTS = {"rejects_sha256": "rejects.jsonl", "duplicates_sha256": "duplicates.jsonl"}
 
 
 def write_store_json(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Writes `store.json`, the last of a store's files.
+    """Adds digests to `content` and writes it as `store.json`. All other files of the store must exist already.
 
     Args:
-        content: without the digests of `rejects.jsonl`, `duplicates.jsonl` and the content itself.
+        content: keys and values of `store.json`, without the digests that this function adds.
 
     Returns:
-        The content with these digests.
+        The content with the digests of `rejects.jsonl`, of `duplicates.jsonl` and of the content itself.
     """
     content = {key: value for key, value in content.items() if key not in FILE_DIGESTS and key != "digest"}
     for key, name in FILE_DIGESTS.items():
@@ -31,7 +31,7 @@ def write_store_json(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_bytes(content: dict[str, Any]) -> bytes:
-    """Returns the bytes of a `store.json` with this content."""
+    """Serializes the content of a `store.json`."""
     return (json.dumps(content, indent=1) + "\n").encode()
 
 

@@ -1,4 +1,4 @@
-"""Detects the format of a token store and opens it."""
+"""Detects the format of a token store, and opens stores in external formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def detect_format(path: Path) -> str:
     """Returns the format of a token store, from the names and first bytes of its files.
 
     Raises:
-        UserError: no such store, or an unknown format.
+        UserError: the path does not exist, or the format is unknown.
     """
     if path.is_dir():
         if (path / "store.json").exists():
@@ -34,10 +34,9 @@ def detect_format(path: Path) -> str:
     elif path.suffix == ".bin" and path.exists():
         return "nanogpt"
     elif not path.exists():
-        raise UserError("no such store", path)
+        raise UserError("no such token store; check the path", path)
     raise UserError(
-        "unknown format of a token store (known are weft, megatron, nanogpt, pbin, litdata, mds); state it: "
-        "--from FORMAT",
+        "unknown token store format; set it with --from, to one of weft, megatron, nanogpt, pbin, litdata and mds",
         path,
     )
 
@@ -53,15 +52,16 @@ def _is_index(path: Path) -> bool:
 def open_external_store(
     path: Path, format: str | None = None, *, dtype: str | None = None, field: str | None = None
 ) -> ExternalStore:
-    """Opens a token store. Never executes anything from its files.
+    """Opens a token store of any format. Never executes code from the store's files.
 
     Args:
-        format: `weft`, `megatron`, `nanogpt`, `pbin`, `litdata` or `mds`; default: detected.
-        dtype: of the ids, for formats that do not record it (nanoGPT, default uint16; byte columns of MDS).
-        field: the column of the ids (MDS).
+        format: `weft`, `megatron`, `nanogpt`, `pbin`, `litdata` or `mds`; detected if None.
+        dtype: dtype of the ids, for files that do not record the dtype: nanoGPT (default uint16) and byte columns of
+            MDS (required).
+        field: name of the column that contains the ids (MDS only).
 
     Raises:
-        UserError: not a store of this format, or a damaged one.
+        UserError: the files are not a store of this format, or the store is damaged.
     """
     format = format or detect_format(path)
     if format in ("weft", "megatron"):

@@ -1,4 +1,4 @@
-"""A token store of another tool, opened for reading."""
+"""Defines `ExternalStore`, the common view of the token stores of other tools."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ class ExternalStore:
     """A token store in an external format, opened for reading.
 
     Attributes:
-        path: the file that errors refer to.
-        tokens: number of tokens; -1 if it is unknown before reading.
+        format: name of the format, such as `megatron`.
+        path: file that error messages name.
+        tokens: number of tokens; -1 if the number is unknown before the data is read.
         documents: number of documents; None for a stream of tokens without document boundaries.
-        largest: the largest id that the dtype can hold.
-        blocks: yields the documents in order. For a stream, yields slices of it with empty lengths.
+        largest: the largest id that the dtype can represent.
+        blocks: function that yields the documents in order, in blocks. A stream is yielded in slices, with empty arrays
+            of lengths.
     """
 
     format: str

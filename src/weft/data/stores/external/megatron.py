@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets with any integer dtype and with documents of several sequences."""
+"""Reads Megatron's indexed datasets, with any integer dtype and with documents of several sequences."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from weft.headers import DTYPE_NAMES, FLOAT_CODES, HEADER, read_megatron_index
 
 
 def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
-    """Opens `path`: the prefix, either file, or a folder with one pair of files. Joins a document's sequences.
+    """Opens an indexed dataset. The sequences of a document are joined.
+
+    Args:
+        path: the `.bin` or `.idx` file, their common prefix, or a folder with one pair of these files.
+        format: name of the format in the result: `megatron` or `weft`.
 
     Raises:
-        UserError: no such files, floats in place of ids, or an index that does not match the tokens.
+        UserError: a file is missing, the values are floats, or the index does not match the tokens.
     """
     prefix = find_prefix(path)
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     header = read_megatron_index(index)
     if header.code in FLOAT_CODES:
-        raise UserError(f"holds {DTYPE_NAMES[header.code]} numbers, not token ids", index)
+        raise UserError(f"the dtype is {DTYPE_NAMES[header.code]}, but token ids are integers; check the path", index)
     dtype, count = np.dtype(DTYPE_NAMES[header.code]), header.sequences
     lengths = map_file(index, np.int32, HEADER.size, count)
     offsets = map_file(index, np.int64, HEADER.size + 4 * count, count)
@@ -31,7 +35,10 @@ def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
     total = _count_tokens(index, lengths, offsets, boundaries, dtype.itemsize)
     size = data.stat().st_size if data.exists() else 0
     if size != total * dtype.itemsize:
-        raise UserError(f"damaged: {size:,} bytes, but its index implies {total * dtype.itemsize:,}", data)
+        raise UserError(
+            f"damaged: it has {size:,} bytes, but its index implies {total * dtype.itemsize:,}; copy both files again",
+            data,
+        )
     tokens = map_file(data, dtype, 0, total)
     sizes = _DocumentSizes(offsets, boundaries, total, dtype.itemsize)
 
@@ -44,17 +51,23 @@ def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
 
 
 def find_prefix(path: Path) -> Path:
-    """Returns the common prefix of the `.bin` and `.idx` file."""
+    """Returns the common prefix of a `.bin` and an `.idx` file.
+
+    Raises:
+        UserError: a folder does not contain exactly one `.idx` file.
+    """
     if path.is_dir():
         found = sorted(file for file in path.glob("*.idx") if file.is_file())
         if len(found) != 1:
-            raise UserError(f"{len(found)} .idx files in this folder; name one of them", path)
+            raise UserError(
+                f"expected one .idx file in this folder, found {len(found)}; give the path of the file", path
+            )
         path = found[0]
     return path.with_suffix("") if path.suffix in (".bin", ".idx") and not Path(f"{path}.idx").exists() else path
 
 
 class _DocumentSizes:
-    """Tokens of each document, computed on access: `sizes[a:b]` is an int64 array."""
+    """The number of tokens of each document, computed on access: `sizes[a:b]` is an int64 array."""
 
     def __init__(self, offsets: np.ndarray, boundaries: np.ndarray, total: int, itemsize: int):
         self.offsets, self.boundaries, self.end, self.itemsize = offsets, boundaries, total * itemsize, itemsize
@@ -72,21 +85,26 @@ class _DocumentSizes:
 
 
 def _count_tokens(index: Path, lengths, offsets, boundaries, itemsize: int) -> int:
-    """Returns the number of tokens. Raises UserError if sequences or document boundaries are not contiguous."""
+    """Returns the number of tokens. Raises UserError if the sequences or the document boundaries are not contiguous."""
     count, end, edge = len(lengths), 0, 0
     for start in range(0, count, BLOCK_DOCUMENTS):
         block = np.array(lengths[start : start + BLOCK_DOCUMENTS], np.int64)
         ends = end + np.cumsum(block) * itemsize
         wrong = np.flatnonzero((offsets[start : start + BLOCK_DOCUMENTS] != ends - block * itemsize) | (block < 0))
         if len(wrong):
-            raise UserError(f"sequence {start + int(wrong[0]):,} does not begin at the end of the previous one", index)
+            raise UserError(
+                f"damaged: sequence {start + int(wrong[0]):,} does not begin at the previous one's end; copy it again",
+                index,
+            )
         end = int(ends[-1])
     for start in range(0, len(boundaries), BLOCK_DOCUMENTS):
         block = np.concatenate([[edge], boundaries[start : start + BLOCK_DOCUMENTS]])
         if (np.diff(block) < 0).any():
-            raise UserError(f"damaged: the document boundaries after number {start:,} decrease", index)
+            raise UserError(f"damaged: the document boundaries after number {start:,} decrease; copy it again", index)
         edge = int(block[-1])
     if (len(boundaries) and int(boundaries[0]) != 0) or edge != count:
-        raise UserError(f"damaged: its documents have {edge:,} sequences in total, but there are {count:,}", index)
+        raise UserError(
+            f"damaged: the documents have {edge:,} sequences, but the header counts {count:,}; copy it again", index
+        )
     release_pages(lengths, offsets, boundaries)
     return end // itemsize

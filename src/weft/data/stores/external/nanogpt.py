@@ -1,4 +1,4 @@
-"""nanoGPT's `.bin`: a stream of token ids without a header. Only end-of-document tokens separate documents."""
+"""Opens nanoGPT's `.bin`: a stream of token ids without a header. Only end-of-document tokens separate documents."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from weft.errors import UserError
 
 
 def open_nanogpt(path: Path, dtype: str = "uint16") -> ExternalStore:
-    """Opens a stream of ids of this dtype.
+    """Opens a file of token ids of the given dtype.
 
     Raises:
-        UserError: no such file, or its size is not a multiple of the id size.
+        UserError: the file is missing, the dtype is invalid, or the file size is not a multiple of the dtype's size.
     """
     if not path.is_file():
-        raise UserError("no such file", path)
+        raise UserError("no such file; check the path", path)
     kind = id_dtype(dtype)
     size = path.stat().st_size
     if size % kind.itemsize:
-        raise UserError(f"{size:,} bytes are not a multiple of the size of a {kind} id; state the type: --dtype", path)
+        raise UserError(
+            f"its {size:,} bytes are not a multiple of the size of {kind}; set the dtype of the ids with --dtype", path
+        )
     tokens = map_file(path, kind, 0, size // kind.itemsize)
 
     def blocks() -> Iterator[Documents]:
@@ -35,11 +37,11 @@ def open_nanogpt(path: Path, dtype: str = "uint16") -> ExternalStore:
 
 
 def id_dtype(name: str) -> np.dtype:
-    """Returns the little-endian integer dtype of this name.
+    """Returns the little-endian integer dtype with this name.
 
     Raises:
-        UserError: not an integer type.
+        UserError: the name is not that of an integer dtype.
     """
     if name not in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
-        raise UserError(f"dtype {name}: ids are int8 to int64 or uint8 to uint64")
+        raise UserError(f"dtype {name}: not a dtype of token ids; use one of int8 to int64 or uint8 to uint64")
     return np.dtype(name).newbyteorder("<")

@@ -1,7 +1,8 @@
-"""Modalities' `.pbin`: 8 bytes length of the data, 4 bytes size of a token (both little-endian), the data, and a
-pickled list of (offset, length) in bytes, one tuple per document.
+"""Reads Modalities' `.pbin`, and writes its index.
 
-A pickle is a program. The reader accepts only lists, tuples and numbers, and refuses any global name.
+The file contains the length of the data in bytes (8 bytes), the size of a token in bytes (4 bytes; both numbers are
+little-endian), the data, and a pickled list with one tuple (offset, length) in bytes per document. Because unpickling
+can execute code, the reader accepts only lists, tuples and numbers, and refuses every global name.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ HEAD = 12
 
 
 def open_pbin(path: Path) -> ExternalStore:
-    """Opens a `.pbin`. Reads its index into memory: about 150 bytes a document while reading, then 16.
+    """Opens a `.pbin` and reads its index into memory: about 150 bytes per document while reading, then 16.
 
     Raises:
-        UserError: not a `.pbin`, a damaged one, or an index that is not a list of pairs of numbers.
+        UserError: the file is not a `.pbin`, is damaged, or has an index that is not a list of pairs of integers.
     """
     try:
         with open(path, "rb") as file:
@@ -32,15 +33,18 @@ def open_pbin(path: Path) -> ExternalStore:
             length, width = int.from_bytes(head[:8], "little"), int.from_bytes(head[8:], "little")
             size = path.stat().st_size
             if len(head) < HEAD or width not in (1, 2, 4) or HEAD + length >= size:
-                raise UserError("not a .pbin file, or a truncated one: its header does not match its size", path)
+                raise UserError(
+                    "not a .pbin file, or truncated: its header does not match its size; check it, or copy it again",
+                    path,
+                )
             file.seek(HEAD + length)
             index = read_pairs(file, path)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from None
+        raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", path) from None
     offsets, lengths = index[:, 0], index[:, 1]
     wrong = (offsets < 0) | (lengths < 0) | (offsets + lengths > length) | ((offsets | lengths) % width != 0)
     if wrong.any():
-        raise UserError(f"document {int(wrong.argmax()):,} lies outside the data; the file is damaged", path)
+        raise UserError(f"damaged: document {int(wrong.argmax()):,} lies outside the data; copy the file again", path)
     dtype = np.dtype(f"<u{width}")
     tokens = map_file(path, dtype, HEAD, length // width)
     # Documents are usually contiguous; otherwise they are copied one by one.
@@ -61,17 +65,17 @@ def open_pbin(path: Path) -> ExternalStore:
 
 
 class _PlainValues(pickle.Unpickler):
-    """Unpickles lists, tuples and numbers; raises UnpicklingError for anything that would be imported or called."""
+    """An unpickler of lists, tuples and numbers. Raises UnpicklingError for names that would be imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"the name {module}.{name}")
 
 
 def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
-    """Reads a pickled list of pairs of integers, int64 `[pairs, 2]`, without executing anything.
+    """Reads a pickled list of pairs of integers, without executing code, as int64 `[pairs, 2]`.
 
     Raises:
-        UserError: the pickle is anything else.
+        UserError: the pickle is truncated, or its content is not a list of pairs of integers.
     """
     try:
         pairs = _PlainValues(file).load()
@@ -81,16 +85,22 @@ def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
             raise ValueError("pairs of values that are not integers")
         return np.array(pairs, np.int64).reshape(-1, 2)
     except EOFError:
-        raise UserError("its index is truncated; the file is damaged", path) from None
+        raise UserError("damaged: its index is truncated; copy the file again", path) from None
     except Exception as error:  # a damaged pickle may raise any
         found = str(error) or "unreadable data"
-        raise UserError(f"its index is not a list of (offset, length): it has {found}; refused", path) from None
+        raise UserError(
+            f"refused: its index is not a list of (offset, length), but has {found}; write the file again", path
+        ) from None
 
 
 def write_pairs(file: BinaryIO, lengths: Iterator[np.ndarray]) -> None:
-    """Writes blocks of document lengths (int64, in bytes) as Modalities' pickled list of (offset, length).
+    """Writes Modalities' pickled list of (offset, length), in bytes.
 
-    Each number is a LONG1 of 8 bytes and each pair a TUPLE2, so records have a fixed size and the index is streamed.
+    Each number is a LONG1 of 8 bytes and each pair a TUPLE2. So all pairs have the same size, and the list is written
+    block by block.
+
+    Args:
+        lengths: blocks of the documents' lengths in bytes, int64.
     """
     number = [("code", "S1"), ("size", "u1"), ("value", "<i8")]
     record = np.dtype([("offset", number), ("length", number), ("tuple", "S1")])

@@ -1,7 +1,7 @@
-"""LitData and MosaicML (MDS) folders: an `index.json` and shards of samples, each shard with a table of offsets.
+"""Reads LitData and MosaicML (MDS) folders: an `index.json`, and shards of samples.
 
-In both formats a shard begins with the number of samples (uint32) and their offsets (uint32 `[samples + 1]`). A shard
-may be compressed with zstd. Pickled columns are refused.
+In both formats a shard begins with the number of samples (uint32) and the samples' offsets (uint32 `[samples + 1]`).
+Shards can be compressed with zstd. Pickled columns are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_litdata(path: Path) -> ExternalStore:
     """Opens a folder that `litdata.optimize` wrote with `TokensLoader`. Each item is a document.
 
     Raises:
-        UserError: a LitData folder without token chunks, or a damaged one.
+        UserError: the folder does not contain chunks of tokens, or is damaged.
     """
     index = path / "index.json"
     content = read_json(index)
@@ -39,17 +39,20 @@ def open_litdata(path: Path) -> ExternalStore:
         config, chunks = content["config"], content["chunks"]
         formats, compression = config["data_format"], config.get("compression")
         if config.get("encryption") or config.get("compression_level") not in (None, "chunk"):
-            raise UserError("encrypted, or compressed per sample, which is not supported; write it without", index)
+            raise UserError("encryption and compression per sample are not supported; write the chunks without", index)
         kind, _, number = formats[0].partition(":")
         tables = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
         if len(formats) != 1 or kind not in tables or int(number) not in tables[kind]:
-            raise UserError(f"holds {', '.join(formats)}, not one array of token ids per item", index)
+            raise UserError(
+                f"expected one array of token ids per item, found {', '.join(formats)}; write it with TokensLoader",
+                index,
+            )
         dtype = np.dtype(tables[kind][int(number)])
         counts = [int(chunk["chunk_size"]) for chunk in chunks]
         tokens = sum(int(chunk["dim"]) for chunk in chunks)
         files = [(path / chunk["filename"], compression, count) for chunk, count in zip(chunks, counts, strict=True)]
     except (KeyError, TypeError, IndexError, ValueError, AttributeError):
-        raise UserError("not an index of LitData token chunks", index) from None
+        raise UserError("not an index of LitData token chunks; check the folder and --from", index) from None
 
     def blocks() -> Iterator[Documents]:
         for file, packed, count in files:
@@ -59,14 +62,14 @@ def open_litdata(path: Path) -> ExternalStore:
 
 
 def open_mds(path: Path, field: str | None = None, dtype: str | None = None) -> ExternalStore:
-    """Opens a folder that `streaming.MDSWriter` wrote. The ids of each sample are a document.
+    """Opens a folder that `streaming.MDSWriter` wrote. Each sample is a document.
 
     Args:
-        field: the column of the ids; default: `tokens`, `input_ids`, or the only column.
-        dtype: of the ids in a column of bytes.
+        field: name of the column that contains the ids; default: `tokens`, `input_ids`, or the only column.
+        dtype: dtype of the ids, if the column contains bytes.
 
     Raises:
-        UserError: no such column, a column without ids, or a damaged shard.
+        UserError: the column is missing or does not contain ids, or a shard is damaged.
     """
     index = path / "index.json"
     content = read_json(index)
@@ -85,7 +88,7 @@ def open_mds(path: Path, field: str | None = None, dtype: str | None = None) -> 
                 files.append((path / packed["basename"], shard["compression"], int(shard["samples"]), decode))
             documents += int(shard["samples"])
     except (KeyError, TypeError, IndexError, ValueError, AttributeError):
-        raise UserError("not an index of MDS shards", index) from None
+        raise UserError("not an index of MDS shards; check the folder and --from", index) from None
 
     def blocks() -> Iterator[Documents]:
         for file, packed, count, decode in files:
@@ -98,19 +101,23 @@ def _column(names: list[str], field: str | None, index: Path) -> str:
     for name in [field] if field is not None else ["tokens", "input_ids", *(names if len(names) == 1 else [])]:
         if name in names:
             return str(name)
-    raise UserError(f"its columns are {', '.join(names)}; name the one with the ids: --field", index)
+    raise UserError(f"the column of the ids is unknown; set --field to one of {', '.join(names)}", index)
 
 
 def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, index: Path) -> Decode:
     """Returns a function that extracts a column's ids from a sample.
 
-    A sample has the sizes (uint32) of the columns of variable size, and then the columns.
+    A sample begins with the sizes (uint32) of the columns of variable size. The columns follow.
     """
     kind, *details = encoding.split(":")
     if kind not in ("bytes", "ndarray"):
-        raise UserError(f"its ids are {encoding!r}, not an array or bytes", index)
+        raise UserError(
+            f"the column of the ids has the encoding {encoding!r}; set --field to a column of arrays or bytes", index
+        )
     if kind == "bytes" and dtype is None:
-        raise UserError("its ids are bytes; state their type: --dtype (llm-foundry writes int64)", index)
+        raise UserError(
+            "the column of the ids contains bytes; set the ids' dtype with --dtype (llm-foundry writes int64)", index
+        )
     fixed = dtype if kind == "bytes" else details[0] if details else None
     named = id_dtype(fixed) if fixed else None
     variable = [not size for size in sizes]
@@ -132,26 +139,28 @@ def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, 
 
 
 def _read(path: Path, compression: str | None) -> np.ndarray:
-    """Reads a shard (usually 64 MB), decompressed."""
+    """Reads a shard (usually 64 MB) and decompresses it."""
     try:
         if not compression:
             return np.fromfile(path, np.uint8)
         if compression.split(":")[0] != "zstd":
-            raise UserError(f"compressed with {compression}, which is not supported; only zstd is", path)
+            raise UserError(
+                f"the compression {compression} is not supported; write the shards with zstd or uncompressed", path
+            )
         import zstandard
 
         with open(path, "rb") as file:
             return np.frombuffer(zstandard.ZstdDecompressor().stream_reader(file).read(), np.uint8)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from None
+        raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", path) from None
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
-        raise UserError(f"cannot be decompressed: {error}", path) from None
+        raise UserError(f"cannot be decompressed: {error}; copy the file again", path) from None
 
 
 def _documents(path: Path, data: np.ndarray, count: int, decode: Decode) -> Documents:
-    """Splits a shard into its samples."""
+    """Decodes the samples of a shard. Raises UserError if the shard is damaged."""
     try:
         if int(data[:4].view("<u4")[0]) != count:
             raise ValueError("its number of samples differs from the index")
@@ -160,6 +169,6 @@ def _documents(path: Path, data: np.ndarray, count: int, decode: Decode) -> Docu
             raise ValueError("a sample lies outside the shard")
         samples = [decode(data[start:stop]) for start, stop in pairwise(offsets.tolist())]
     except (ValueError, IndexError, KeyError) as error:
-        raise UserError(f"damaged: {error}", path) from None
+        raise UserError(f"damaged: {error}; copy the file again", path) from None
     lengths = np.array([len(sample) for sample in samples], np.int64)
     return (np.concatenate(samples) if samples else np.zeros(0, np.int64)), lengths

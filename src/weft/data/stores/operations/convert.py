@@ -23,7 +23,7 @@ from weft.data.stores.store_json import write_store_json
 from weft.errors import UserError
 from weft.files import hidden_folder, report_write_errors, sync_tree
 
-LONGEST = 1 << 27  # tokens of a document that is split off a stream: it must fit into memory
+LONGEST = 1 << 27  # maximum tokens of a document in a stream, because a document must fit into memory
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Converted:
     """Result of a conversion.
 
     Attributes:
-        closed: documents to which an end-of-document token was added.
-        linked: the files are hard links to the input; nothing was copied.
-        mask_lost: the store had a loss mask, which the other format cannot hold.
+        documents, tokens: number of documents and of tokens in the output.
+        closed: number of documents to which an end-of-document token was added.
+        linked: whether the files are hard links to the input, so that nothing was copied.
+        mask_lost: whether the input had a loss mask, which the output format does not support.
     """
 
     documents: int
@@ -45,7 +46,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary size, end-of-document id and digest of the tokenizer, as far as they are known."""
+    """Vocabulary size, end-of-document id and digest of a tokenizer; None for a value that is unknown."""
 
     size: int | None = None
     eod_id: int | None = None
@@ -57,18 +58,21 @@ def convert(
 ) -> Converted:
     """Writes the documents of a store in another format.
 
-    For `weft`, adds an end-of-document token to each document that does not end with it. Other formats keep the ids.
+    In the format `weft`, every document ends with an end-of-document token, which is added where it is missing. Other
+    formats do not change the ids.
 
     Args:
-        path: of the input.
-        source: the input, opened by `open_external_store`.
-        output: its path is a folder (weft), the prefix of two files (megatron), or a file (nanogpt, pbin). Existing
-            files are replaced only if they have the format `to`.
-        vocabulary: required for `weft`; if its size is known, every id is checked against it.
-        recut: ignore the input's documents and split its tokens after each end-of-document token.
+        path: path of the input store.
+        source: the same store, opened by `open_external_store`.
+        output: settings; `output.path` is a folder (weft), the prefix of two files (megatron), or a file (nanogpt,
+            pbin). Existing files are replaced only if they have the format `to`.
+        to: output format: `weft`, `megatron`, `nanogpt` or `pbin`.
+        vocabulary: required for `weft`; if its size is known, every id is checked against the size.
+        recut: whether to ignore the input's document boundaries and split its tokens after each end-of-document token.
 
     Raises:
-        UserError: an id outside the vocabulary (with its document), or something else at the output.
+        UserError: an id is outside the vocabulary (the message names the document), the vocabulary is incomplete, or
+            the output path contains something else.
     """
     out, split = output.path, recut or source.documents is None
     info = TokenStore(path).info if source.format == "weft" else None
@@ -77,13 +81,13 @@ def convert(
         vocabulary = Vocabulary(vocabulary.size or info.vocab_size, eod_id, vocabulary.digest or info.tokenizer_digest)
     size, eod_id = vocabulary.size, vocabulary.eod_id
     if to == "weft" and (size is None or eod_id is None):
-        raise UserError("a token store needs a vocabulary; give --tokenizer, or --vocab-size and --eod")
+        raise UserError("a token store needs a vocabulary; set --tokenizer, or --vocab-size and --eod")
     if recut and eod_id is None:
-        raise UserError("--recut needs the end-of-document token; give --tokenizer or --eod")
+        raise UserError("--recut needs the end-of-document token; set --tokenizer or --eod")
     if eod_id is not None and (eod_id < 0 or (size is not None and eod_id >= size)):
         raise UserError(f"--eod {eod_id}: not an id" + (f" of a vocabulary of {size:,}" if size is not None else ""))
     check_name(out)
-    # The folder of an external store may contain everything, such as ".", so only its files are protected.
+    # An external store's folder can contain any other files (it can be "."), so only the store's files are protected.
     inputs = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]
     check_apart(out, [path, *inputs] if source.format == "weft" else inputs)
     if to == "weft":
@@ -113,7 +117,12 @@ def convert(
 def _documents(
     source: ExternalStore, vocabulary: Vocabulary, split: bool, output: Output, *, close: bool = False
 ) -> Iterator[Documents]:
-    """Yields the source's documents with checked ids, closed with an end-of-document token if `close`."""
+    """Yields the source's documents after checking their ids.
+
+    Args:
+        split: whether to split the tokens after each end-of-document token instead of at the source's boundaries.
+        close: whether to add an end-of-document token to documents that do not end with it.
+    """
     done = number = 0
     with output.console.progress(source.tokens if source.tokens >= 0 else None, "converting", unit="token") as bar:
         for ids, lengths in _split_stream(source, vocabulary.eod_id) if split else source.blocks():
@@ -124,7 +133,7 @@ def _documents(
 
 
 def _check_ids(source: ExternalStore, ids: np.ndarray, lengths: np.ndarray, number: int, size: int | None) -> None:
-    """Raises UserError if an id of a block is not in the vocabulary. `number`: of the block's first document."""
+    """Raises UserError if an id of a block is not in the vocabulary. `number` is that of the block's first document."""
     for start in range(0, len(ids), BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]
         lowest = int(block.min()) if block.dtype.kind == "i" else 0
@@ -133,14 +142,14 @@ def _check_ids(source: ExternalStore, ids: np.ndarray, lengths: np.ndarray, numb
         at = int(np.flatnonzero((block < 0) | (block >= (size if size is not None else np.inf)))[0])
         document = number + int(np.searchsorted(np.cumsum(lengths), start + at, side="right"))
         raise UserError(
-            f"document {document:,} holds the id {int(block[at])}, outside the vocabulary of "
-            f"{size if size is not None else 2**31:,}; give the tokenizer that made it",
+            f"document {document:,} contains the id {int(block[at])}, outside the vocabulary of "
+            f"{size if size is not None else 2**31:,}; set --tokenizer to the tokenizer of these ids",
             source.path,
         )
 
 
 def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documents:
-    """Adds an end-of-document token to each document that does not end with it."""
+    """Adds an end-of-document token to each document that does not end with it. Returns the new ids and lengths."""
     ends = np.cumsum(lengths)
     is_open = np.ones(len(lengths), bool)
     full = lengths > 0
@@ -148,7 +157,7 @@ def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documen
     if not is_open.any():
         return ids, lengths
     new_lengths = lengths + is_open
-    if len(lengths) == 1 and len(ids) > BLOCK_TOKENS:  # without the masks below, which need memory
+    if len(lengths) == 1 and len(ids) > BLOCK_TOKENS:  # a large document: avoids the masks below, which need memory
         out = np.empty(len(ids) + 1, ids.dtype)
         out[:-1], out[-1] = ids, eod_id
         return out, new_lengths
@@ -160,7 +169,7 @@ def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documen
 
 
 def _split_stream(source: ExternalStore, eod_id: int | None) -> Iterator[Documents]:
-    """Yields the documents of a stream, each ending with `eod_id`; if it is None, the stream is one document."""
+    """Splits a stream into documents after each `eod_id`. If `eod_id` is None, the stream is one document."""
     waiting: list[np.ndarray] = []
     for ids, _ in source.blocks():
         ends = np.flatnonzero(ids == eod_id) + 1 if eod_id is not None else np.zeros(0, np.int64)
@@ -174,7 +183,9 @@ def _split_stream(source: ExternalStore, eod_id: int | None) -> Iterator[Documen
         if len(ids):
             waiting.append(np.array(ids))
         if sum(map(len, waiting)) > LONGEST:
-            remedy = "give its --eod" if eod_id is None else f"is {eod_id} its end-of-document token?"
+            remedy = (
+                "set --eod" if eod_id is None else f"check whether {eod_id} is the end-of-document token of these ids"
+            )
             raise UserError(f"more than {LONGEST:,} tokens without an end-of-document token; {remedy}", source.path)
     if waiting:
         rest = np.concatenate(waiting)
@@ -192,7 +203,9 @@ def _to_weft(
                  "vocab_size": size, "eod_id": eod_id, "recut": split, "tokenizer": vocabulary.digest}  # fmt: skip
     if info is not None:
         if info.mask_sha256 is not None or info.kind != "text":
-            raise UserError("already a token store, with a loss mask that converting would lose; copy it", path)
+            raise UserError(
+                "already a token store, and conversion would lose its loss mask; copy the folder instead", path
+            )
         made_from["bin_sha256"] = info.bin_sha256
     check_out(out, STORE, overwrite=output.overwrite)
     # The content of external files is unknown before they are read, so an existing store is never up to date.
@@ -205,7 +218,7 @@ def _to_weft(
             if counter is not None:
                 text_bytes += counter.count(ids, lengths)
         if writer.documents == 0:
-            raise UserError("holds no document; nothing was written", source.path)
+            raise UserError("contains no document; nothing was written; check the input", source.path)
         source_file = SourceFile(
             path=str(path), size=source.path.stat().st_size, sha256=info.bin_sha256 if info else "",
             documents=writer.documents,
@@ -222,7 +235,7 @@ def _to_weft(
 
 
 def _link(source: ExternalStore, folder: Path) -> bool:
-    """Hard-links both files of a Megatron dataset, or copies them to another file system. Returns whether it linked."""
+    """Hard-links both files of a Megatron dataset, or copies them if that fails. Returns whether both were linked."""
     linked = True
     for end in (".bin", ".idx"):
         try:
@@ -266,17 +279,25 @@ def _write_ids(
     origin: Path,
     lengths_file: BinaryIO | None = None,
 ) -> tuple[int, int]:
-    """Writes ids of `width` bytes to `file`, and the documents' lengths in bytes (int64) to `lengths_file`.
+    """Writes the documents' ids to `file`, `width` bytes each, and the documents' lengths in bytes to `lengths_file`.
+
+    Args:
+        tool: name of the tool that defines the format, for messages.
+        origin: file that messages name.
+        lengths_file: file for the lengths, int64; None if they are not needed.
 
     Returns:
-        Number of documents and of tokens.
+        Number of documents and number of tokens.
     """
     count = tokens = 0
     for ids, lengths in documents:
         for start in range(0, len(ids), BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
             if (largest := int(block.max())) >= 1 << 8 * width:
-                raise UserError(f"id {largest} does not fit into the {8 * width} bits of {tool}'s format", origin)
+                raise UserError(
+                    f"token id {largest} does not fit into the {8 * width} bits of {tool}'s format; use another --to",
+                    origin,
+                )
             file.write(np.ascontiguousarray(block, f"<u{width}").data)
         if lengths_file is not None:
             lengths_file.write((lengths * width).astype("<i8").tobytes())
@@ -285,7 +306,12 @@ def _write_ids(
 
 
 def _check_file(file: Path, to: str, overwrite: bool, inputs: list[Path]) -> None:
-    """Checks that a file can be written; an existing one is replaced only if it has the format `to`."""
+    """Checks that a file can be written.
+
+    Raises:
+        UserError: the folder is missing, the file is an input, or the file exists and is not replaced (`overwrite` is
+            false, or its format is not `to`).
+    """
     check_parent(file)
     check_apart(file, inputs)
     if not os.path.lexists(file):
@@ -297,6 +323,6 @@ def _check_file(file: Path, to: str, overwrite: bool, inputs: list[Path]) -> Non
     except UserError:
         same_format = False
     if not same_format:
-        raise UserError(f"exists already and is no {to} file; name another --out", file)
+        raise UserError(f"exists already, and is not a {to} file; choose another --out", file)
     if not overwrite:
-        raise UserError("exists already; name another --out, or --overwrite replaces it", file)
+        raise UserError("exists already; choose another --out, or replace it with --overwrite", file)

@@ -1,4 +1,4 @@
-"""Removes duplicates from a store: keeps the first of equal, or of nearly equal, documents."""
+"""Removes duplicates from a store: of equal (or nearly equal) documents, only the first is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from weft.data.stores.operations.split import digests
 from weft.data.stores.store import TokenStore
 from weft.observe.console import Console
 
-Similarity = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of pairs of items, 0 .. 1
+Similarity = Callable[
+    [np.ndarray, np.ndarray], np.ndarray
+]  # items a and b of each pair -> similarity of each pair, 0 .. 1
 
 
 def dedup(
@@ -30,14 +32,19 @@ def dedup(
     threshold: float = 0.8,
     ngram: int = 5,
 ) -> StoreResult:
-    """Writes a store without duplicates, and `duplicates.jsonl` (document, duplicate_of, similarity).
+    """Writes a store without duplicates, and `duplicates.jsonl`, which lists them.
+
+    A line of `duplicates.jsonl` has the removed `document`, the kept document that it is a `duplicate_of`, and their
+    `similarity`.
 
     Args:
-        near: also remove near duplicates (`NearDuplicates`), not only documents with the same ids.
-        threshold, ngram: of near duplicates.
+        near: whether to remove near duplicates too (`NearDuplicates`), not only documents with the same ids.
+        threshold: minimum similarity of near duplicates.
+        ngram: number of tokens per n-gram, for near duplicates.
 
     Raises:
-        UserError: not a store, something else at the output, or rensa is not installed (for `near`).
+        UserError: `path` is not a store, the output path contains something else, a number is out of range, or rensa is
+            not installed (for `near`).
     """
     store = open_items(path)
     if near:
@@ -62,7 +69,11 @@ def dedup(
 
 
 def _find_exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Console) -> Similarity:
-    """Sets `first_of` `[items]` to the first item with the same ids, for each item."""
+    """Sets `first_of[i]` to the first item with the same ids as item `i`, for all items.
+
+    Returns:
+        A function that returns the similarity of pairs, which is always 1.
+    """
     step = store.info.item_documents
     groups = Groups(work, len(first_of), columns=2)
     with console.progress(store.num_tokens, "comparing", unit="token") as bar:

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-BUCKET_ITEMS = 1 << 22  # sorted at once: about 300 MB
+BUCKET_ITEMS = 1 << 22  # maximum items sorted at a time: about 300 MB
 
 
 class Groups:
-    """Collects keys and yields those that occur more than once.
+    """Finds the items whose keys occur more than once.
 
-    Distributes keys over files by their highest bits. Equal keys are in the same file, which is small enough to sort.
+    Keys are written to temporary files by their highest bits. So equal keys are in the same file, and every file is
+    small enough to be sorted in memory.
 
     Args:
-        folder: for the temporary files.
+        folder: folder of the temporary files.
         items: approximate number of keys.
-        columns: uint64 numbers per key; the first must be uniformly distributed.
+        columns: number of uint64 numbers per key; the first number must be uniformly distributed.
     """
 
     def __init__(self, folder: Path, items: int, columns: int = 1):
@@ -29,7 +30,7 @@ class Groups:
         self.files = [open(path, "wb") for path in self.paths]  # noqa: SIM115 (closed by equal)
 
     def add(self, keys: np.ndarray, first: int) -> None:
-        """Adds the keys `[items, columns]` of the items `first`, `first + 1`, ..."""
+        """Adds the keys `[items, columns]` of the items with the numbers `first`, `first + 1`, ..."""
         records = np.empty(len(keys), self.record)
         records["key"], records["number"] = keys, np.arange(first, first + len(keys))
         if self.bits == 0:
@@ -42,9 +43,10 @@ class Groups:
             file.write(records[start:end].data)
 
     def equal(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields items whose key occurs more than once: item numbers and group numbers, both int64 `[items]`.
+        """Yields the items whose key occurs more than once, as item numbers and group numbers, both int64 `[items]`.
 
-        The items of a group are adjacent and ascending.
+        The items of a group have equal keys; they are adjacent, with ascending numbers. A group is never split between
+        two yielded arrays.
         """
         for file, path in zip(self.files, self.paths, strict=True):
             file.close()

@@ -17,7 +17,9 @@ from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.errors import UserError
 
-Predicate = Callable[[np.ndarray, int], bool]  # ids without the end-of-document token, document number -> keep it?
+Predicate = Callable[
+    [np.ndarray, int], bool
+]  # (ids without the end-of-document token, document number) -> whether to keep the document
 
 
 def filter_store(
@@ -28,24 +30,27 @@ def filter_store(
     max_tokens: int | None = None,
     function: str | None = None,
 ) -> StoreResult:
-    """Writes a store of the documents that pass all conditions. `store.json` counts the others by reason.
+    """Writes a store of the documents that pass all conditions. `store.json` counts the removed documents by reason.
+
+    A preference pair is kept if both documents pass.
 
     Args:
-        min_tokens, max_tokens: limits of a document's length without its end-of-document token, both inclusive.
-        function: `module:name` of a function of one argument that returns whether to keep a document. An argument named
-            `text` gets the decoded text, which needs `output.tokenizer`; any other gets the ids, a read-only array
-            `[tokens]`. A preference pair is kept if both of its documents are.
+        min_tokens, max_tokens: minimum and maximum number of tokens of a document, without the end-of-document token.
+        function: `module:name` of a function of one argument that returns whether to keep a document. If the argument
+            is named `text`, it is the decoded text, which requires `output.tokenizer`; otherwise it is the ids, a
+            read-only array `[tokens]`.
 
     Raises:
-        UserError: not a store, no such function, a function that fails (with the document number), or nothing is left.
+        UserError: `path` is not a store, the function does not exist or fails (the message names the document), or no
+            document passes.
     """
     store = open_items(path)
     step = store.info.item_documents
     if min_tokens is None and max_tokens is None and function is None:
-        raise UserError("no condition to filter by; give --min-tokens, --max-tokens or --function")
+        raise UserError("no condition to filter by; set --min-tokens, --max-tokens or --function")
     for name, number in (("min", min_tokens), ("max", max_tokens)):
         if number is not None and number < 0:
-            raise UserError(f"--{name}-tokens {number}: must be 0 or more (without the end-of-document token)")
+            raise UserError(f"--{name}-tokens {number}: must be 0 or more (the end-of-document token is not counted)")
     predicate = _load(function, store.info.tokenizer_digest, output.tokenizer) if function is not None else None
 
     def fill(writer: StoreWriter) -> None:
@@ -69,12 +74,12 @@ def filter_store(
                     writer.add(block.select(np.repeat(keep, step)))
 
     made_from = provenance(store, "filter", min_tokens=min_tokens, max_tokens=max_tokens, function=function)
-    # A function may have changed, so an existing store is never reused.
+    # The function's code can have changed, so an existing store is never reused.
     return make_store(store, output, made_from, fill, reusable=function is None)
 
 
 def _apply(predicate: Predicate, block: Block, candidates: np.ndarray) -> np.ndarray:
-    """Returns whether each document of a block passes; documents that are not candidates are not tested."""
+    """Tests the documents for which `candidates` is true. Returns a bool array `[documents]`: False for failed ones."""
     passed = np.ones(len(block.lengths), bool)
     for number, ids in enumerate(block.documents()):
         if candidates[number]:
@@ -83,23 +88,28 @@ def _apply(predicate: Predicate, block: Block, candidates: np.ndarray) -> np.nda
 
 
 def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Predicate:
-    """Imports the custom function and wraps it so that a failure is a UserError."""
+    """Imports a custom function `module:name`, and wraps it so that its exceptions become UserErrors.
+
+    Args:
+        digest: digest of the store's tokenizer, which `tokenizer` must have.
+        tokenizer: tokenizer that decodes documents for a function of `text`.
+    """
     module, _, name = function.partition(":")
     if not module or not name:
-        raise UserError(f"--function {function}: write it as module:name")
+        raise UserError(f"--function {function}: must have the form module:name")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
         custom: Any = getattr(importlib.import_module(module), name, None)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # importing a custom module may raise anything, including SystemExit
+    except BaseException as error:  # importing a custom module can raise anything, including SystemExit
         raise UserError(f"--function {function}: {type(error).__name__}: {error}; fix the module") from error
     if not callable(custom):
         raise UserError(f"--function {function}: the module has no function {name!r}; check the name")
     takes_text = next(iter(inspect.signature(custom).parameters), None) == "text"
     if takes_text and tokenizer is None:
-        raise UserError(f"--function {function} takes text; give the --tokenizer to decode with")
+        raise UserError(f"--function {function} takes text, which is decoded with a tokenizer; set --tokenizer")
     decoder = open_tokenizer(tokenizer, digest) if takes_text and tokenizer is not None else None
 
     def predicate(ids: np.ndarray, number: int) -> bool:
@@ -108,10 +118,10 @@ def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Pr
             return bool(custom(argument))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a custom function may raise anything, including SystemExit
+        except BaseException as error:  # a custom function can raise anything, including SystemExit
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"document {number:,}: --function {function} failed: {reason}; nothing was written"
+                f"document {number:,}: --function {function} failed: {reason}; nothing was written; fix the function"
             ) from error
 
     return predicate

@@ -22,24 +22,26 @@ from weft.errors import UserError
 from weft.observe.console import Console
 
 PERMUTATIONS, SEED = 128, 42
-LONGEST = 1 << 24  # tokens of a document that are hashed; the rest is ignored
-LEADERS = 8  # items of a band's group with which every other item of the group is compared, at most
-LONGEST_NGRAM = 64  # tokens; each additional token is one more pass over all tokens
-HASHED = 1 << 17  # n-grams hashed at once: they fit the CPU cache
+LONGEST = 1 << 24  # maximum tokens of a document that are hashed; further tokens are ignored
+LEADERS = 8  # maximum items of a band's group with which the other items of the group are compared
+LONGEST_NGRAM = 64  # maximum tokens of an n-gram; each additional token is one more pass over all tokens
+HASHED = 1 << 17  # n-grams hashed at a time: they fit into the CPU cache
 MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
-SIGNED = 1 << 13  # documents signed at once; rensa returns signatures as lists
-CANDIDATES = 1 << 15  # pairs of signatures compared at once: 32 MB
+SIGNED = 1 << 13  # documents whose signatures are computed at a time; rensa returns signatures as lists
+CANDIDATES = 1 << 15  # pairs of signatures compared at a time: 32 MB
 
 
 class NearDuplicates:
     """Finds documents whose sets of token n-grams have an estimated Jaccard similarity of at least `threshold`.
 
-    Links two documents if their signatures agree in one band and in at least the fraction `threshold` of their 128
-    numbers (standard error of the estimate: 0.035 at 0.8). Clusters are the connected components of these links.
+    A signature is 128 numbers, divided into bands. Two documents are linked if their signatures agree in one band and
+    in at least the fraction `threshold` of all numbers (standard error of the estimate: 0.035 at 0.8). Clusters are
+    the connected components of these links.
 
     Args:
-        work: an empty folder; needs 700 bytes a document.
-        ngram: number of tokens of an n-gram. A document with fewer tokens is a set of one element.
+        work: an empty folder for temporary files, 700 bytes per document.
+        threshold: minimum similarity of near duplicates.
+        ngram: number of tokens per n-gram. A document with fewer tokens is a set of one element.
     """
 
     def __init__(self, store: TokenStore, work: Path, threshold: float, ngram: int, console: Console):
@@ -53,10 +55,10 @@ class NearDuplicates:
 
     @staticmethod
     def check(threshold: float, ngram: int) -> None:
-        """Checks the arguments and that rensa is installed.
+        """Checks the arguments of the constructor, and that rensa is installed.
 
         Raises:
-            UserError: a number out of range, or rensa is not installed.
+            UserError: a number is out of range, or rensa is not installed.
         """
         if not 0.3 <= threshold <= 1:
             raise UserError(f"--threshold {threshold:g}: must be from 0.3 to 1")
@@ -65,18 +67,18 @@ class NearDuplicates:
         try:
             _rensa()
         except ImportError:
-            raise UserError("near duplicates need rensa; pip install 'weft-train[dedup]'") from None
+            raise UserError("near duplicates need rensa; install it with `pip install 'weft-train[dedup]'`") from None
 
     @staticmethod
     def settings() -> dict[str, Any]:
-        """Returns constants on which the result depends, for the provenance."""
+        """Returns the constants on which the result depends. They are recorded in the provenance of the new store."""
         return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(_rensa().ALGORITHM_VERSION)}
 
     def find(self, first_of: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """Sets `first_of` (int64 `[items]`) to the first item of each item's cluster.
+        """Sets `first_of[i]` (int64 `[items]`) to the first item of the cluster of item `i`, for all items.
 
         Returns:
-            `similarity`.
+            The method `similarity`.
         """
         self._sign(first_of)
         with self.console.progress(self.bands, "comparing", unit="band") as bar:
@@ -93,7 +95,7 @@ class NearDuplicates:
         return self.similarity
 
     def similarity(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Estimates the similarity of each pair: the fraction of equal numbers in the two signatures."""
+        """Estimates the similarity of items `left[i]` and `right[i]`: the fraction of equal signature numbers."""
         found, size = np.empty(len(left)), 4 * PERMUTATIONS
         with open(self.work / "signatures", "rb", buffering=0) as file:
             for start in range(0, len(left), CANDIDATES):
@@ -128,7 +130,10 @@ class NearDuplicates:
         self.keys[:, first : first + len(rows)] = keys.T
 
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
-        """Links the items of each group that are similar to its first item; repeats with the rest, `LEADERS` times."""
+        """Links the items of each group that are similar to the group's first item.
+
+        Repeats this with the items that are not linked, up to `LEADERS` times.
+        """
         for _ in range(LEADERS):
             starts = np.concatenate([[True], group[1:] != group[:-1]])
             leaders = numbers[starts][np.cumsum(starts) - 1]
@@ -148,14 +153,14 @@ class NearDuplicates:
 
 
 def _rensa() -> Any:
-    """Imports rensa, which has no type stubs."""
+    """Imports the class RMinHash of rensa, which has no type stubs."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     return RMinHash
 
 
 def rows_per_band(threshold: float) -> int:
-    """Returns the most rows per band with which 99% of the pairs at the threshold agree in some band."""
+    """Returns the highest number of rows per band at which 99% of pairs with similarity `threshold` agree in a band."""
     for rows in range(16, 1, -1):
         if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.99:
             return rows
@@ -163,10 +168,14 @@ def rows_per_band(threshold: float) -> int:
 
 
 def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns hashes of each item's n-grams (uint64, without the last id) and the end of each item's hashes.
+    """Hashes the n-grams of each item of a block, without the item's last id.
 
     Args:
+        step: number of documents per item.
         table: a random uint64 number for each id.
+
+    Returns:
+        The concatenated hashes of all items (uint64), and the end of each item's hashes.
     """
     lengths = block.lengths.reshape(-1, step).sum(1)
     tokens, sizes = block.tokens, np.minimum(lengths - 1, LONGEST)
@@ -192,7 +201,10 @@ def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np
 
 
 def _hash_ngrams(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
-    """Returns a hash of the n-gram that begins at each of `HASHED` tokens from `start`, zero-padded at the end."""
+    """Returns the hashes of the n-grams that begin at the `HASHED` tokens from `start` on.
+
+    N-grams that extend beyond the last token are padded with zeros.
+    """
     size = min(HASHED, len(tokens) - start)
     random = np.zeros(size + ngram - 1, np.uint64)
     ids = tokens[start : start + len(random)]

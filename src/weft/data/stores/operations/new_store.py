@@ -30,8 +30,9 @@ class Output:
 
     Attributes:
         path: the store's folder.
-        tokenizer: counts the bytes of text. Without it they are known only if all documents are kept.
-        overwrite: replace an existing store, but never anything else.
+        tokenizer: tokenizer for counting the bytes of text. Without a tokenizer, the bytes are known only if all
+            documents are kept.
+        overwrite: whether to replace an existing store. Other files and folders are never replaced.
     """
 
     path: Path
@@ -42,7 +43,7 @@ class Output:
 
 @dataclass(frozen=True)
 class StoreResult:
-    """The store that an operation created. `seconds` is None if it existed already."""
+    """The store that an operation created. `seconds` is the duration, or None if the store existed already."""
 
     path: Path
     info: StoreInfo
@@ -50,18 +51,18 @@ class StoreResult:
 
 
 def provenance(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
-    """Returns `made_from` of `store.json`: the operation, its arguments and the digests of its input."""
+    """Returns `made_from` of `store.json`: the operation, its arguments and the digests of the input store."""
     info = store.info
     digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
     return {"operation": operation, "input": digests, **arguments}
 
 
 class StoreWriter:
-    """Writes a store of some of `source`'s documents.
+    """Writes a store that contains some documents of the store `source`.
 
     Attributes:
-        folder: temporary folder of the store's files; an operation may add files.
-        left_out: reason -> number of the source's documents that the store does not have.
+        folder: temporary folder of the new store's files; an operation can add files.
+        left_out: number of documents of `source` that are not in the new store, by reason.
     """
 
     def __init__(self, source: TokenStore, folder: Path, counter: TextBytes | None):
@@ -84,9 +85,11 @@ class StoreWriter:
             self.left_out[reason] += left
 
     def finish(self) -> StoreInfo:
-        """Writes the index and returns the content of `store.json`."""
+        """Writes the index. Returns the content of `store.json`, which it does not write."""
         writer, old = self.writer, self.source.info
-        assert writer.documents + self.left_out.total() == old.documents, "documents got lost"
+        assert writer.documents + self.left_out.total() == old.documents, (
+            "the numbers of written and removed documents do not add up"
+        )
         all_kept = writer.documents == old.documents
         source = SourceFile(
             path=str(self.source.path),
@@ -115,7 +118,7 @@ def make_store(
     *,
     reusable: bool = True,
 ) -> StoreResult:
-    """Creates one store from `source`; see `make_stores`."""
+    """Creates one store from the store `source`; the arguments are those of `make_stores`."""
     outs = [(output.path, made_from)]
     return make_stores(source, output, outs, lambda writers: fill(writers[0]), reusable=reusable)[0]
 
@@ -128,16 +131,18 @@ def make_stores(
     *,
     reusable: bool = True,
 ) -> list[StoreResult]:
-    """Creates stores from `source`. Each appears by one rename after all are on disk; on failure none appears.
+    """Creates stores from the store `source`.
+
+    The stores are renamed to their final names after all of them are on disk. If the creation fails, no store appears.
 
     Args:
         output: settings; `output.path` is not used.
-        outs: folder and `provenance` of each store. If all of them exist already, nothing is done.
-        fill: adds the documents to the writers, one for each of `outs`.
+        outs: folder and `provenance` of each store. If all these stores exist already, nothing is done.
+        fill: function that adds documents to the writers; there is one writer for each of `outs`.
         reusable: whether an existing store with the same provenance is up to date.
 
     Raises:
-        UserError: something else exists at an output, a store would be empty, or the disk is full.
+        UserError: something else exists at an output path, a store would be empty, or the disk is full.
     """
     tokenizer, overwrite = output.tokenizer, output.overwrite
     for number, (out, _) in enumerate(outs):
@@ -158,7 +163,10 @@ def make_stores(
         for writer, (out, made_from) in zip(writers, outs, strict=True):
             if writer.writer.documents == 0:
                 reasons = ", ".join(f"{reason}: {number:,}" for reason, number in writer.left_out.items())
-                raise UserError(f"no document would be left ({reasons or 'the input is empty'}); nothing written", out)
+                raise UserError(
+                    f"no document is left ({reasons or 'the input is empty'}); nothing was written; change the options",
+                    out,
+                )
             infos.append(writer.finish())
             write_store_json(writer.folder, {**infos[-1].model_dump(), "made_from": made_from})
             sync_tree(writer.folder)  # all of them before the first rename
@@ -169,10 +177,10 @@ def make_stores(
 
 
 def existing_store(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:
-    """Returns the store at `out` if it has this provenance; None if a store is to be written there.
+    """Returns the store at `out` if it has the provenance `made_from`; None if a store must be written to `out`.
 
     Raises:
-        UserError: something else exists there and `overwrite` is false.
+        UserError: `out` exists, is not a reusable store, and `overwrite` is false.
     """
     if overwrite or not os.path.lexists(out):
         return None

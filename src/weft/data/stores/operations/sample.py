@@ -20,26 +20,30 @@ def sample(
     fraction: float | None = None,
     seed: int = 0,
 ) -> StoreResult:
-    """Draws documents uniformly without replacement and writes them in their original order.
+    """Draws documents uniformly without replacement, and writes them to a new store in their original order.
+
+    Exactly one of `documents` and `fraction` must be set.
 
     Args:
-        documents: exact number of documents (pairs, for preferences).
-        fraction: or their fraction of all, rounded to a number.
+        documents: number of documents to draw (of pairs, for a store of preferences).
+        fraction: fraction of all documents to draw; the resulting number is rounded.
+        seed: seed of the random choice.
 
     Raises:
-        UserError: not a store, more documents than it has, or something else at the output.
+        UserError: `path` is not a store or has fewer documents, `documents` and `fraction` are both set or both None,
+            or the output path contains something else.
     """
     store = open_items(path)
     step = store.info.item_documents
     items = store.num_documents // step
     if (documents is None) == (fraction is None):
-        raise UserError("give one of --documents and --fraction")
+        raise UserError("set either --documents or --fraction")
     if fraction is not None and not 0 < fraction <= 1:
         raise UserError(f"--fraction {fraction:g}: must be above 0 and at most 1")
     wanted = round(fraction * items) if fraction is not None else documents
     assert wanted is not None
     if not 0 < wanted <= items:
-        raise UserError(f"cannot draw {wanted:,} of {items:,}; ask for 1 to {items:,}", path)
+        raise UserError(f"cannot draw {wanted:,} of {items:,}; choose a number from 1 to {items:,}", path)
     order = Permutation(items, seed)
 
     def fill(writer: StoreWriter) -> None:

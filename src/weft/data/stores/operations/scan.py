@@ -1,4 +1,4 @@
-"""Reads a store in blocks of documents, in bounded memory."""
+"""Reads a store in blocks of documents, with bounded memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weft.errors import UserError
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive documents.
+    """A block of documents.
 
     Attributes:
         first: number of the first document; -1 if the documents are not consecutive in the store.
-        lengths: tokens of each document `[documents]`.
+        lengths: number of tokens of each document `[documents]`.
         tokens: concatenated ids `[tokens]`.
-        mask: uint8 `[tokens]`, or None.
+        mask: loss mask, uint8 `[tokens]`; None if the store has no mask.
     """
 
     first: int
@@ -31,7 +31,7 @@ class Block:
     mask: np.ndarray | None
 
     def select(self, keep: np.ndarray) -> Block:
-        """Returns the documents for which `keep` (bool `[documents]`) is true."""
+        """Returns a block of the documents for which `keep` (bool `[documents]`) is true."""
         if keep.all():
             return self
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -52,22 +52,25 @@ class Block:
 
 
 def open_items(path: str | Path) -> TokenStore:
-    """Opens a store and checks that its documents are complete items.
+    """Opens a store, and checks that a store of preferences contains complete pairs.
 
     Raises:
-        UserError: not a store, a damaged one, or preferences with an odd number of documents.
+        UserError: `path` is not a store, or the store is damaged or has an odd number of documents of preferences.
     """
     store = TokenStore(path)
     if store.num_documents % store.info.item_documents:
-        raise UserError(f"damaged: {store.num_documents:,} documents are not pairs; pack the store again", path)
+        raise UserError(
+            f"damaged: its {store.num_documents:,} documents are not complete preference pairs; pack the store again",
+            path,
+        )
     return store
 
 
 def scan(store: TokenStore, on_tokens: Callable[[int], None] = lambda done: None) -> Iterator[Block]:
-    """Yields all documents in order, in blocks that never split a pair.
+    """Yields all documents of a store in order, in blocks. A preference pair is never split between blocks.
 
     Args:
-        on_tokens: called with the number of tokens read so far.
+        on_tokens: function that is called after each block with the number of tokens read so far.
     """
     for first, stop, start, end in document_blocks(store.lengths, store.info.item_documents):
         lengths = np.array(store.lengths[first:stop], np.int64)
@@ -78,13 +81,13 @@ def scan(store: TokenStore, on_tokens: Callable[[int], None] = lambda done: None
 
 
 def read_ranges(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Reads byte ranges of a file and returns them concatenated as an array of `dtype`.
+    """Reads byte ranges of a file, and returns the concatenated ranges as an array of `dtype`.
 
-    Uses reads instead of a memory map, which would load 64 KB around each range.
+    Does not use a memory map, which would load 64 KB around each range.
 
     Args:
-        file: unbuffered.
-        starts, sizes: of each range, in bytes.
+        file: a file opened without buffering.
+        starts, sizes: start and size of each range, in bytes.
     """
     array = np.empty(int(sizes.sum()) // dtype.itemsize, dtype)
     buffer, at = array.data.cast("B"), 0
@@ -93,6 +96,9 @@ def read_ranges(file: BinaryIO, starts: np.ndarray, sizes: np.ndarray, dtype: np
         end = at + size
         while at < end:
             if not (count := file.readinto(buffer[at:end])):  # type: ignore[attr-defined]
-                raise UserError("unexpected end of file; it was changed while it was being read", file.name)
+                raise UserError(
+                    "unexpected end of file: the file was changed while it was being read; repeat the command",
+                    file.name,
+                )
             at += count
     return array

@@ -1,4 +1,4 @@
-"""Shuffles a store's documents by a seed."""
+"""Shuffles a store's documents."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from weft.data.stores.store import TokenStore
 
 
 def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> StoreResult:
-    """Writes a store's documents in random order. Pairs stay together.
+    """Writes a store's documents to a new store in random order. The documents of a preference pair stay together.
 
-    The order is a keyed permutation, which takes no memory. Documents are read by random access, so a store larger than
-    memory should not be on a spinning disk.
+    The order is a pseudorandom permutation that is computed on access and needs no memory. Documents are read by random
+    access, so a store larger than memory should not be on a hard disk drive.
+
+    Args:
+        seed: seed of the permutation.
 
     Raises:
-        UserError: not a store, or something else at the output.
+        UserError: `path` is not a store, or the output path contains something else.
     """
     store = open_items(path)
     step = store.info.item_documents
@@ -45,10 +48,10 @@ def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> StoreResult:
 
 
 def _read_documents(store: TokenStore, files: list[BinaryIO], numbers: np.ndarray) -> Iterator[Block]:
-    """Yields the documents with these numbers, in this order, in blocks.
+    """Yields the documents `numbers` of a store, in the order of `numbers`, in blocks.
 
     Args:
-        files: of the tokens and, if the store has one, of the mask.
+        files: the store's file of tokens and, if the store has a loss mask, its file of the mask.
     """
     lengths = np.asarray(store.lengths[numbers], np.int64)
     starts = np.asarray(store.offsets[numbers]) // store.tokens.dtype.itemsize

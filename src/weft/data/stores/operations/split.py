@@ -16,20 +16,22 @@ from weft.errors import UserError
 def split(
     path: str | Path, output: Output, outs: Sequence[Path], fractions: Sequence[float], *, seed: int = 0
 ) -> list[StoreResult]:
-    """Assigns each document to a split by a keyed hash of its ids.
+    """Splits a store into several stores. Assigns each document to a split by a keyed hash of its ids.
 
-    The assignment depends only on the document and the seed, so it is the same in a larger store, and copies are in the
-    same split. The sizes are close to the fractions, but not exact.
+    The assignment depends only on the document and the seed. So a document is in the same split if the store grows, and
+    copies of a document are in the same split. The sizes of the splits are close to the fractions, but not exact.
 
     Args:
-        output: settings; the folders are `outs`.
-        fractions: one for each of `outs`; their sum is 1.
+        output: settings; `output.path` is not used.
+        outs: folder of each split.
+        fractions: fraction of the documents in each split; the sum is 1.
+        seed: key of the hash.
 
     Raises:
-        UserError: not a store, fractions that do not sum to 1, or something else at one of `outs`.
+        UserError: `path` is not a store, the fractions do not sum to 1, or a folder in `outs` contains something else.
     """
     if len(outs) != len(fractions) or len(set(outs)) != len(outs) or len(outs) < 2:
-        raise UserError(f"{len(fractions)} fractions for {len(outs)} folders; give a different --out for each")
+        raise UserError(f"{len(fractions)} fractions for {len(outs)} folders; set a different --out for each fraction")
     if min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
         raise UserError(f"--fractions {' '.join(f'{f:g}' for f in fractions)}: must be above 0 and sum to 1")
     store = open_items(path)
@@ -51,7 +53,12 @@ def split(
 
 
 def digests(block: Block, step: int = 1, seed: int = 0) -> Iterator[bytes]:
-    """Yields a 16-byte BLAKE2b digest of each item's ids (`step` documents per item)."""
+    """Yields a 16-byte BLAKE2b digest of each item's ids.
+
+    Args:
+        step: number of documents per item.
+        seed: key of the digest.
+    """
     keyed = hashlib.blake2b(digest_size=16, key=seed.to_bytes(8, "little", signed=True))
     data = np.ascontiguousarray(block.tokens).data.cast("B")
     ends = (np.cumsum(block.lengths) * block.tokens.itemsize).tolist()

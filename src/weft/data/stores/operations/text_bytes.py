@@ -1,4 +1,4 @@
-"""Counts the bytes of documents' text from their ids."""
+"""Counts the bytes of documents' text from the documents' token ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from weft.headers import tokenizer_file
 
 
 class TextBytes:
-    """Counts UTF-8 bytes, with a table of bytes per token for byte-level tokenizers, else by decoding.
+    """Counts the UTF-8 bytes of documents.
+
+    For byte-level tokenizers it uses a table of bytes per token; for other tokenizers it decodes the documents.
+
+    Args:
+        digest: digest of the store's tokenizer, which `tokenizer` must have; None to skip the check.
 
     Raises:
-        UserError: no such tokenizer, or not the store's.
+        UserError: the tokenizer does not exist, or is not that of the store.
     """
 
     def __init__(self, tokenizer: str | Path, digest: str | None, vocab_size: int):
@@ -25,7 +30,7 @@ class TextBytes:
         self._table = byte_table(tokenizer_file(tokenizer), vocab_size)
 
     def count(self, tokens: np.ndarray, lengths: np.ndarray) -> int:
-        """Returns the bytes of the documents' text, without the last token of each, the end-of-document token."""
+        """Returns the number of bytes of the documents' text, without the end-of-document token of each document."""
         ends = np.cumsum(lengths)
         if self._table is None:
             return sum(
@@ -38,21 +43,24 @@ class TextBytes:
 
 
 def open_tokenizer(path: str | Path, digest: str | None) -> Tokenizer:
-    """Loads a tokenizer and checks that it has the digest that the store records, if any.
+    """Loads a tokenizer, and checks that its digest is `digest`, that of the store's tokenizer (None: no check).
 
     Raises:
-        UserError: another tokenizer, or none.
+        UserError: the tokenizer does not exist, or has another digest.
     """
     tokenizer = Tokenizer.load(path)
     if digest not in (None, tokenizer.digest):
-        raise UserError(f"the store was packed with another tokenizer (digest {digest[:16]}); give that one", path)
+        raise UserError(
+            f"the store was packed with another tokenizer (digest {digest[:16]}); set --tokenizer to that tokenizer",
+            path,
+        )
     return tokenizer
 
 
 def byte_table(file: Path, vocab_size: int) -> np.ndarray | None:
-    """Returns the text bytes of each id `[vocab_size]`, or None if the tokenizer is not byte-level.
+    """Returns the number of bytes of text of each id `[vocab_size]`, or None if the tokenizer is not byte-level.
 
-    In a byte-level vocabulary each character of a token's name is one byte of its text.
+    In a byte-level vocabulary, each character of a token's name stands for one byte of the token's text.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -60,7 +68,7 @@ def byte_table(file: Path, vocab_size: int) -> np.ndarray | None:
         vocabulary = content["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    # With a normalizer, the ids give the normalized text: the packed text cannot be recovered.
+    # With a normalizer, this counts the normalized text, because the original text cannot be recovered from the ids.
     if decoder.get("type") != "ByteLevel" or not isinstance(vocabulary, dict):
         return None
     table = np.zeros(vocab_size, np.int64)

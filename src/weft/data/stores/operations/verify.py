@@ -1,4 +1,4 @@
-"""Verifies every byte of a store against its digests, and that its files are consistent."""
+"""Verifies every byte of a store against the store's digests, and checks that its files are consistent."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weft.files import read_json
 from weft.headers import HEADER
 from weft.observe.console import Console
 
-REPORTED = 3  # places of one kind of problem that are reported individually
+REPORTED = 3  # maximum number of problems of one kind that are reported individually
 
 
 class Problems(list[str]):
-    """Problems of a store, one line each (`file: problem`); empty if there are none.
+    """A list of a store's problems, one line each (`file: problem`); empty if the store has no problem.
 
     Attributes:
-        unchecked: what could not be checked, one line each. Older stores have fewer digests.
+        unchecked: what could not be checked, one line each, because older stores have fewer digests.
     """
 
     def __init__(self, lines: Iterable[str] = (), unchecked: Iterable[str] = ()):
@@ -34,23 +34,24 @@ class Problems(list[str]):
 
     @property
     def verdict(self) -> str:
-        """The result in a few words."""
+        """A short description of the result."""
         if self:
             return "damaged"
         return "every byte " + ("of the tokens " if self.unchecked else "") + "is as it was written"
 
 
 def verify(path: str | Path, console: Console | None = None) -> Problems:
-    """Reads every byte of a store and returns the problems.
+    """Reads every byte of a store and returns its problems.
 
-    Checks the digests of all files, the index's offsets and boundaries, that ids are in the vocabulary, that documents
-    end with the end-of-document token, that the mask is 0 or 1, and the totals and bytes of `store.json`.
+    Checks the digests of all files, the offsets and boundaries of the index, and the counts in `store.json`. Also
+    checks that all ids are in the vocabulary, that every document ends with the end-of-document token, and that the
+    mask consists of 0 and 1.
 
     Raises:
-        UserError: no such store.
+        UserError: the path does not exist.
     """
     if not Path(path).exists():
-        raise UserError("no such token store; `weft data pack` makes one", path)
+        raise UserError("no such token store; check the path, or create a store with `weft data pack`", path)
     try:
         store = TokenStore(path)
     except UserError as error:  # wrong headers or sizes: nothing else can be read
@@ -61,7 +62,7 @@ def verify(path: str | Path, console: Console | None = None) -> Problems:
 class _Verification:
     def __init__(self, store: TokenStore, console: Console):
         self.store, self.console = store, console
-        self.places: dict[tuple[str, str], list[str]] = {}  # (file, kind of problem) -> place and problem
+        self.places: dict[tuple[str, str], list[str]] = {}  # (file, kind of problem) -> location and problem
         self.problems = Problems()
 
     def run(self) -> Problems:
@@ -91,13 +92,16 @@ class _Verification:
         if info.mask_sha256 is not None:
             self._compare("loss_mask.bin", mask_digest.hexdigest(), info.mask_sha256)
         if info.kind == "text" and empty != info.empty_documents:
-            self._report("store.json", f"empty_documents is {info.empty_documents:,}, but there are {empty:,}")
+            self._report(
+                "store.json",
+                f"empty_documents is {info.empty_documents:,}, but the store has {empty:,} empty documents",
+            )
         stored = read_json(store.path / "store.json")
         self._check_other_files(stored)
         self._check_store_json(stored)
         self._check_sources(stored)
         if store.num_documents % info.item_documents:
-            self._report("tokens.idx", f"{store.num_documents:,} documents of preferences are not pairs")
+            self._report("tokens.idx", f"the {store.num_documents:,} documents are not complete preference pairs")
         for (file, kind), places in self.places.items():
             for place in places[:REPORTED]:
                 self._report(file, place)
@@ -106,15 +110,15 @@ class _Verification:
         return self.problems
 
     def _check_other_files(self, stored: dict[str, Any]) -> None:
-        """Compares the files of rejects and duplicates with their digests."""
+        """Compares the files of rejected documents and of duplicates with their digests in `store.json`."""
         if "rejects_sha256" not in stored:
             return
         for key, name in FILE_DIGESTS.items():
             expected, actual = stored.get(key), file_digest(self.store.path / name)
             if expected is None and actual is not None:
-                self._report(name, "exists, but none was written")
+                self._report(name, "exists, but store.json has no digest of it: it was not part of the store")
             elif expected is not None and actual is None:
-                self._report(name, "is missing; store.json has its digest")
+                self._report(name, "is missing, but store.json has its digest")
             elif expected is not None and actual is not None:
                 self._compare(name, actual, str(expected))
 
@@ -122,35 +126,43 @@ class _Verification:
         file = self.store.path / "store.json"
         if "digest" in stored:
             if stored["digest"] != content_digest(stored):
-                self._report("store.json", "its content is not what was written: its digest differs")
+                self._report("store.json", "its content was changed: its digest differs")
             elif file.read_bytes() != to_bytes(stored):
-                self._report("store.json", "its bytes are not those that were written; its content is the same")
+                self._report(
+                    "store.json", "its bytes were changed (for example its formatting), but its values are the same"
+                )
         elif "rejects_sha256" in stored:
             self._report("store.json", "its digest is missing")
         else:
-            self.problems.unchecked.append(f"{file}: has no digest of its own: its numbers were not checked")
+            self.problems.unchecked.append(f"{file}: has no digest of its content, so its numbers were not checked")
 
     def _check_sources(self, stored: dict[str, Any]) -> None:
-        """Compares the totals with the sources, and the rejects with `rejects.jsonl`."""
+        """Compares the totals with the sums over the sources, and counts the lines of `rejects.jsonl`."""
         info, rejects = self.store.info, self.store.path / "rejects.jsonl"
         source_rejects = sum(source.rejected for source in info.sources)
         made_from = stored.get("made_from")
         if isinstance(made_from, dict) and "encoder" in made_from:  # packed, not derived from another store
             rejected = sum(info.rejected.values())
             if rejected != source_rejects:
-                self._report("store.json", f"rejected is {rejected:,}, but its sources have {source_rejects:,}")
+                self._report(
+                    "store.json", f"rejected is {rejected:,}, but the sum over its sources is {source_rejects:,}"
+                )
             documents = sum(source.documents for source in info.sources) * info.item_documents
             if documents != info.documents:
-                self._report("store.json", f"documents is {info.documents:,}, but its sources have {documents:,}")
+                self._report(
+                    "store.json", f"documents is {info.documents:,}, but the sum over its sources is {documents:,}"
+                )
         lines = 0
         if rejects.exists():
             with open(rejects, "rb") as file:
                 lines = sum(1 for _ in file)
         if lines != source_rejects:
-            self._report("rejects.jsonl", f"{lines:,} lines, but store.json has {source_rejects:,} rejects")
+            self._report(
+                "rejects.jsonl", f"has {lines:,} lines, but store.json counts {source_rejects:,} rejected documents"
+            )
 
     def _check_index(self) -> None:
-        """Checks lengths, offsets and boundaries, and the digest of the index."""
+        """Checks the lengths, offsets and boundaries in the index, and the digest of the index."""
         store, count = self.store, self.store.num_documents
         path, size = store.path / "tokens.idx", store.tokens.dtype.itemsize
         boundaries = map_file(path, np.int64, HEADER.size + 12 * count, count + 1)
@@ -161,11 +173,13 @@ class _Verification:
             ends = offset + np.cumsum(lengths) * size
             begins = ends - lengths * size
             self._add_documents("has no end-of-document token", start, lengths < 1)
-            self._add_documents("its offset is not the end of the previous one", start, store.offsets[block] != begins)
+            self._add_documents(
+                "its offset is not the end of the previous document", start, store.offsets[block] != begins
+            )
             numbers = np.arange(start, block.stop)
-            self._add_documents("its boundary is not its number", start, boundaries[block] != numbers)
+            self._add_documents("its boundary is not its document number", start, boundaries[block] != numbers)
             offset = int(ends[-1])
-        self._add_documents("its boundary is not its number", count, boundaries[count:] != count)
+        self._add_documents("its boundary is not its document number", count, boundaries[count:] != count)
         with open(path, "rb") as file:
             self._compare("tokens.idx", hashlib.file_digest(file, "sha256").hexdigest(), store.info.idx_sha256)
         release_pages(store.lengths, store.offsets, boundaries)
@@ -188,7 +202,14 @@ class _Verification:
             self.places.setdefault(("tokens.bin", kind), []).extend(f"document {first + n:,} {kind}" for n in is_open)
 
     def _add_tokens(self, file, kind, first, lengths, positions, values=None) -> None:
-        """Adds a problem of tokens, given by their positions in a block whose first document is `first`."""
+        """Adds a problem of several tokens.
+
+        Args:
+            first: number of the block's first document.
+            lengths: number of tokens of each document of the block.
+            positions: positions of the tokens in the block.
+            values: the block's ids, to be named in the message.
+        """
         ends = np.cumsum(lengths)
         places = self.places.setdefault((file, kind), [])
         for position in positions[:REPORTED].tolist():
@@ -205,7 +226,9 @@ class _Verification:
 
     def _compare(self, file: str, actual: str, expected: str) -> None:
         if actual != expected:
-            self._report(file, f"its bytes are not those that were packed: sha256 {actual[:16]}, not {expected[:16]}")
+            self._report(
+                file, f"its bytes were changed: its sha256 is {actual[:16]}, not {expected[:16]} as in store.json"
+            )
 
     def _report(self, file: str, problem: str) -> None:
         self.problems.append(f"{self.store.path / file}: {problem}")
