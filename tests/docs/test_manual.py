@@ -79,5 +79,14 @@ def test_the_drawing_names_every_package():
     assert {name for name in packages if not name.startswith("_")} <= drawn
 
 
+def test_the_architecture_names_modules_that_exist():
+    page = prose(DOCS / "architecture.md")
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", page)
+    assert len(named) > 30
+    places = (ROOT / "src/weft", ROOT / "src/weft/parallel/axes", ROOT)
+    missing = {name for name in named if not any((place / name).exists() for place in places)}
+    assert missing <= {"logs/"}  # of a run directory
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 120
