@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that Weft uses: with the reason, and with what happens where PyTorch has it no more.
+"""All private names of PyTorch that Weft uses, each with a reason and what to do without it.
 
-No other file of Weft uses a private name of torch (`tests/test_torch_private.py` looks), and the same test asks for
-each name of `NAMES`: a version of PyTorch that lacks one fails there, with the reason, and not in a training step. All
-were seen in PyTorch 2.11 and 2.13. Where a public name does the same as fast, Weft uses that.
+`tests/test_torch_private.py` checks that no other file uses one, and that this PyTorch has each name of `NAMES`, so a
+version without one fails in the test and not in a training step. All exist in PyTorch 2.11 and 2.13. Weft uses public
+names that are as fast where there are any.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class PrivateName(NamedTuple):
-    """A name of torch that its authors may take away.
+    """A private name of torch, which a new version may remove.
 
     Attributes:
         name: `module:attribute.attribute`.
-        reason: why a public name does not do.
-        without: what happens, or has to be done, where it is gone.
+        reason: why no public name replaces it.
+        without: what fails, or what to do, without it.
     """
 
     name: str
@@ -47,13 +47,13 @@ class PrivateName(NamedTuple):
 
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
-_FLASH = "the fused attention kernel with its log-sum-exp and its backward: the public call returns the output alone"
-_NO_FLASH = "document attention on CPUs and ring attention fail; a plain softmax with its sums takes its place"
+_FLASH = "the fused attention kernel with its log-sum-exp and its backward: the public call returns only the output"
+_NO_FLASH = "document attention on CPUs and ring attention fail; use a plain softmax with its sums"
 _DISPATCH = "sees each operator under autograd; the public TorchFunctionMode sees calls above it, without backward's"
 _TREE = "maps nested containers as FSDP2 and checkpoint do; there is no public pytree in 2.11"
 
 NAMES = (
-    PrivateName("torch.nn:Module._parameters", "puts a plain tensor in a parameter's place: setattr refuses one, and "
+    PrivateName("torch.nn:Module._parameters", "replaces a parameter by a plain tensor: setattr refuses one, and "
                 "functional_call takes 10 times as long", "wrap forwards in torch.func.functional_call"),
     PrivateName("torch.nn:Module._modules", "a shell of a Transformers model with two other children, without running "
                 "its constructor", "the head of a Transformers model is called by its own forward (slower)"),
@@ -108,7 +108,7 @@ NAMES = (
 
 
 def missing() -> list[str]:
-    """What this PyTorch lacks of `NAMES`, with what each is for."""
+    """Messages for the names of `NAMES` that this PyTorch lacks."""
     return [
         f"torch {torch.__version__} has no {one.name.replace(':', '.')}; Weft needs it: {one.reason}. Without it: "
         f"{one.without}"
@@ -135,7 +135,7 @@ def _exists(name: str) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters by name, to put other tensors in their places."""
+    """A module's own parameters by name; other tensors may be assigned."""
     return module._parameters
 
 
@@ -145,17 +145,17 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of this rank's `local`, placed as another is."""
+    """A DTensor of this rank's shard, with the mesh and placements of another."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place."""
+    """The number of in-place writes to a tensor."""
     return tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's memory, for as long as that lives."""
+    """The identity of a tensor's storage, while it exists."""
     return tensor.untyped_storage()._cdata
 
 
@@ -165,12 +165,12 @@ def schema_of(op: OpOverload) -> Any:
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The L2 norm of each."""
+    """The L2 norm of each tensor."""
     return torch.ops.aten._foreach_norm(tensors)
 
 
 def foreach_scale(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply each in place."""
+    """Multiplies each tensor in place."""
     torch.ops.aten._foreach_mul_(tensors, factor)
 
 
@@ -180,7 +180,7 @@ def in_backward() -> bool:
 
 
 def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached tensor whose version goes on to count in-place writes to the original."""
+    """A detached tensor that shares the version counter of the original."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -209,10 +209,10 @@ wait_tensor = functional.wait_tensor
 
 
 def overlap_tensor_parallel(group_name: Any) -> None:
-    """Have Inductor decompose collectives and the matrix products beside them, so that they overlap (async TP).
+    """Has Inductor decompose collectives and adjacent matrix products so that they overlap (async TP).
 
     Raises:
-        RuntimeError: the GPUs do not reach one another's memory.
+        RuntimeError: the GPUs cannot access each other's memory.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -222,11 +222,11 @@ def overlap_tensor_parallel(group_name: Any) -> None:
 
 
 def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: str) -> None:
-    """Set what share of activations code that is compiled from now on keeps for backward.
+    """Sets the share of activations that code compiled from now on saves for backward.
 
     Args:
-        must_keep: of a node of the graph: its result is saved whatever the budget is.
-        file: where `must_keep` is defined: Inductor's cache is keyed by its text.
+        must_keep: whether to save the result of a graph node regardless of the budget.
+        file: that defines `must_keep`; its contents are part of the key of Inductor's cache.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -244,17 +244,17 @@ def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: 
 
     torch._functorch.config.activation_memory_budget = share
     torch._inductor.config.joint_custom_post_pass = Keep() if share < 1 else None
-    # It warns of in-place operations under recomputation; backward needs the result of none of Weft's.
+    # It warns of in-place operations under recomputation; backward does not use the results of Weft's.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def silence_redistribution() -> None:
-    """Full values are wanted now and then, in two collectives each: every rank would warn of that each time."""
+    """Silences DTensor's warning, on every rank and each time, that a full tensor takes two collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def forget_groups() -> None:
-    """Have DTensor plan anew: what it caches of an earlier mesh of this process names groups that are gone."""
+    """Clears DTensor's caches, which refer to process groups of an earlier mesh of this process."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -267,7 +267,7 @@ def forget_groups() -> None:
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Be rank 0 of ranks that are not there: collectives return at once, with memory as it was."""
+    """Initializes a fake process group as its rank 0: collectives return at once and leave memory unchanged."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
