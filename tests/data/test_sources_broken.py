@@ -32,7 +32,7 @@ def test_what_is_no_document_has_a_line_and_a_reason(tmp_path):
         (7, "not a JSON object"),
         (8, "invalid UTF-8"),
         (9, "broken JSON"),
-        (10, "a lone surrogate, which no UTF-8 text can hold"),
+        (10, "a lone surrogate, which UTF-8 cannot encode"),
         (14, "nested too deeply"),
         (15, "broken JSON"),
     ]
@@ -330,7 +330,7 @@ def test_what_cannot_be_read_ends_a_pack_or_is_counted_and_named(tmp_path, monke
     pack = ["data", "pack", "corpus", "--tokenizer", str(tiny_tokenizer), "--out", "s", "--workers", "1"]
     assert main(pack) == 2
     told = capsys.readouterr().err
-    assert "corpus/b.jsonl: cannot be read: Permission denied; fix it, or use --on-error skip" in told
+    assert "corpus/b.jsonl: cannot be read: Permission denied; fix the input, or use --on-error skip" in told
     assert main([*pack, "--on-error", "skip"]) == 0
     said = capsys.readouterr()
     assert "6 documents = 1 packed" in said.out
@@ -364,7 +364,7 @@ def test_a_mark_before_utf8_is_no_text(tmp_path):
 @pytest.mark.parametrize("escape", [r"\ud800", r"\udc80", r"\udfff"])
 def test_a_lone_surrogate_is_called_one(tmp_path, escape):
     (tmp_path / "a.jsonl").write_text('{"text": "' + escape + '"}\n')
-    assert reasons(collect(tmp_path / "a.jsonl")[0]) == [(1, "a lone surrogate, which no UTF-8 text can hold")]
+    assert reasons(collect(tmp_path / "a.jsonl")[0]) == [(1, "a lone surrogate, which UTF-8 cannot encode")]
 
 
 def test_a_field_without_a_name_is_refused(tmp_path, capsys):

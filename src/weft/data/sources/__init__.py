@@ -1,11 +1,11 @@
-"""Streams of documents from files of any format: find the files, split them into units, read each unit.
+"""Reads documents from files of any format: finds the files, splits them into units, and reads each unit as a stream.
 
     files = find_files(["corpus/", "more/*.jsonl.zst"])
     for unit in plan(files, Reading(field="text")):
         for item in read(unit, Reading(field="text"), Counts()):
             ...                                             # a Document or a Reject
 
-A format is one file of `formats/`, or a custom class: see docs/data.md, "Add a source format".
+Each built-in format is a module of `formats/`. For custom formats, see docs/data.md, "Add a source format".
 """
 
 from weft.data.sources.find import Files, find_files

@@ -1,4 +1,4 @@
-"""Finds the input files: expands folders, patterns and lists."""
+"""Finds input files: expands folders, patterns, and lists of files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weft.errors import UserError
 
 STANDARD_INPUT = Path("-")
 Found = tuple[str, Path]  # a file's real path, with all links resolved, and the path by which it was found
-Skipped = dict[str, str]  # real path -> why the entry is not a document
+Skipped = dict[str, str]  # real path -> why the entry was skipped
 
 
 class Files(list[Path]):
-    """Input files, in order.
+    """A list of input files, in the order in which they are read.
 
     Attributes:
-        skipped: counts of the other entries of folders and patterns, by reason: "hidden" (a folder counts once),
+        skipped: number of skipped entries of folders and patterns, by reason: "hidden" (a folder counts once),
             "dangling link", "pipe or device", "index" (of JSON lines), "token store", "tokenizer".
     """
 
@@ -33,19 +33,19 @@ class Files(list[Path]):
 
 
 def find_files(inputs: Sequence[str | Path], files_from: str | Path | None = None) -> Files:
-    """Returns the files that `inputs` name, in the order of `inputs`; folders and patterns are sorted.
+    """Returns the files that `inputs` name, in the order of `inputs`. Files of folders and patterns are sorted.
 
-    An input is a file, a folder (searched recursively), a folder that `datasets.save_to_disk` wrote (its data files, in
-    its order), a pattern with `*`, `?`, `[...]` or `**`, or `-`, the standard input. Links to folders are followed.
-    Each file is listed once. In folders, these are skipped: hidden entries, dangling links, pipes and devices, and the
-    files of token stores and tokenizers.
+    An input is a file, a folder (searched recursively), a folder that `datasets.save_to_disk` wrote (its data files in
+    the order of the dataset), a pattern with `*`, `?`, `[...]` or `**`, or `-`, the standard input. Links to folders
+    are followed. Each file is listed once. In folders, hidden entries, dangling links, pipes, devices, and the files of
+    token stores and tokenizers are skipped.
 
     Args:
         inputs: paths and patterns; a `Files` is returned unchanged.
-        files_from: a text file that lists more inputs, one a line; "-" reads the list from the standard input.
+        files_from: a text file that lists more inputs, one per line; "-" reads the list from the standard input.
 
     Raises:
-        UserError: an input does not exist, or there are no files.
+        UserError: an input does not exist, or no file was found.
     """
     if isinstance(inputs, Files) and files_from is None:
         return inputs
@@ -53,7 +53,7 @@ def find_files(inputs: Sequence[str | Path], files_from: str | Path | None = Non
     if files_from is not None:
         names += _read_list(files_from)
     if "-" in names and str(files_from) == "-":
-        raise UserError("the standard input cannot be both a list of files and an input; give one of them as a file")
+        raise UserError("the standard input is both an input and the list of files; use a file for one of the two")
     found: dict[str, Path] = {}
     others: Skipped = {}
     for name in names:
@@ -73,7 +73,7 @@ def find_files(inputs: Sequence[str | Path], files_from: str | Path | None = Non
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """`2 hidden, 1 dangling link`."""
+    """Returns counts as text, such as `2 hidden, 1 dangling link`."""
     return ", ".join(f"{number:,} {reason}" for reason, number in counts.items())
 
 
@@ -82,9 +82,11 @@ def _read_list(files_from: str | Path) -> list[str]:
         raw = sys.stdin.buffer.read() if str(files_from) == "-" else Path(files_from).read_bytes()
         lines = raw.decode("utf-8-sig").splitlines()
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}; --files-from names a list of files", files_from) from None
+        raise UserError(
+            f"cannot be read: {error.strerror}; --files-from needs a text file with one path per line", files_from
+        ) from None
     except UnicodeDecodeError:
-        raise UserError("not UTF-8; --files-from names a text file with one path a line", files_from) from None
+        raise UserError("not UTF-8; --files-from needs a text file with one path per line", files_from) from None
     return [line for line in lines if line.strip()]
 
 
@@ -99,14 +101,21 @@ def _expand(name: str, skipped: Skipped) -> Iterator[Found]:
     elif glob.has_magic(name):
         matches = sorted(glob.glob(name, recursive=True))
         if not matches:
-            raise UserError("no file matches this pattern; check it, and quote it so that the shell keeps it", name)
+            raise UserError(
+                "no file matches this pattern; check the pattern, and quote it so that the shell does not expand it",
+                name,
+            )
         yield from _expand_matches(matches, skipped)
     else:
         raise UserError("no such file or folder; check the path", path)
 
 
 def _expand_matches(matches: list[str], skipped: Skipped) -> Iterator[Found]:
-    """Yields the files of a pattern's matches. `**` matches a folder and its content, and follows links in circles."""
+    """Yields the matches of a pattern that are files, and the files in those that are folders.
+
+    `**` matches a folder and also the content of the folder, and follows links in circles. So matches within a folder
+    that was already searched are ignored.
+    """
     walked = ""
     for match in matches:
         if walked and match.startswith(walked):
@@ -130,13 +139,13 @@ def _walk(top: Path, skipped: Skipped) -> Iterator[Found]:
         # Links come last, so that a file is found by its path without links if it has one.
         folder = folders.pop() if folders else links.pop(0)
         real = os.path.realpath(folder)
-        if real in seen:  # a link to a parent folder, or to one that was searched
+        if real in seen:  # a link to a parent folder, or to a folder that was already searched
             continue
         seen.add(real)
         try:
             with os.scandir(folder) as listing:
                 entries = {entry.name: entry for entry in listing}
-        except OSError:  # kept, so that reading it reports the error: its documents would be missing
+        except OSError:  # kept as a file, so that reading it reports the error and no document is lost silently
             found.append((folder, [(real, folder)]))
             continue
         arrow = _saved_dataset(folder, entries)
@@ -164,7 +173,7 @@ def _walk(top: Path, skipped: Skipped) -> Iterator[Found]:
 
 
 def _classify(entry: os.DirEntry[str]) -> str:
-    """Returns "folder", "file", or why the entry is neither."""
+    """Returns "folder", "file", or why the entry is skipped ("dangling link", "pipe or device")."""
     try:
         if entry.is_dir():
             return "folder"
@@ -179,7 +188,7 @@ def _classify(entry: os.DirEntry[str]) -> str:
 
 
 def _is_index(path: Path) -> bool:
-    """Whether the file is the index of another file in its folder."""
+    """Whether the file belongs to the index (`weft data index`) of another file in the same folder."""
     indexed = path.name.removesuffix(".index.npy").removesuffix(".index.json")
     return indexed != path.name and path.with_name(indexed).exists()
 
@@ -195,8 +204,10 @@ def _saved_dataset(folder: Path, names: Collection[str]) -> list[Path] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if content.get("_indices_data_files"):
-        raise UserError("this dataset has an indices mapping; save it again with a current `datasets`", state)
+        raise UserError(
+            "this dataset has an indices mapping; save it again with a current version of `datasets`", state
+        )
     for path in files:
         if not path.is_file():
-            raise UserError("missing, though state.json names it; save the dataset again", path)
+            raise UserError("missing, but listed in state.json; save the dataset again", path)
     return files

@@ -1,4 +1,4 @@
-"""Byte offsets of the documents of a JSON-lines file, for random access."""
+"""Builds and reads indexes of JSON-lines files: the byte offsets of the documents, for random access."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ from weft.errors import UserError
 from weft.files import new_file, read_json, replace_file
 
 CHUNK = 256 << 10  # stays in a core's cache
-LONG = 1024  # mean bytes per line, above which bytearray.find is faster than numpy
+LONG = 1024  # mean number of bytes per line above which bytearray.find is faster than numpy
 VERSION = 1
 _BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))
 _BOM = b"\xef\xbb\xbf"
 
 
 def index_path(path: str | Path) -> Path:
-    """Returns the path of a file's index: uint64 byte offsets `[documents + 1]`, the last one the file's size."""
+    """Returns the path of a file's index.
+
+    The index contains byte offsets (uint64, `[documents + 1]`); the last offset is the size of the file.
+    """
     return Path(f"{path}.index.npy")
 
 
 def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: None) -> int:
-    """Writes `PATH.index.npy`, and `PATH.index.json` with the size and time of the file; atomic, in constant memory.
+    """Writes the index of a JSON-lines file, atomically and in constant memory. Blank lines are not documents.
 
-    A document is a line that is not blank.
+    The files are `PATH.index.npy` (the offsets), and `PATH.index.json` (the size and modification time of the file).
+
+    Args:
+        on_bytes: called with the number of bytes that were read since the last call.
 
     Returns:
         The number of documents.
 
     Raises:
-        UserError: the file cannot be read, or changed meanwhile; the disk is full.
+        UserError: the file cannot be read, the file changed during the call, or the disk is full.
     """
     path = Path(path)
     target, metadata = index_path(path), _metadata_path(path)
@@ -49,7 +55,7 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
                 documents += len(offsets)
                 out.write(offsets.data)
             if _file_state(file.fileno()) != before:
-                raise UserError("changed while it was indexed; start again when nothing writes to it", path)
+                raise UserError("changed while it was indexed; repeat this when no program writes to it", path)
             out.seek(0)
             out.write(_header(documents + 1))
         replace_file(metadata, json.dumps({"version": VERSION, "documents": documents, **before}) + "\n")
@@ -59,7 +65,7 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
 
 
 def is_current(path: str | Path) -> bool:
-    """Whether the file has an index of its present state."""
+    """Whether the file has an index, and has not changed since it was indexed."""
     try:
         return _read_documents(Path(path)) is not None
     except UserError:
@@ -69,7 +75,8 @@ def is_current(path: str | Path) -> bool:
 class JsonLines:
     """Random access to the records of an indexed JSON-lines file: `JsonLines("a.jsonl")[7]`.
 
-    Thread-safe; can be pickled. Raises UserError if the file has changed since it was indexed.
+    The object is thread-safe and can be pickled. The constructor raises UserError if the file is missing, has no index,
+    or has changed since it was indexed.
     """
 
     def __init__(self, path: str | Path):
@@ -88,7 +95,7 @@ class JsonLines:
         return len(self.offsets) - 1
 
     def raw(self, number: int) -> bytes:
-        """Returns the line of a document, and the blank lines after it; negative numbers count from the end."""
+        """Returns the bytes of a document's line and of the blank lines after it. `number` can be negative."""
         documents = len(self)
         if not -documents <= number < documents:
             raise IndexError(f"document {number} of {documents}")
@@ -99,7 +106,7 @@ class JsonLines:
         return line if begin else line.removeprefix(_BOM)
 
     def __getitem__(self, number: int) -> Any:
-        """Returns a record; raises UserError if its line is broken."""
+        """Returns the record of a document; raises UserError if its line is not valid JSON."""
         try:
             return orjson.loads(self.raw(number))
         except orjson.JSONDecodeError:
@@ -107,7 +114,7 @@ class JsonLines:
         try:
             return json.loads(self.raw(number))  # accepts NaN
         except (ValueError, RecursionError) as error:
-            raise UserError(f"document {number} is broken: {error}", self.path) from None
+            raise UserError(f"document {number} is not valid JSON: {error}; correct the file", self.path) from None
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
@@ -129,31 +136,31 @@ def _file_state(file: int | Path) -> dict[str, int]:
 
 
 def _remedy(path: Path) -> str:
-    return f"create the index with `weft data index {path}`"
+    return f"run `weft data index {path}`"
 
 
 def _read_documents(path: Path) -> int:
-    """Returns the number of documents of a current index; raises UserError if there is none."""
+    """Returns the number of documents in a file's index; raises UserError if it is missing or out of date."""
     if not path.exists():
         raise UserError("no such file; check the path", path)
     if not _metadata_path(path).exists() or not index_path(path).exists():
         raise UserError(f"has no index; {_remedy(path)}", path)
     content = read_json(_metadata_path(path))
     if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise UserError(f"not an index of this version; {_remedy(path)}", _metadata_path(path))
+        raise UserError(f"not an index of this version of Weft; {_remedy(path)}", _metadata_path(path))
     if {name: content.get(name) for name in ("size", "mtime_ns")} != _file_state(path):
         raise UserError(f"has changed since it was indexed; {_remedy(path)}", path)
     return int(content["documents"])
 
 
 def _header(length: int) -> bytes:
-    """Returns the header of a .npy file. Its size is constant, so it can be rewritten when the length is known."""
+    """Returns the header of a .npy file. Its size is constant, so that it can be replaced when the length is known."""
     text = f"{{'descr': '<u8', 'fortran_order': False, 'shape': ({length},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
 def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yields the offsets of all lines in the first `end` bytes that are not blank, and finally `end`; uint64."""
+    """Yields uint64 arrays with the offsets of all non-blank lines in the first `end` bytes, and finally with `end`."""
     buffer, lines_are_long = bytearray(CHUNK), False
     view, array = memoryview(buffer), np.frombuffer(buffer, np.uint8)
     base = line = 0  # offsets of the chunk and of the unfinished line
@@ -179,7 +186,7 @@ def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Itera
 
 
 def _find_line_ends(buffer: bytearray, size: int) -> np.ndarray:
-    """Returns the offsets of line ends, for chunks with few of them."""
+    """Returns the offsets of the line ends in the first `size` bytes; fast if the lines are long."""
     ends = []
     end = buffer.find(b"\n", 0, size)
     while end >= 0:

@@ -1,4 +1,4 @@
-"""How documents are extracted from files, and the range of a file that one worker reads."""
+"""Defines how documents are extracted from files (`Reading`), and the range that a worker reads (`Unit`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from weft.errors import UserError
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents are extracted from files.
+    """Options for extracting documents from files.
 
     Attributes:
-        field: the key of a record's text; "meta.text" is a path into nested records.
-        template: used instead of `field`: a text with "{field}" placeholders ("{title}\\n{content}"); "{{" is a brace.
+        field: the key of the text in a record; "meta.text" is a path into a nested record.
+        template: replaces `field`: a text with "{field}" placeholders ("{title}\\n{content}"); "{{" is
+            a brace.
         separator: the text between the documents of a text file; None: each file is one document.
-        records: yield records (dicts) instead of texts.
+        records: whether documents are records (dicts) instead of texts.
         format: the format of all files ("jsonl", ..., or `module:Class`); None: detected from file names.
     """
 
@@ -34,7 +35,7 @@ class Reading:
         if not self.field:
             raise UserError("--field '': the name is empty; give the key of a record's text, such as --field text")
         if self.separator == "":
-            raise UserError("the separator is empty; leave it out to read each file as one document")
+            raise UserError("the separator is empty; remove it to read each file as one document")
 
 
 def parse_template(template: str) -> list[tuple[str, str | None]]:
@@ -55,14 +56,14 @@ def parse_template(template: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A file, or a range of one, that one worker reads.
+    """A file, or a range of a file, that one worker reads.
 
     Attributes:
         path: "-" is the standard input.
         format: the name of the format.
         compression: "gz", "zst" or "".
-        start, stop: the range, in `SourceFormat.positions`; (0, None): the full file.
-        size: bytes on disk, for a progress bar; 0 for a stream.
+        start, stop: the range, counted in `SourceFormat.positions` (bytes, row groups); (0, None): the full file.
+        size: number of bytes on disk; 0 for a stream.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Splits files into units, and reads each unit as a stream of documents and rejects."""
+"""Splits files into units, and reads each unit as a stream of documents and rejected documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES
     """Splits files into units, in order and deterministically. Reads only file sizes and Parquet footers.
 
     Args:
-        range_bytes: approximate size of a unit, for formats that can be split.
+        range_bytes: approximate number of bytes of a unit, for formats that can be split.
     """
     units: list[Unit] = []
     for path in files:
@@ -44,13 +44,13 @@ def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES
 def read(
     unit: Unit, reading: Reading, counts: Counts, on_bytes: Callable[[int], None] = lambda n: None
 ) -> Iterator[Document | Reject]:
-    """Yields the documents and rejects of a unit in order, with bounded memory.
+    """Yields the documents and rejected documents of a unit in order, with bounded memory.
 
-    Broken content is a Reject, never an exception. If the file or the rest of it cannot be read, the last item is a
-    Reject without a line.
+    Broken content yields a Reject and raises no exception. If the file, or the rest of the file, cannot be read, the
+    last item is a Reject whose `line` is None.
 
     Args:
-        counts: a new `Counts`, filled by the end of the stream.
+        counts: a new `Counts`, which is complete when all items have been yielded.
         on_bytes: called with the number of bytes that were read from disk since the last call.
 
     Raises:
@@ -73,13 +73,14 @@ def read_all(
     on_skip: Callable[[Path, str], None] = lambda path, reason: None,
     on_bytes: Callable[[int], None] = lambda more: None,
 ) -> Iterator[Document]:
-    """Yields the documents of all files, with the line numbers of the file.
+    """Yields the documents of all files. `Document.line` is the line number in the file.
 
     Args:
-        counts: updated after each file.
-        on_reject: called with each reject, with its line in the file; may raise.
-        on_skip: called with each file that holds no text, and the reason.
-        on_bytes: as for `read`.
+        counts: the counts of each file are added to it after the file has been read.
+        on_reject: called with the path and each rejected document, whose `line` is the line number in the file. An
+            exception that it raises stops the reading.
+        on_skip: called with the path of each file that contains no text, and the reason.
+        on_bytes: called with the number of bytes that were read from disk since the last call.
     """
     for path, units in groupby(plan(files, reading), key=lambda unit: unit.path):
         file = Counts()

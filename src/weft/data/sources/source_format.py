@@ -1,7 +1,7 @@
-"""The interface of a source format, and its lookup by file name or format name.
+"""Defines the interface of source formats, and finds a format by file name or format name.
 
-A format is one class in one file: built in (`weft/data/sources/formats/`), of a package (the plugin kind `source`), or
-custom (`--format module:Class`).
+A format is a class: built in (`weft/data/sources/formats/`), provided by an installed package (the plugin kind
+`source`), or custom (`--format module:Class`).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from weft.data.sources.values import Extractor, Unfit, make_checked_extractor, u
 from weft.errors import UserError, describe_exception, describe_user_exception
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
-TEXT_SUFFIXES = (".txt", ".md", ".html", ".py", "")  # always text: plugins are not asked
+TEXT_SUFFIXES = (".txt", ".md", ".html", ".py", "")  # always read as text, whatever formats the plugins define
 
 
 class Tally:
-    """Creates the documents and rejects of one unit, and counts them."""
+    """Creates and counts the documents and rejected documents of one unit."""
 
     def __init__(self, counts: Counts):
         self.counts = counts
 
     def document(self, value: Any, line: int | None, size: int | None = None) -> Document:
-        """Creates a document. `size`: the bytes of a record, if known; otherwise the record is serialized for it."""
+        """Creates and counts a document. `size`: bytes of a record; None: computed by serializing the record."""
         self.counts.documents += 1
         self.counts.empty += value == ""
         self.counts.bytes += utf8_size(value) if size is None or isinstance(value, str) else size
         return Document(value, line)
 
     def reject(self, line: int | None, reason: str | Unfit, hint: str = "", last: int | None = None) -> Reject:
-        """Creates a reject. `last`: its last line, if it spans several."""
+        """Creates and counts a rejected document. `last`: the last line of the document, if it spans several lines."""
         if isinstance(reason, Unfit):
             reason, hint = reason.reason, reason.hint
         self.counts.rejected[reason] += 1
         return Reject(line, reason, hint, last=last)
 
     def extract(self, extract: Extractor, record: Any, line: int, size: int | None = None) -> Document | Reject:
-        """Creates the document of a record; a reject if the record is an Unfit, or `extract` raises one."""
+        """Creates a document from a record; a Reject if the record is an Unfit, or `extract` raises Unfit."""
         try:
             if isinstance(record, Unfit):
                 raise record
@@ -57,18 +57,18 @@ class Tally:
             return self.reject(line, error)
 
     def skip_file(self, reason: str) -> None:
-        """Counts the file as one that holds no documents."""
+        """Counts the file as skipped, because it contains no documents."""
         self.counts.skipped_files[reason] += 1
 
 
 class SourceFormat:
-    """A file format that holds documents.
+    """The base class of file formats that contain documents.
 
     Attributes:
         suffixes: file name suffixes of the format, in lower case (".jsonl").
-        holds: what its documents are, for messages; "text" if there are no records with fields.
-        positions: the units of `start` and `stop` of a Unit.
-        item: what the `line` of a document counts, for messages: `a.jsonl:2:`, but `a.cards: record 2:`.
+        holds: what files of the format contain, for messages: "records", "rows", or "text" if documents have no fields.
+        positions: what `Unit.start` and `Unit.stop` count, for messages: "bytes" or "row groups".
+        item: what `Document.line` counts, for messages: "line" (`a.jsonl:2:`), "row", "record" (`a.cards: record 2:`).
     """
 
     suffixes: tuple[str, ...] = ()
@@ -77,25 +77,25 @@ class SourceFormat:
     item = "line"
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits an uncompressed, non-empty file into units of about `range_bytes`; deterministic."""
+        """Splits an uncompressed, non-empty file into units of about `range_bytes` bytes. Must be deterministic."""
         return [unit]
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents and rejects of a unit in order, created by `tally`.
+        """Yields the documents and rejected documents of a unit in order. `tally` creates them.
 
-        Sets `tally.counts.lines` to the number of lines (rows, records). The iterator raises Broken if the rest of the
-        file cannot be read.
+        An implementation sets `tally.counts.lines` to the number of lines (rows, records), and raises Broken if the
+        rest of the file cannot be read.
         """
         raise NotImplementedError
 
 
 class RecordFormat(SourceFormat):
-    """A format that only implements `records`; its files are not split."""
+    """The base class of formats that implement only `records`. Their files are not split."""
 
     item = "record"
 
     def records(self, file: UnitReader) -> Iterator[Any]:
-        """Yields the records (dicts) in order, and an Unfit for each one that cannot be read."""
+        """Yields the records (dicts) in order, and an Unfit in place of each record that cannot be read."""
         raise NotImplementedError
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
@@ -107,7 +107,7 @@ class RecordFormat(SourceFormat):
 
 @cache
 def source_format(name: str) -> SourceFormat:
-    """Returns a format by its name, or by `module:Class`; raises UserError if it cannot be found or imported."""
+    """Returns the format with a name or `module:Class`. Raises UserError if the format cannot be found or imported."""
     try:
         found = plugins.find("source", name, formats, "Format")
     except UserError:
@@ -124,7 +124,10 @@ def source_format(name: str) -> SourceFormat:
 
 @contextmanager
 def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator[None]:
-    """Converts what a custom format raises, while it reads `path`, to a UserError with the line of its source."""
+    """Converts an exception of a custom format to a UserError that names the line in the format's source code.
+
+    `path`: the file that the format reads, for the message.
+    """
     try:
         yield
     except (UserError, Broken, MemoryError):
@@ -138,7 +141,7 @@ def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator
 
 
 def document_error(what: str, unit: Unit, line: int | None) -> UserError:
-    """Returns a UserError about a document. `line`: as in Reject, a line of the file, or the number of a record."""
+    """Returns a UserError about a document. `line`: its line (row, record) in the file; None: the complete file."""
     item = source_format(unit.format).item
     if line is None or item == "line":
         return UserError(what, unit.path, line)
@@ -146,19 +149,19 @@ def document_error(what: str, unit: Unit, line: int | None) -> UserError:
 
 
 def reject_message(reject: Reject) -> str:
-    """The message about a reject that ends the work, with the remedies."""
-    return f"{reject.message}; fix it, or use --on-error skip to skip such documents"
+    """Returns the error message for a rejected document that stops the command, with the remedies."""
+    return f"{reject.message}; fix the input, or use --on-error skip to skip such documents"
 
 
 @cache
 def _by_suffix(packages: bool) -> dict[str, str]:
-    """Returns suffix -> format name, of the built-in formats or of those of packages."""
+    """Returns the format name of each suffix: of the built-in formats or, with `packages`, of installed packages."""
     names = plugins.plugins("source") if packages else plugins.built_ins(formats, "Format")
     return {suffix: name for name in reversed(list(names)) for suffix in source_format(name).suffixes}
 
 
 def detect_format(path: Path, forced: str | None = None) -> tuple[str, str]:
-    """Returns the forced format, or the format of the file name; and the compression of the file name, or ""."""
+    """Returns the format (`forced`, if given) and the compression ("gz", "zst", "") of a file, by the file name."""
     stem, suffix = os.path.splitext(path.name.lower())
     compression = COMPRESSIONS.get(suffix, "")
     if compression:
@@ -170,12 +173,12 @@ def detect_format(path: Path, forced: str | None = None) -> tuple[str, str]:
 
 
 def contents_by_format(files: Sequence[Path], reading: Reading) -> dict[str, str]:
-    """Returns the formats of the files, and what each format holds ("text", "rows", "records")."""
+    """Returns the names of the files' formats, each with what its files contain ("text", "rows" or "records")."""
     names = {detect_format(path, reading.format)[0] for path in files}
     return {name: source_format(name).holds for name in sorted(names)}
 
 
 def split_bytes(unit: Unit, range_bytes: int) -> list[Unit]:
-    """Splits a file into byte ranges. A line belongs to the range in which it begins (`UnitReader.line_blocks`)."""
+    """Splits a file into byte ranges. Each line belongs to the range in which it begins (`UnitReader.line_blocks`)."""
     ranges = [(start, min(start + range_bytes, unit.size)) for start in range(0, unit.size, range_bytes)]
     return [replace(unit, start=start, stop=stop, size=stop - start) for start, stop in ranges]

@@ -1,4 +1,7 @@
-"""Reads a unit's bytes in blocks: byte ranges, decompression, digests and counts; splits blocks into lines."""
+"""Reads the bytes of a unit (a file, or a range of a file) in blocks, and splits the blocks into lines.
+
+`UnitReader` also decompresses, hashes and counts the bytes.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,22 @@ from weft.errors import UserError
 
 BLOCK = 128 << 10  # bytes per read: a block stays in a core's cache while it is hashed and parsed
 HEAD = 1 << 20  # bytes from which the content of a file is detected
-LONGEST = 256 << 20  # bytes of one document: a limit on memory
+LONGEST = 256 << 20  # maximum bytes of one document, to limit memory
 BOM = b"\xef\xbb\xbf"
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class Broken(SourceError):
-    """The rest of the file cannot be read."""
+    """Raised if a file, or the rest of a file, cannot be read."""
 
 
 class UnitReader:
-    """Reads the bytes of a unit, counts and hashes them. A context manager that closes the file."""
+    """A context manager that opens the file of a unit, and reads, counts and hashes the unit's bytes.
+
+    Args:
+        counts: receives the number of bytes and, if the unit was read completely, their sha256.
+        on_bytes: called with the number of bytes of each block.
+    """
 
     def __init__(self, unit: Unit, counts: Counts, on_bytes: Callable[[int], None]):
         self.unit, self._counts, self._on_bytes = unit, counts, on_bytes
@@ -49,7 +57,7 @@ class UnitReader:
             self.file.close()
 
     def read(self, size: int = BLOCK) -> bytes:
-        """Returns at most `size` bytes; b"" at the end."""
+        """Returns at most `size` bytes; b"" at the end of the file."""
         try:
             return self.file.read(size)
         except OSError as error:
@@ -61,14 +69,16 @@ class UnitReader:
         self._on_bytes(len(raw))
 
     def head(self, size: int) -> bytes:
-        """Returns the file's first bytes, wherever the unit begins."""
+        """Returns the first `size` bytes of the file, even if the unit begins later."""
         self.file.seek(0)
         return self.read(size)
 
     def count_to(self, position: int | None, *, complete: bool = True) -> None:
-        """Counts and hashes the bytes up to `position` (None: the end), which another library parses.
+        """Counts and hashes the bytes from the current file position to `position`, when another library parses them.
 
-        `complete`: these are the last bytes of the unit.
+        Args:
+            position: byte offset in the file; None: the end of the file.
+            complete: whether these are the last bytes of the unit.
         """
         at = self.file.tell()
         while (position is None or at < position) and (
@@ -91,18 +101,22 @@ class UnitReader:
         self._complete = True
 
     def _changed(self) -> UserError:
-        return UserError("has changed while it was read; start again when nothing writes to it", self.unit.path)
+        return UserError(
+            "has changed while it was read; repeat the command when no program writes to this file", self.unit.path
+        )
 
     def line_blocks(self) -> Iterator[bytes]:
-        """Yields the lines that begin in the unit's byte range, in blocks that may end within a line.
+        """Yields, as blocks of bytes, the lines that begin in the unit's byte range. A block can end within a line.
 
-        Only the bytes of the range itself are hashed and counted, so that the counts of a file's ranges add up.
+        The last line can end after the range. Its bytes after the range are yielded, but not hashed or counted,
+        because they belong to the next range.
         """
         start, stop = self.unit.start, self.unit.stop
         if stop is None:
             yield from self.blocks()
             return
-        skipping = start > 0  # until a line begins: the byte before `start` may be a line end
+        # Skip to the first line that begins in the range: the byte before `start` can be a line end.
+        skipping = start > 0
         at = start - skipping
         self.file.seek(at)
         last = b"\n"
@@ -128,12 +142,13 @@ class UnitReader:
             yield block
 
     def content(self, size: int = HEAD) -> tuple[bytes, Iterator[bytes]]:
-        """Returns the first `size` bytes or more (fewer if the file is shorter), and an iterator over the full content.
+        """Returns at least the first `size` bytes (all bytes of a shorter file), and an iterator over the full content.
 
-        The content is decompressed, by the file name or, for a stream, by its first bytes. A UTF-8 BOM is removed.
+        The content is decompressed: files according to their suffix, streams according to their first bytes. A UTF-8
+        BOM is removed.
 
         Raises:
-            Broken: (also from the iterator) the file cannot be read, is truncated or damaged.
+            Broken: the file cannot be read, is truncated or is damaged. The iterator can raise it too.
         """
         blocks, compression = self.blocks(), self.unit.compression
         if self.unit.stream:
@@ -149,12 +164,12 @@ class UnitReader:
         return first, blocks
 
     def open(self) -> BinaryIO:
-        """Returns `content` as a file object, for libraries that read from one."""
+        """Returns the decompressed content as a file object, for libraries that read from file objects."""
         return io.BufferedReader(_BlockFile(self.content()[1]), BLOCK)
 
 
 class _BlockFile(io.RawIOBase):
-    """A file object over blocks of bytes."""
+    """A read-only file object whose content is an iterator of blocks."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self._blocks, self._rest = blocks, memoryview(b"")
@@ -174,7 +189,10 @@ class _BlockFile(io.RawIOBase):
 
 
 def peek_blocks(blocks: Iterator[bytes], size: int) -> tuple[bytes, Iterator[bytes]]:
-    """Returns the first `size` bytes or more (fewer if there are no more), and all blocks, including these bytes."""
+    """Returns at least the first `size` bytes (fewer if the blocks end before), and an iterator over all blocks.
+
+    The iterator yields the returned bytes too.
+    """
     first = next(blocks, b"")
     while 0 < len(first) < size and (more := next(blocks, b"")):
         first += more
@@ -205,7 +223,10 @@ def _gunzip(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _before_damage(member: Any, block: bytes) -> bytes:
-    """Returns the output for the longest undamaged prefix of a block, which zlib drops when it raises."""
+    """Returns the decompressed content of the longest undamaged prefix of a block.
+
+    zlib drops this content when it raises an error.
+    """
     found, good, bad = b"", 0, len(block)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -240,19 +261,19 @@ def _unzstd(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def is_utf16(first: bytes) -> bool:
-    """Whether a file with these first bytes has a UTF-16 BOM."""
+    """Whether a file that begins with `first` has a UTF-16 BOM."""
     return first.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
 def skip_reason(first: bytes) -> str:
-    """Why a file with these first bytes holds no text ("UTF-16", "binary"); empty if it may hold text."""
+    """Returns why a file that begins with `first` is not read as text ("UTF-16", "binary"); empty if it can be text."""
     return "UTF-16" if is_utf16(first) else "binary" if b"\0" in first[:8192] else ""
 
 
 def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """Yields complete lines, several per bytes object, with line ends; None for a line longer than LONGEST.
+    """Yields bytes objects that contain one or more complete lines with line ends; None for a line over LONGEST bytes.
 
-    An unfinished line is dropped if the blocks raise Broken.
+    If `blocks` raises Broken, the unfinished line is dropped.
     """
     unfinished: list[bytes | memoryview] = []
     size, overlong = 0, False
@@ -282,12 +303,12 @@ def too_long() -> Unfit:
 
 
 def split_by(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
-    """Yields lists of the pieces between separators (the leftmost one, if separators overlap).
+    """Splits the content at each separator, and yields lists of consecutive pieces.
 
-    None stands for a piece longer than LONGEST. A separator at the end of the content adds no empty piece. An
-    unfinished piece is dropped if the blocks raise Broken.
+    If separators overlap, the content is split at the leftmost. None stands for a piece longer than LONGEST. A
+    separator at the end of the content adds no empty piece. If `blocks` raises Broken, the unfinished piece is dropped.
     """
-    reach = len(separator) - 1  # bytes at the end of a block that may begin a separator
+    reach = len(separator) - 1  # number of bytes at the end of a block that can be the beginning of a separator
     unfinished: list[bytes] = []
     edge, size, overlong = b"", 0, False
     for block in blocks:

@@ -17,13 +17,16 @@ from weft.data.sources.streams import Broken, UnitReader
 from weft.data.sources.values import Unfit, as_text, make_extractor, no_field, required_fields
 from weft.errors import UserError
 
-ROWS = 8192  # per batch, at most
-BYTES = 16 << 20  # per batch, about
+ROWS = 8192  # maximum number of rows per batch
+BYTES = 16 << 20  # approximate number of bytes per batch
 ARROW_FILE = b"ARROW1"
 
 
 def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
-    """Splits a file into units of consecutive row groups, each of about `range_bytes` on disk or one group."""
+    """Splits a Parquet file into units of consecutive row groups.
+
+    Each unit, except the last, has at least `range_bytes` bytes on disk.
+    """
     try:
         starts = _group_starts(pq.read_metadata(unit.path))
     except (pa.ArrowException, OSError, UnicodeDecodeError):
@@ -38,7 +41,7 @@ def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Returns the byte offset of each row group; 0 for the first, so that the units add up to the file."""
+    """Returns the byte offset of each row group; 0 for the first, so that the units' sizes sum to the file size."""
     starts: list[int] = []
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -54,11 +57,16 @@ def read(
     reading: Reading,
     tally: Tally,
 ) -> Iterator[Document | Reject]:
-    """Yields the documents of `rows` (`parquet_rows` or `arrow_rows`); converts errors of pyarrow to Broken."""
+    """Yields the documents of `rows` (`parquet_rows` or `arrow_rows`).
+
+    Raises:
+        UserError: the file is compressed or a pipe.
+        Broken: pyarrow cannot read the file.
+    """
     unit = file.unit
     if unit.stream or unit.compression:
         source = f"compressed as .{unit.compression}" if unit.compression else "from a pipe"
-        raise UserError(f"{unit.format} cannot be read {source}; give it as a plain file", unit.path)
+        raise UserError(f"{unit.format} cannot be read {source}; use an uncompressed file on disk", unit.path)
     try:
         if unit.size == 0:
             raise Broken(f"empty {unit.format} file")
@@ -69,7 +77,7 @@ def read(
 
 
 def parquet_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-    """Yields the documents of the unit's row groups."""
+    """Yields the documents of the row groups in a unit of a Parquet file."""
     with pq.ParquetFile(file.unit.path, buffer_size=1 << 20, pre_buffer=False) as table:
         metadata = table.metadata
         stop = metadata.num_row_groups if file.unit.stop is None else file.unit.stop
@@ -109,7 +117,7 @@ def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Doc
 
 
 def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """Yields the batches of an Arrow file or stream, and the approximate number of bytes read with each."""
+    """Yields each batch of an Arrow file or stream, with the approximate byte offset at which the batch ends."""
     if source.read(len(ARROW_FILE)) == ARROW_FILE:
         try:
             file = pa.ipc.open_file(source)
@@ -132,7 +140,7 @@ def _batch_rows(rows: int, size: int) -> int:
 
 
 def _columns(names: list[str], reading: Reading) -> list[str] | Unfit | None:
-    """Returns the columns to read; None: all; Unfit: one of them is missing."""
+    """Returns the names of the columns to read; None to read all columns; an Unfit if a column is missing."""
     fields = required_fields(reading)
     if fields is None:
         return None
@@ -164,9 +172,9 @@ def _documents(batch: Any, reading: Reading, tally: Tally) -> Iterator[Document 
 
 
 def _column(column: Any) -> list[Any]:
-    """Returns the values of a column; Unfit for a value with a string that is not UTF-8.
+    """Returns the values of a column, with an Unfit in place of each value that contains invalid UTF-8.
 
-    Validates the column first: in a damaged file, offsets may point outside of the buffer.
+    The column is validated first, because the offsets in a damaged file can point outside of the buffer.
     """
     if pa.types.is_dictionary(column.type):
         column.validate(full=True)
@@ -183,7 +191,7 @@ def _column(column: Any) -> list[Any]:
 
 
 def _records(batch: Any) -> list[Any]:
-    """Returns the rows as dicts; Unfit for a row with a string that is not UTF-8."""
+    """Returns the rows as dicts, with an Unfit in place of each row that contains invalid UTF-8."""
     names, columns = batch.schema.names, [_column(column) for column in batch.columns]
     rows = zip(*columns, strict=True) if columns else [()] * batch.num_rows
     records: list[Any] = []
@@ -194,7 +202,7 @@ def _records(batch: Any) -> list[Any]:
 
 
 def _decode(value: Any) -> Any:
-    """Decodes all bytes within `value`; returns Unfit if they are not UTF-8."""
+    """Decodes all bytes objects in a nested value from UTF-8; returns an Unfit if one of them is invalid."""
     try:
         return _decode_strings(value)
     except UnicodeDecodeError:
@@ -210,7 +218,7 @@ def _decode_strings(value: Any) -> Any:
 
 
 def _binary_type(kind: Any) -> Any:
-    """Returns the type with binary instead of string types, at any depth."""
+    """Returns the Arrow type `kind` with all string types, also nested ones, replaced by binary types."""
     if pa.types.is_string(kind):
         return pa.binary()
     if pa.types.is_large_string(kind):

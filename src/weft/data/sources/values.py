@@ -1,4 +1,4 @@
-"""Extracts a document's text from a record: one field, or a template of several."""
+"""Extracts a document's text from a record: the text of one field, or a template filled with several fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ Extractor = Callable[[Any], Any]
 
 
 class SourceError(Exception):
-    """Base of Unfit and Broken. `reason` is one of few strings, by which errors are counted; `hint` has the details."""
+    """Base class of Unfit and Broken.
+
+    Args:
+        reason: a short fixed description, by which errors are counted.
+        hint: details of this error.
+    """
 
     def __init__(self, reason: str, hint: str = ""):
         self.reason, self.hint = reason, hint
@@ -21,11 +26,11 @@ class SourceError(Exception):
 
 
 class Unfit(SourceError):
-    """A record that yields no document."""
+    """The reason why a record yields no document. Raised, or returned in place of the record."""
 
 
 def required_fields(reading: Reading) -> list[str] | None:
-    """Returns the fields that `reading` extracts; None: all."""
+    """Returns the names of the fields that `reading` extracts; None if it extracts complete records."""
     if reading.records:
         return None
     if reading.template is None:
@@ -34,7 +39,7 @@ def required_fields(reading: Reading) -> list[str] | None:
 
 
 def make_extractor(reading: Reading) -> Extractor:
-    """Returns a function from a record to the document's value.
+    """Returns a function that takes a record and returns the document's value: its text, or the complete record.
 
     The function raises Unfit if the record is not an object, lacks a field, or has a field that is not text.
     """
@@ -51,18 +56,18 @@ def make_extractor(reading: Reading) -> Extractor:
 
 
 def make_checked_extractor(reading: Reading, *, escaped: bool = False) -> Extractor:
-    """Returns a function as `make_extractor` does, which also runs `check_unicode`."""
+    """Returns the function of `make_extractor`, extended by a check for lone surrogates (`check_unicode`)."""
     extract = make_extractor(reading)
     return lambda record: check_unicode(extract(record), escaped=escaped)
 
 
 def text_at(record: Any, field: str) -> str:
-    """Returns the text at `field`: a key, or a dotted path into nested records."""
+    """Returns the text of a record's field. `field`: a key, or a dotted path into nested records."""
     return as_text(_lookup(record, field), field)
 
 
 def as_text(value: Any, field: str) -> str:
-    """Returns `value` if it is text; otherwise raises Unfit."""
+    """Returns the value of the field `field` as text. Raises Unfit if the value is null, not text, or invalid UTF-8."""
     if value is None:
         raise Unfit(f"field {field!r} is null")
     if isinstance(value, bytes):  # Parquet and Arrow columns without a text type
@@ -76,7 +81,7 @@ def as_text(value: Any, field: str) -> str:
 
 
 def utf8_size(value: Any) -> int:
-    """Returns the UTF-8 bytes of a text, or of a record as JSON."""
+    """Returns the number of UTF-8 bytes of a text, or of a record serialized as JSON."""
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode("utf-8"))
     return len(orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS))
@@ -85,7 +90,7 @@ def utf8_size(value: Any) -> int:
 def check_unicode(value: Any, *, escaped: bool = False) -> Any:
     """Returns `value`; raises Unfit if one of its strings has lone surrogates, which UTF-8 cannot encode.
 
-    `escaped`: invalid UTF-8 was decoded to lone surrogates (Python's "surrogateescape").
+    `escaped`: whether invalid UTF-8 was decoded to lone surrogates (Python's "surrogateescape").
     """
     try:
         for text in _strings(value):
@@ -94,7 +99,7 @@ def check_unicode(value: Any, *, escaped: bool = False) -> Any:
     except UnicodeEncodeError as error:
         if escaped and any("\udc80" <= c <= "\udcff" for c in error.object[error.start : error.end]):
             raise Unfit("invalid UTF-8") from None
-        raise Unfit("a lone surrogate, which no UTF-8 text can hold") from None
+        raise Unfit("a lone surrogate, which UTF-8 cannot encode") from None
     return value
 
 
@@ -132,4 +137,6 @@ def _lookup(record: Any, field: str) -> Any:
 
 def no_field(field: str, names: list[str]) -> Unfit:
     shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-    return Unfit(f"no field {field!r}", f"it has {shown or 'none'}; --field or --template names another")
+    return Unfit(
+        f"no field {field!r}", f"the record has {shown or 'no fields'}; name a field with --field or --template"
+    )

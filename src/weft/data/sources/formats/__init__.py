@@ -1,1 +1,1 @@
-"""The built-in source formats, one file each: a class `Format` (see weft.data.sources.source_format)."""
+"""The built-in source formats. Each module defines a class `Format` (see weft.data.sources.source_format)."""

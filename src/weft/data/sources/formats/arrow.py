@@ -1,4 +1,4 @@
-"""Arrow files and streams, and Feather files."""
+"""The source format of Arrow files and streams, and of Feather files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""CSV files with a header, read by Python's parser: it takes cells of any length and locates broken rows."""
+"""The source format of CSV files with a header.
+
+Python's parser is used, because it reads cells of any length and locates broken rows.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ class Format(SourceFormat):
     delimiter = ","
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of the rows; `line` is the line on which a row begins. Each cell is text."""
+        """Yields one document per row. `Document.line` is the line on which the row begins. All cells are text."""
         first, blocks = file.content()
         if reason := skip_reason(first):
             tally.skip_file(reason)
             return
         csv.field_size_limit(streams.LONGEST)
-        # strict: an unclosed quote is an error instead of a cell with the rest of the file.
+        # strict: an unclosed quote is an error. Otherwise, the rest of the file would become one cell.
         rows = csv.reader(_lines(blocks), delimiter=self.delimiter, strict=True)
         extract, header = make_checked_extractor(reading, escaped=True), None
         while True:
@@ -44,7 +47,7 @@ class Format(SourceFormat):
             elif header is None:
                 header = row
             elif len(row) != len(header):
-                hint = f"{len(row)}, not {len(header)}"
+                hint = f"{len(row)} instead of {len(header)}"
                 yield tally.reject(line, "not as many cells as the header", hint)
             else:
                 yield tally.extract(extract, dict(zip(header, row, strict=True)), line)
@@ -56,5 +59,5 @@ def _lines(blocks: Iterator[bytes]) -> Iterator[str]:
         for line in lines:
             if line is None:
                 raise Broken(too_long().reason)
-            # Invalid UTF-8 becomes lone surrogates, which `check_unicode` rejects with their row.
+            # Invalid UTF-8 becomes lone surrogates, for which `check_unicode` rejects the row.
             yield (line + b"\n").decode("utf-8", "surrogateescape")

@@ -1,6 +1,6 @@
-"""`.json` files, streamed: a list of records, or a sequence of records with any white space between them.
+"""The source format of `.json` files: a list of records, or a sequence of records separated by any white space.
 
-Many such files hold JSON lines; these are detected and read line by line.
+Files are parsed as a stream. Many `.json` files contain JSON lines; these are detected and read line by line.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ class Format(SourceFormat):
     suffixes = (".json",)
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits a large file of JSON lines into byte ranges; other files are not split."""
+        """Splits JSON lines that are larger than `range_bytes` into byte ranges; does not split other files."""
         return split_bytes(unit, range_bytes) if unit.size > range_bytes and is_json_lines(unit.path) else [unit]
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of the records. `line` is the line on which a record begins in JSON lines, otherwise
-        the number of the record."""
+        """Yields one document per record.
+
+        In JSON lines, `Document.line` is the line on which the record begins; otherwise, the number of the record.
+        """
         extract = make_checked_extractor(reading, escaped=True)
         if file.unit.stop is not None:
             lines = jsonl.open_lines(file, tally)
@@ -51,7 +53,7 @@ class Format(SourceFormat):
 
 
 def is_json_lines(path: str) -> bool:
-    """Whether a file holds JSON lines: each line that ends within its first MiB is one object."""
+    """Whether a file contains JSON lines: each line that ends within the first MiB is one JSON object."""
     try:
         with open(path, "rb") as file:
             first = file.read(HEAD)
@@ -63,7 +65,7 @@ def is_json_lines(path: str) -> bool:
 
 
 def looks_like_lines(head: bytes) -> bool:
-    """Whether a file with these first bytes has one object a line, not a list or objects over several lines."""
+    """Whether a file that begins with `head` has one object per line, not a list or objects that span several lines."""
     first, end, rest = head.removeprefix(BOM).lstrip().partition(b"\n")
     if not first.startswith(b"{") or not end:
         return False
@@ -71,7 +73,7 @@ def looks_like_lines(head: bytes) -> bool:
 
 
 def _decode(blocks: Iterator[bytes]) -> Iterator[str]:
-    # Invalid UTF-8 becomes lone surrogates, so that only the record with them is rejected.
+    # Invalid UTF-8 becomes lone surrogates, so that only the record that contains them is rejected.
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     for block in blocks:
         yield decoder.decode(block)
@@ -79,7 +81,7 @@ def _decode(blocks: Iterator[bytes]) -> Iterator[str]:
 
 
 def _read_multiline(lines: jsonl.LineReader, extract: Extractor, tally: Tally) -> Iterator[Document | Reject]:
-    """Yields the documents of the values that begin on the next line; the last value may end on a later line.
+    """Yields the documents of all values that begin on the next line. The last of these values can end on a later line.
 
     A broken value is rejected together with the rest of the line on which it begins. Reading resumes on the next line.
     """
@@ -92,7 +94,7 @@ def _read_multiline(lines: jsonl.LineReader, extract: Extractor, tally: Tally) -
             record = text.value(by_line=True)
         except Broken as error:
             deep = error.reason == jsonl.TOO_DEEP
-            if deep:  # no value within the nested one is tried again over several lines
+            if deep:  # do not parse the values within the nested value again
                 lines.single_until = line + text.rest().count("\n")
             yield tally.reject(line, error.reason if deep else jsonl.BROKEN, error.hint)
             break
@@ -103,7 +105,7 @@ def _read_multiline(lines: jsonl.LineReader, extract: Extractor, tally: Tally) -
 
 
 class _ValueStream:
-    """Parses a sequence of JSON values from a stream of text; holds at most one value and one block in memory."""
+    """Parses a sequence of JSON values from a stream of text; keeps at most one value and one block in memory."""
 
     def __init__(self, texts: Iterator[str]):
         self._texts, self.text, self.at, self._ended = texts, "", 0, False
@@ -111,17 +113,17 @@ class _ValueStream:
         self._decode = json.JSONDecoder(parse_int=jsonl.integer).raw_decode
 
     def line(self) -> int:
-        """Returns the line of the current position, from 1."""
+        """Returns the line number of the current position, from 1."""
         self._line += self.text.count("\n", self._counted, self.at)
         self._counted = self.at
         return self._line
 
     def rest(self) -> str:
-        """Returns the text after the current position, as far as it has been read."""
+        """Returns the text in the buffer after the current position."""
         return self.text[self.at :]
 
     def more(self) -> None:
-        """Reads more text, doubling the buffer: a long value is parsed a few times instead of once per block."""
+        """Reads more text and at least doubles the buffer, so that a long value is parsed only a few times."""
         self.line()
         found, size = [self.rest()], 0
         while size <= len(found[0]) and not self._ended:
@@ -132,7 +134,7 @@ class _ValueStream:
         self.text, self.at, self._counted = "".join(found), 0, 0
 
     def peek(self, blanks: re.Pattern[str] = BLANKS) -> str:
-        """Skips blanks and returns the next character; "" at the end."""
+        """Skips the characters that `blanks` matches, and returns the next character; "" at the end of the text."""
         while True:
             found = blanks.match(self.text, self.at)
             assert found is not None  # the pattern matches the empty string
@@ -148,13 +150,14 @@ class _ValueStream:
         self.at = end + 1 if end >= 0 else len(self.text)
 
     def value(self, *, by_line: bool = False) -> Any:
-        """Parses the value at the current position.
+        """Parses and returns the JSON value at the current position.
 
         Args:
-            by_line: text is read in complete lines: an error before their end is final, and no more text is read.
+            by_line: whether the text is read in complete lines. Then an error before the end of the buffered text is
+                final, and no more text is read.
 
         Raises:
-            Broken: the value is broken, too long or nested too deeply, so the next one cannot be located.
+            Broken: the value is broken, too long or nested too deeply, so the next value cannot be located.
         """
         while True:
             try:
@@ -172,7 +175,7 @@ class _ValueStream:
             self.more()
 
     def all_values(self) -> Iterator[Any]:
-        """Yields the values of a list, or of a sequence of values; raises Broken if the rest cannot be read."""
+        """Yields the values of a JSON list or of a sequence of JSON values; raises Broken at an error."""
         listed = self.peek() == "["
         self.at += listed
         if listed and self.peek() == "]":
@@ -188,4 +191,4 @@ class _ValueStream:
                     if following != ",":
                         raise Broken("truncated or broken JSON", "no comma and no ] after a record")
         if self.peek():
-            raise Broken("broken JSON", "there is text after the list")
+            raise Broken("broken JSON", "other text follows the list")

@@ -1,4 +1,4 @@
-"""JSON-lines files: one object a line."""
+"""The source format of JSON-lines files: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Format(SourceFormat):
 
 
 class LineReader:
-    """Lines in pieces of several lines, which can be pushed back.
+    """Reads lines in pieces of one or more lines. Lines can be pushed back, to be read again.
 
-    `single_until`: the last line of the unit up to which no value spans several lines.
+    Attributes:
+        single_until: the values on the lines up to this line number are parsed as single lines.
     """
 
     def __init__(self, blocks: Iterator[bytes]):
@@ -41,18 +42,21 @@ class LineReader:
         self._pushed: list[tuple[bytes | None, int]] = []
 
     def next_piece(self) -> tuple[bytes | None, int] | None:
-        """Returns complete lines (None: one that is too long) and the offset of the next one; None at the end."""
+        """Returns a piece and the offset of the next line in the piece; None at the end.
+
+        The piece is a bytes object of complete lines, or None for a line that is too long.
+        """
         if self._pushed:
             return self._pushed.pop()
         return next(((piece, 0) for piece in self._pieces), None)
 
     def push_back(self, piece: bytes | None, at: int = 0) -> None:
-        """Returns the lines from offset `at` on to the reader."""
+        """Pushes back the lines of a piece from offset `at` on. They are read next."""
         if piece is None or at < len(piece):
             self._pushed.append((piece, at))
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yields single lines, up to the end or to a line that is too long."""
+        """Yields single lines; stops at the end, or before a line that is too long."""
         while (taken := self.next_piece()) is not None:
             piece, at = taken
             if piece is None:
@@ -63,14 +67,14 @@ class LineReader:
 
 
 def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
-    """Returns the lines of a unit; None for a UTF-16 file, which only the file's first unit counts as skipped."""
+    """Returns the lines of a unit; None for a UTF-16 file. The first unit of the file counts the file as skipped."""
     if file.unit.start:
         return None if is_utf16(file.head(2)) else LineReader(file.line_blocks())
     first, blocks = file.content(2) if file.unit.stop is None else peek_blocks(file.line_blocks(), len(BOM))
     if is_utf16(first):
         tally.skip_file("UTF-16")
         return None
-    if first.startswith(BOM):  # a byte range: `content` removes the BOM itself
+    if first.startswith(BOM):  # a byte range; `content` has removed the BOM of a full file
         blocks = chain([next(blocks).removeprefix(BOM)], blocks)
     return LineReader(blocks)
 
@@ -78,13 +82,13 @@ def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
 def read_lines(
     lines: LineReader, reading: Reading, tally: Tally, *, stop: bool = False
 ) -> Generator[Document | Reject, None, bool]:
-    """Yields the documents of lines; line numbers continue from `tally.counts.lines`.
+    """Yields one document per line. The line numbers continue from `tally.counts.lines`.
 
     Args:
-        stop: stop before a line that is broken JSON, instead of yielding a reject.
+        stop: stop before a line that is broken JSON, instead of rejecting the line.
 
     Returns:
-        Whether it stopped before such a line, which remains the next one of `lines`.
+        Whether the generator stopped before a broken line. This line is the next line of `lines`.
     """
     counts, extract, loads, new = tally.counts, make_extractor(reading), orjson.loads, tuple.__new__
     # The fast path is for a plain field; all else takes the slow path.
@@ -136,7 +140,7 @@ def read_lines(
 
 
 def parse_line(line: bytes) -> Any:
-    """Returns the value of a line of JSON; an Unfit if it is broken or has lone surrogates."""
+    """Returns the JSON value of a line; an Unfit if the line is broken or contains lone surrogates."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -155,7 +159,7 @@ def parse_line(line: bytes) -> Any:
 
 
 def integer(digits: str) -> int | float:
-    """Parses a JSON integer; returns a float (maybe infinite) for more digits than Python's limit for `int`."""
+    """Parses a JSON integer; returns a float (possibly infinite) if it has more digits than Python allows for `int`."""
     try:
         return int(digits)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Parquet files: only the required columns are read; files are split by row groups."""
+"""The source format of Parquet files: reads only the required columns, and splits files by row groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain text files: a file is one document, or several between separators."""
+"""The source format of plain text files. A file is one document, or is split into documents at a separator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Format(SourceFormat):
     holds = "text"
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents of a file. Skips binary files, and all files with `Reading.records`."""
+        """Yields the documents of a file. Skips binary files; with `Reading.records`, skips all files."""
         first, blocks = file.content()
         if reason := "text" if reading.records else skip_reason(first):
             tally.skip_file(reason)

@@ -1,4 +1,4 @@
-"""TSV files: CSV with tabs."""
+"""The source format of TSV files: CSV with tabs as delimiters."""
 
 from weft.data.sources.formats import csv
 
