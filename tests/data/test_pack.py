@@ -212,9 +212,9 @@ def test_options_for_other_kinds_of_files_are_refused(tmp_path, capsys, tiny_tok
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("a.jsonl", "\n", "no document in 1 file (all blank); name files that hold records with text"),
-        ("a.csv", "text\n", "no document in 1 file (all blank); name files that hold rows with text"),
-        ("a.txt", "\0", "no document in 1 file (skipped 1 binary); name files that hold text"),
+        ("a.jsonl", "\n", "no document in 1 file (all blank); name files that contain records with text"),
+        ("a.csv", "text\n", "no document in 1 file (all blank); name files that contain rows with text"),
+        ("a.txt", "\0", "no document in 1 file (skipped 1 binary); name files that contain text"),
     ],
 )
 def test_files_without_documents_are_told_with_what_fits_them(tmp_path, capsys, tiny_tokenizer, name, text, wanted):

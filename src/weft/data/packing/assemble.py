@@ -1,15 +1,15 @@
-"""Appends parts in order to a store's files; a journal allows resuming an interrupted pack.
+"""Appends parts in order to a store's files, with a journal from which an interrupted pack resumes.
 
-The hidden folder next to the store holds
+The hidden folder next to the store contains
 
-    request.json      the request; a different request does not resume this folder
+    request.json      the request of the pack; only a pack with the same request resumes from this folder
     parts/            finished and unfinished parts of the workers
     journal.jsonl     one line per appended part: its content, and the sizes and digests of the files after it
-    lengths           int32, of each document
-    store/            tokens.bin, loss_mask.bin and rejects.jsonl; finally tokens.idx and store.json
+    lengths           number of tokens of each document, int32
+    store/            tokens.bin, loss_mask.bin and rejects.jsonl; at the end also tokens.idx and store.json
 
-A part's files are deleted when its journal line is written. To resume, the files are truncated to the sizes of the last
-journal line whose digests match, so that no damaged or lost data (a power failure) gets into a store.
+A part's files are deleted when its journal line is written. To resume, the files are truncated to the sizes in the last
+journal line whose digests match. So data that was damaged or lost in a power failure does not get into a store.
 """
 
 from __future__ import annotations
@@ -35,14 +35,19 @@ FILES = {
 
 
 class HashedFile:
-    """A file that is appended to, with its size and sha256."""
+    """A file to which data is appended. Its size and sha256 are updated with each write."""
 
     def __init__(self, path: Path):
         self.path, self.size, self.digest = path, 0, hashlib.sha256()
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def verify(self, states: list[tuple[int, str]], on_progress: Callable[[int], None] | None) -> list[Any]:
-        """Returns the sha256 objects at `states`, growing sizes with their digests, up to the first mismatch."""
+        """Checks the digests of beginnings of the file; returns their sha256 objects, up to the first mismatch.
+
+        Args:
+            states: size and hexadecimal digest of each beginning, in order of size.
+            on_progress: called with the number of bytes that were checked.
+        """
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:
             while size < end and (data := self._file.read(min(BLOCK, end - size))):
@@ -56,7 +61,7 @@ class HashedFile:
         return matches
 
     def truncate(self, size: int, sha256: Any) -> None:
-        """Truncates the file to `size` bytes, whose hash is `sha256`."""
+        """Truncates the file to its first `size` bytes. `sha256`: the hash object of these bytes."""
         self._file.truncate(size)
         self._file.seek(size)
         self.size, self.digest = size, sha256
@@ -79,20 +84,23 @@ class HashedFile:
 
 
 class Assembly:
-    """A store's files, to which parts are appended.
+    """Appends parts to a store's files, and sums the counts of the parts.
 
     Args:
-        folder: the hidden folder.
+        folder: the hidden folder of the pack.
         mask: whether parts have loss masks.
-        lines_before: for a shard: returns the lines of the first part's first file that belong to earlier shards.
+        lines_before: for a shard: returns the number of lines of the shard's first file that belong to earlier shards.
 
     Attributes:
-        next: index of the next part.
-        counts, notes: totals of the appended parts. `tokens`, `documents`: written to the store.
-        exact, reason: whether the first part was encoded by the reference library, and why, if this was not requested.
-        sources: per file: path, size, sha256, documents, rejected, and why it was skipped if it is not text. The digest
-            of a file that was read in several units is the digest of their concatenated digests.
-        first_digests, last_digests: for a shard: digests of the units of the first and last source.
+        next: index of the part to append next.
+        tokens, documents: numbers of tokens and documents in the store so far.
+        counts, notes: sums over the appended parts.
+        exact, reason: whether all texts of the first part were encoded by the `tokenizers` library, and the reason if
+            the user did not request this.
+        sources: a dict per input file: its path, size, sha256, numbers of documents and rejected documents, and the
+            reason if it was skipped. The digest of a file that was read in several units is the digest of the units'
+            concatenated digests.
+        first_digests, last_digests: for a shard: digests of the units of the first and of the last input file.
     """
 
     def __init__(self, folder: Path, *, mask: bool, lines_before: Callable[[], int] | None = None):
@@ -103,13 +111,13 @@ class Assembly:
         self.sources: list[dict[str, Any]] = []
         self.first_digests: list[str] = []
         self.last_digests: list[str] = []
-        self._lines, self._digest = 0, hashlib.sha256()  # of the last source's units so far
+        self._lines, self._digest = 0, hashlib.sha256()  # over the units of the last source so far
         self._lines_before, self._shard_offset = lines_before, -1
         self._journal = HashedFile(folder / "journal.jsonl")
         self._files = {what: HashedFile(folder / path) for what, path in FILES.items() if mask or what != "mask"}
 
     def resume(self, plan: Plan, on_progress: Callable[[int], None] | None) -> None:
-        """Restores what an earlier process appended, as far as it is undamaged and from the same parts.
+        """Restores the state after the parts that an earlier process appended, up to the first damaged or changed part.
 
         `on_progress`: called with the number of bytes of `tokens.bin` that were checked.
         """
@@ -143,9 +151,12 @@ class Assembly:
                 yield entry | {"journal_bytes": len(line)}, part
 
     def file_line(self, part: Part, unit: int, line: int | None, before: int) -> int | None:
-        """Converts a line of a unit of the next part to a line of the file.
+        """Converts a line number in a unit of `part` to a line number in the file; None stays None.
 
-        `before`: lines of the same file in earlier units of the part.
+        Args:
+            part: the part to append next.
+            unit: position of the unit in the part.
+            before: number of lines of the same file in earlier units of the part.
         """
         if line is None:
             return None
@@ -163,11 +174,12 @@ class Assembly:
         """Appends a finished part and deletes its files.
 
         Args:
-            content: of the part's `.json`.
+            content: content of the part's `.json` file.
 
         Raises:
             UserError: the part is damaged.
-            OSError: a full disk, and the like. Another process can append the same part later.
+            OSError: a file cannot be read or written, for example because the disk is full. The part's files are kept,
+                so that a later call can append the part.
         """
         lengths_size = self._files["lengths"].size
         for what, file in self._files.items():
@@ -176,14 +188,14 @@ class Assembly:
             elif content["rejects"]:
                 self._append_rejects(part, content)
         if (self._files["lengths"].size - lengths_size) // 4 != content["documents"]:
-            raise UserError("a finished part is damaged; remove the folder and pack again", self.folder)
+            raise UserError("a finished part is damaged; delete this folder and repeat the command", self.folder)
         self._add_counts(part, content)
         states = {what: [file.size, file.digest.hexdigest()] for what, file in self._files.items()}
         self._journal.write(json.dumps({"part": content, "files": states}).encode() + b"\n")
         remove_part(self.parts, part.index)
 
     def _append_rejects(self, part: Part, content: dict[str, Any]) -> None:
-        lines: Counter[str] = Counter()  # of each path in earlier units of this part
+        lines: Counter[str] = Counter()  # number of lines of each file in earlier units of this part
         befores = []
         for unit, counts in zip(part.units, content["units"], strict=True):
             befores.append(lines[unit.path])
@@ -225,7 +237,12 @@ class Assembly:
             self._lines += counts.lines
 
     def mark_split_files(self, begins: bool, ends: bool) -> None:
-        """For a shard whose first or last file is split: adds digests of its units, so that `merge` can join them."""
+        """Adds the digests of units to the sources that are split between shards, so that `merge` can join the shards.
+
+        Args:
+            begins: whether the first file begins in an earlier shard.
+            ends: whether the last file ends in a later shard.
+        """
         only = len(self.sources) == 1
         for split, source, digests in ((begins, 0, self.first_digests), (ends, -1, self.last_digests)):
             if split and self.sources:
@@ -236,7 +253,7 @@ class Assembly:
                 }
 
     def finish(self, dtype: str) -> dict[str, str | None]:
-        """Writes the index; returns the sha256 of each file under the names of StoreInfo."""
+        """Closes the files and writes `tokens.idx`. Returns the sha256 of each file, by field of StoreInfo."""
         from weft.data.stores.indexed import write_index
 
         for file in self._files.values():

@@ -1,4 +1,4 @@
-"""The work of a worker: reads a part's documents, encodes them in batches, and writes the part's files."""
+"""Encodes a part in a worker: reads the documents, encodes them in batches, and writes the part's files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from weft.data.stores.indexed import token_dtype
 from weft.errors import UserError
 from weft.files import replace_file
 
-BATCH = 2_000_000  # characters (raw bytes, for records) per batch of one thread; a batch of several is 4 times as large
-FAILS = "the tokenizer fails on it"
-FATAL = (UserError, MemoryError, KeyboardInterrupt, SystemExit)  # errors of an encoder that are not about a document
+BATCH = 2_000_000  # characters (for records: raw bytes) per batch; 4 times as many if there are several threads
+FAILS = "the tokenizer fails on the text"
+# Exceptions of an encoder that do not concern a single document.
+FATAL = (UserError, MemoryError, KeyboardInterrupt, SystemExit)
 
 
 def encode_part(
@@ -40,21 +41,22 @@ def encode_part(
     """Encodes a part's documents and writes its files.
 
     Args:
-        on_progress: called several times a second with the numbers of new raw bytes and tokens.
-        on_document: if given, documents are encoded one at a time, and this is called before each with its unit, its
-            line there, and the lines of the same file in earlier units of the part: to locate a crash.
+        on_progress: called several times a second with the numbers of raw bytes and tokens since the last call.
+        on_document: called before each document, to locate a crash, with the position of its unit in the part, its line
+            in the unit, and the number of lines of the same file in earlier units of the part. If given, documents are
+            encoded one at a time.
 
     Raises:
-        DocumentFailure: at the first reject, with `job.fail`.
-        WriteFailure: a full disk, and the like.
-        UserError: an input cannot be opened; out of memory; an id outside the vocabulary.
+        DocumentFailure: a document was rejected, and `job.fail` is set.
+        WriteFailure: the part cannot be written, for example because the disk is full.
+        UserError: an input changed, memory is exhausted, or an id is outside the vocabulary.
     """
     with _PartEncoder(job, part, encoder, on_progress, on_document) as worker:
         for number, unit in enumerate(part.units):
             try:
                 worker.read(number)
             except MemoryError:
-                raise UserError("out of memory; fewer --workers need less", unit.path) from None
+                raise UserError("out of memory; use fewer --workers", unit.path) from None
         worker.finish()
 
 
@@ -70,8 +72,8 @@ def _writing() -> Iterator[None]:
 class _PartEncoder:
     """Encodes one part.
 
-    `_batch` holds the documents to encode next, and `_owners` their units. `_rejects` are written together with the
-    batch, so that rejects stay in the order of the input.
+    `_batch` contains the documents to encode next, and `_owners` the positions of their units. The rejected documents
+    in `_rejects` are written together with the batch, so that they stay in the order of the input.
     """
 
     job: Job
@@ -88,7 +90,7 @@ class _PartEncoder:
         self._batch_size, self._limit = 0, BATCH if self.job.threads == 1 else 4 * BATCH
         self._tokens = self._documents = self._written_rejects = 0
         self._notes: Counter[str] = Counter()
-        self._record_bytes = 0  # of the text that the records of a unit were converted to
+        self._record_bytes = 0  # bytes of the text to which the records of a unit were converted
         self._new_bytes = self._reported_tokens = 0
         self._reported_at = time.monotonic()
         self._tokenizer = tokenizer = self.encoder.open()
@@ -100,7 +102,7 @@ class _PartEncoder:
 
     def __enter__(self) -> _PartEncoder:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path("json"))  # of an earlier attempt: from here on the part is not finished
+            os.unlink(self._path("json"))  # written by an earlier attempt; without this file, the part is not finished
         with _writing():
             for what in ("tokens", "lengths", "mask") if self.encoder.has_mask else ("tokens", "lengths"):
                 self._files[what] = open(self._path(what), "wb", buffering=0)
@@ -114,7 +116,7 @@ class _PartEncoder:
         return part_path(self.job.folder, self.part.index, what)
 
     def read(self, number: int) -> None:
-        """Reads one unit's documents into batches, and encodes full batches."""
+        """Reads the documents of the unit at position `number` into batches, and encodes the full batches."""
         records, batch, owners, rejects = self.job.reading.records, self._batch, self._owners, self._rejects
         self._record_bytes = 0
         for item in read(self.part.units[number], self.job.reading, self._counts[number], self._on_bytes):
@@ -133,7 +135,7 @@ class _PartEncoder:
             elif self._batch_size >= self._limit:
                 self._flush()
         if records:
-            self._flush()  # an encoder identifies rejects by their line in the unit
+            self._flush()  # an encoder identifies rejected documents by their line in the unit
             self._counts[number].bytes = self._record_bytes
 
     def finish(self) -> None:
@@ -191,7 +193,7 @@ class _PartEncoder:
             self._write_rejects()
 
     def _encode(self) -> tuple[Encoded, list[int]]:
-        """Encodes the batch; also returns the positions of the rejects in the batch."""
+        """Encodes the batch; also returns the positions of the rejected documents in the batch."""
         try:
             encoded = self.encoder.encode(self._batch)
         except FATAL:
@@ -202,7 +204,7 @@ class _PartEncoder:
         return encoded, [by_line[reject.line] for reject in encoded.rejects]
 
     def _encode_singly(self) -> tuple[Encoded, list[int]]:
-        """Encodes the documents of the batch one at a time; those on which the encoder fails become rejects."""
+        """Encodes the documents of the batch one at a time, and rejects documents on which the encoder fails."""
         done: list[Encoded] = []
         rejects: list[Reject] = []
         positions: list[int] = []
@@ -213,7 +215,7 @@ class _PartEncoder:
                 new = encoded.rejects
             except FATAL:
                 raise
-            except BaseException as error:  # as above
+            except BaseException as error:  # see `_encode`
                 new = [Reject(document.line, FAILS, " ".join(str(error).split())[:200] or type(error).__name__)]
             rejects += new
             positions += [position] * len(new)
@@ -233,10 +235,10 @@ class _PartEncoder:
         if len(ids) and int(ids.max()) >= self._vocab_size:
             raise UserError(
                 f"the tokenizer returned id {int(ids.max()):,}, outside its vocabulary of {self._vocab_size:,}; "
-                "it is inconsistent, create it again"
+                "the tokenizer is inconsistent: create it again"
             )
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise UserError(f"a document of {int(lengths.max()):,} tokens is longer than a store can hold; split it")
+            raise UserError(f"a document of {int(lengths.max()):,} tokens is too long for a store; split the document")
         arrays = {"tokens": (ids, self._dtype), "lengths": (lengths, np.int32), "mask": (encoded.mask, np.uint8)}
         with _writing():
             for what, file in self._files.items():
@@ -257,7 +259,7 @@ class _PartEncoder:
         self._rejects.clear()
 
     def _lines_before(self, number: int) -> int:
-        """Returns the number of lines of a unit's file in earlier units of the part."""
+        """Returns the number of lines that precede a unit in its file and belong to earlier units of the part."""
         units, path = self.part.units, self.part.units[number].path
         return sum(c.lines for u, c in zip(units[:number], self._counts, strict=False) if u.path == path)
 

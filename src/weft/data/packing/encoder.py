@@ -1,4 +1,4 @@
-"""The interface of an encoder, which `pack` uses to convert documents to token ids, and the encoder for texts."""
+"""Defines the interface of encoders, with which `pack` converts documents to token ids, and the encoder for texts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Encoded:
 
     Attributes:
         ids: the ids of all documents, concatenated `[tokens]`, including end-of-document tokens.
-        lengths: tokens of each document `[documents]`; the sum is `len(ids)`.
-        mask: loss mask `[tokens]`, uint8, 1 for tokens to learn; None: all tokens.
+        lengths: number of tokens of each document `[documents]`; the sum is `len(ids)`.
+        mask: loss mask `[tokens]`, uint8, 1 for tokens that are trained on; None: all tokens are trained on.
         rejects: documents that cannot be encoded, identified by `line`; they have no entry in `lengths`.
-        notes: counts of what was done to documents that were kept ("cut to 512 tokens").
-        bytes: UTF-8 bytes of the text that records were converted to, without end-of-document tokens; None for texts.
+        notes: what was done to kept documents (such as "cut to 512 tokens") -> number of documents.
+        bytes: number of UTF-8 bytes of the text to which records were converted, without end-of-document tokens; None
+            for texts.
     """
 
     ids: np.ndarray
@@ -43,11 +44,11 @@ class Encoded:
 class Encoder(Protocol):
     """Converts documents to token ids.
 
-    An encoder is pickled and sent to worker processes before it is opened. So construction is cheap, and the first call
-    of `open` or `encode` loads what is large.
+    An encoder is pickled and sent to worker processes before it is opened. So the constructor must be cheap; the first
+    call of `open` or `encode` loads the tokenizer.
 
     Attributes:
-        kind: of the store: "text", "conversations" or "preferences" (two documents per input document).
+        kind: kind of the store: "text", "conversations" or "preferences" (two documents per input document).
         has_mask: whether `encode` returns loss masks.
     """
 
@@ -55,11 +56,11 @@ class Encoder(Protocol):
     has_mask: bool
 
     def open(self) -> Tokenizer:
-        """Returns the tokenizer, loaded at the first call."""
+        """Returns the tokenizer. The first call loads it."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Returns, as JSON, all that the ids depend on: encoders of equal identity return equal ids."""
+        """Returns, as JSON values, everything that determines the ids: encoders of equal identity return equal ids."""
         ...
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
@@ -67,7 +68,7 @@ class Encoder(Protocol):
         ...
 
     def as_exact(self) -> Encoder:
-        """Returns the same encoder, using only the reference library."""
+        """Returns an encoder with the same settings that uses only the `tokenizers` library, not gigatoken."""
         ...
 
 
@@ -75,8 +76,8 @@ class TextEncoder:
     """Encodes texts with a tokenizer, and appends an end-of-document token to each.
 
     Args:
-        tokenizer: a tokenizer, its folder or its file.
-        exact: encode every text with the reference library, `tokenizers`.
+        tokenizer: a tokenizer, the path of its folder, or the path of its tokenizer.json.
+        exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
     """
 
     kind, has_mask = "text", False
@@ -92,7 +93,7 @@ class TextEncoder:
         return partial(TextEncoder, exact=self.exact), (self.path,)
 
     def open(self) -> Tokenizer:
-        """Returns the tokenizer; raises UserError if there is none or it states no end-of-document token."""
+        """Returns the tokenizer; raises UserError if it does not exist or has no end-of-document token."""
         if self._opened is None:
             from weft.data.tokenizers.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Concatenates token stores, streamed: the shards of one pack, or any stores of the same tokenizer and kind."""
+"""Concatenates token stores in constant memory: the shards of a pack, or stores of the same tokenizer and kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import UserError
 from weft.files import hidden_folder, read_json, report_write_errors
 from weft.observe.console import Console
 
-MUST_MATCH = {  # field of StoreInfo -> how a store that differs is described
+MUST_MATCH = {  # field of StoreInfo -> what a store with a different value has
     "tokenizer_digest": "another tokenizer",
     "kind": "another kind of documents",
     "vocab_size": "another vocabulary size",
@@ -29,15 +29,15 @@ MUST_MATCH = {  # field of StoreInfo -> how a store that differs is described
 def merge(
     inputs: Sequence[str | Path], out: str | Path, *, overwrite: bool = False, console: Console | None = None
 ) -> StoreInfo:
-    """Concatenates stores in the given order. The shards 1/n to n/n of a pack result in the bytes of a single pack.
+    """Concatenates stores in the given order. The merged shards of a pack have the same bytes as a single pack.
 
     Raises:
-        UserError: no stores; a store that is damaged or differs in `MUST_MATCH`; `out` exists.
+        UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, or `out` exists.
     """
     console, out = console or Console(speaks=False), Path(out)
     stores = [TokenStore(path) for path in inputs]
     if not stores:
-        raise UserError("no stores to merge; name some")
+        raise UserError("no stores to merge; name at least one store")
     for store in stores[1:]:
         _check_match(stores[0], store)
     check_out(out, STORE, [store.path for store in stores], overwrite=overwrite, new=True)
@@ -53,13 +53,13 @@ def _check_match(first: TokenStore, other: TokenStore) -> None:
     for name, what in MUST_MATCH.items():
         a, b = getattr(first.info, name), getattr(other.info, name)
         if a != b:
-            shown = f"{str(a)[:16]} and {str(b)[:16]}"
-            what = f"{what} than {first.path} has ({shown}); merge stores of the same tokenizer and kind"
+            shown = f"{str(a)[:16]} there, {str(b)[:16]} here"
+            what = f"has {what} than {first.path} ({shown}); merge only stores of the same tokenizer and kind"
             raise UserError(what, other.path)
     if (first.loss_mask is None) != (other.loss_mask is None):
         which, without = ("lacks", "has") if other.loss_mask is None else ("has", "lacks")
         raise UserError(
-            f"{which} a loss mask, and {first.path} {without} one; merge stores of the same kind", other.path
+            f"{which} a loss mask, but {first.path} {without} one; merge only stores of the same kind", other.path
         )
 
 
@@ -84,7 +84,7 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
             for digest, (name, sha256) in zip(digests, expected.items(), strict=True):
                 if sha256 is not None and digest.hexdigest() != sha256:
                     raise UserError(
-                        "damaged: its digest differs from store.json; pack the store again", store.path / name
+                        "damaged: the file's digest differs from store.json; pack the store again", store.path / name
                     )
     written = writer.finish()
     infos = [store.info for store in stores]
@@ -101,7 +101,7 @@ def _write(stores: Sequence[TokenStore], folder: Path, console: Console) -> Stor
         sources=sources,
     )
     if not (info.documents == sum(i.documents for i in infos) and info.tokens == sum(i.tokens for i in infos)):
-        raise UserError("the stores' counts do not add up; find the damaged one with `weft data verify`", folder)
+        raise UserError("the stores' counts do not add up; find the damaged store with `weft data verify`", folder)
     stored: dict[str, Any] = info.model_dump()
     stored["sources"] = [source.model_dump(exclude_none=True) for source in sources]
     write_store_json(folder, stored)
@@ -149,7 +149,7 @@ def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
-    """Returns warnings about the shards of a pack: missing, repeated or in a different order."""
+    """Returns warnings if shards of a pack are missing, repeated or in a different order."""
     made = [read_json(store.path / "store.json").get("made_from") or {} for store in stores]
     shards = [entry["shard"] for entry in made if entry.get("shard")]
     if len(shards) < len(made) or len({(entry["shard"][1], entry.get("files")) for entry in made}) != 1:
@@ -159,7 +159,7 @@ def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
     lines = []
     if missing:
         named = ", ".join(map(str, missing))
-        lines.append(f"of {total} shards {named} are missing: the merged store is incomplete")
+        lines.append(f"shards {named} of {total} are missing: the merged store is incomplete")
     if len(set(numbers)) < len(numbers):
         lines.append("a shard is named more than once: the merged store repeats its documents")
     if numbers != sorted(numbers):

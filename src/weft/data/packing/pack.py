@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from weft.data.stores.store import StoreInfo
     from weft.data.tokenizers.tokenizer import Tokenizer
 
-RANGE_BYTES = 8 << 20  # of a unit: small enough that cores finish together and that a kill loses little work
-WINDOW = 512  # parts that may be finished before an earlier part is; they wait on disk
+RANGE_BYTES = 8 << 20  # size of a unit: so small that all cores finish together, and a kill loses little work
+WINDOW = 512  # maximum number of finished parts that wait on disk for an earlier part
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Packed:
 
     Attributes:
         stored: the content of `store.json`.
-        seconds: None if the store was up to date.
-        bytes, tokens: of this call; less than those of the store if the call resumed an earlier one.
-        reason: why the reference library encoded all texts, if this was not requested.
+        seconds: duration of the call; None if the store was up to date.
+        bytes, tokens: numbers of text bytes and tokens that this call added to the store. They are less than the
+            store's totals if the call resumed an earlier call.
+        reason: why the `tokenizers` library encoded all texts, if the user did not request this.
     """
 
     stored: dict[str, Any]
@@ -59,7 +60,7 @@ class Packed:
 
     @property
     def info(self) -> StoreInfo:
-        """`stored`, validated. This imports pydantic, which can take longer than the pack itself."""
+        """The validated `stored`. The first access imports pydantic, which can take longer than the pack itself."""
         from weft.data.stores.store import StoreInfo
 
         return StoreInfo.model_validate(self.stored)
@@ -91,24 +92,26 @@ def pack(
     Args:
         inputs: one or several files, folders, and patterns such as "data/**/*.jsonl".
         out: the store's folder.
-        tokenizer: a tokenizer or its folder, for texts; each text ends with an end-of-document token. Or an encoder.
+        tokenizer: for texts, a tokenizer or its folder; an end-of-document token is appended to each text. For other
+            documents, an encoder.
         reading: how documents are extracted from files; default: the field "text" of records.
-        workers: number of processes; default: the cores that this process may use.
-        on_error: for a document that cannot be read or encoded: raise an error (for the first one in the inputs), or
-            count it and write it to `rejects.jsonl`.
-        shard: (i, n): pack only the i-th of n shares, counted from 1; `merge` joins them. The borders of shares depend
+        workers: number of processes; default: the number of cores that this process is allowed to use.
+        on_error: for documents that cannot be read or encoded: "fail" raises an error for the first of these documents,
+            "skip" counts them and lists them in `rejects.jsonl`.
+        shard: (i, n): pack only shard i of n, counted from 1; `merge` joins the shards. The borders of shards depend
             only on the inputs.
         overwrite: replace an existing store (and nothing else), and the unfinished work of a different call.
-        ray: address of a Ray cluster that encodes ("": the address in RAY_ADDRESS, or a cluster on this machine).
-        range_bytes: approximate size of the units that workers read.
+        ray: address of the Ray cluster that encodes ("": the address in RAY_ADDRESS, or a new cluster on this machine).
+        range_bytes: approximate number of bytes of the units that workers read.
 
     Raises:
-        UserError: no input, a document that cannot be read, another store at `out`, a full disk.
+        UserError: no input is found, a document cannot be read or encoded, `out` contains another store, or the disk is
+            full.
     """
     console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
     encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
     files = find_files([inputs] if isinstance(inputs, str | Path) else inputs)
-    # `out` may lie in an input folder, where stores are skipped. But a store that is replaced must hold no input.
+    # `out` can lie in an input folder, where stores are skipped. But a store that is replaced must contain no input.
     check_out(out, STORE, (path for path in files if path.name in STORE.files), overwrite=overwrite)
     if os.path.lexists(out) and not overwrite:
         request = make_request(encoder, reading, shard, range_bytes, files)
@@ -120,7 +123,7 @@ def pack(
 
 @dataclass
 class _PackJob:
-    """One call of `pack`; `fail`: stop at the first reject."""
+    """One call of `pack`. `fail`: whether to stop at the first rejected document."""
 
     files: Files
     out: Path
@@ -139,7 +142,7 @@ class _PackJob:
         units = plan(self.files, self.reading, self.range_bytes)
         self._streams = any(unit.size == 0 and unit.stream for unit in units)
         if self._streams and self.shard is not None:
-            raise UserError(f"--shard {self.shard[0]}/{self.shard[1]}: the standard input cannot be split; name files")
+            raise UserError(f"--shard {self.shard[0]}/{self.shard[1]}: the standard input cannot be split; use files")
         self._plan = Plan(units, self.range_bytes, self.shard)
         self._folder = partial_path(self.out)
         self._lock: int | None = None
@@ -153,7 +156,7 @@ class _PackJob:
             request = make_request(self.encoder, self.reading, self.shard, self.range_bytes, self.files)
             self._lock = lock_folder(self._folder, self.out, request, overwrite=self.overwrite, keep=not self._streams)
             if self.out.exists() and not self.overwrite:
-                raise UserError("was packed by another process meanwhile; --overwrite replaces it", self.out)
+                raise UserError("was created by another process meanwhile; use --overwrite to replace it", self.out)
             lines_before = partial(self._plan.lines_before, self.reading) if self.shard is not None else None
             assembly = Assembly(self._folder, mask=self.encoder.has_mask, lines_before=lines_before)
             self._resume(assembly)
@@ -219,10 +222,15 @@ class _PackJob:
         self.console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
 
     def _encode_parts(self, assembly: Assembly, pool: Pool) -> bool:
-        """Appends all parts in order. Returns False if the first one found that the encoder has to be exact."""
+        """Encodes all parts and appends them in order.
+
+        Returns:
+            False if the first part required the `tokenizers` library, but later parts were encoded with gigatoken.
+            These parts are removed, and must be encoded again.
+        """
         total, submitted = len(self._plan), assembly.next
         pending: dict[int, Part] = {}  # parts that are submitted or finished, but not appended
-        ready: dict[int, dict[str, Any]] = {}  # content of the finished ones
+        ready: dict[int, dict[str, Any]] = {}  # content of the `.json` files of finished parts
         failures: dict[int, BaseException] = {}
         while assembly.next < total:
             # After a failure, no part is submitted. Earlier parts are still awaited: the first failure is reported.
@@ -253,7 +261,7 @@ class _PackJob:
                 elif (content := read_finished(self._folder / "parts", pending[index])) is not None:
                     ready[index] = content
                 else:
-                    what = "files of a worker are missing here; --out must be on storage that all machines share"
+                    what = "files of a worker are missing on this machine; put --out on storage that all machines share"
                     raise UserError(what, self.out)
         return True
 
@@ -263,7 +271,7 @@ class _PackJob:
         assembly.append(part, content)
 
     def _as_user_error(self, assembly: Assembly, part: Part, failure: BaseException) -> BaseException:
-        """Converts the failure of a worker to a UserError, if it is of a known kind."""
+        """Converts the failure of a worker to a UserError; returns a failure of an unknown kind unchanged."""
         if isinstance(failure, DocumentFailure):
             line = assembly.file_line(part, failure.unit, failure.line, failure.before)
             return document_error(failure.what, part.units[failure.unit], line)
@@ -272,7 +280,7 @@ class _PackJob:
         return failure
 
     def _remove_empty(self, assembly: Assembly | None) -> None:
-        """After an error: removes the hidden folder, unless it has work to resume."""
+        """Removes the hidden folder after an error, unless it contains work to resume."""
         if self._lock is None:
             return
         done = assembly is not None and assembly.next > 0
@@ -280,7 +288,11 @@ class _PackJob:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _finish(self, assembly: Assembly, request: dict[str, Any]) -> dict[str, Any]:
-        """Writes the index and `store.json`, and returns the latter. Raises UserError if the totals do not add up."""
+        """Writes `tokens.idx` and `store.json`; returns the content of `store.json`.
+
+        Raises:
+            UserError: no document was packed, or the totals do not add up.
+        """
         from weft.data.stores.indexed import token_dtype
 
         counts, tokenizer = assembly.counts, self.encoder.open()
@@ -297,7 +309,7 @@ class _PackJob:
                 self.out,
             )
         dtype = str(token_dtype(tokenizer.vocab_size))
-        # Only the first share records the skipped files, so that merged shares record them once.
+        # Only the first shard records the skipped files, so that merged shards record them once.
         skipped = self.files.skipped if self.shard is None or self.shard[0] == 1 else Counter()
         assembly.mark_split_files(*self._plan.split)
         stored = {
@@ -331,8 +343,8 @@ class _PackJob:
         else:
             wanted = "text" if held == {"text"} else f"{'rows' if held <= {'rows'} else 'records'} with text"
         why = ", ".join(reasons) or "all blank"
-        return UserError(f"no document in {counted(len(self.files), 'file')} ({why}); name files that hold {wanted}")
+        return UserError(f"no document in {counted(len(self.files), 'file')} ({why}); name files that contain {wanted}")
 
 
 def _write_error(reason: str | None, out: Path) -> UserError:
-    return UserError(f"cannot be written: {reason}; the work is kept, repeat the command to resume", out)
+    return UserError(f"cannot be written: {reason}; fix this and repeat the command, which resumes the work", out)

@@ -1,6 +1,6 @@
-"""Parts of a pack: consecutive units that one worker encodes into files of their own.
+"""Defines the parts of a pack: groups of consecutive units. A worker encodes each part into separate files.
 
-A part's files are complete once its `.json` exists.
+The files of a part are complete when its `.json` file exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PART_UNITS = 256
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive units that one worker encodes. `key` changes when the files of the units change."""
+    """Consecutive units that one worker encodes. `key`: a digest that changes when the files of the units change."""
 
     index: int
     units: tuple[Unit, ...]
@@ -32,7 +32,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Raw bytes."""
+        """The number of raw bytes of the units."""
         return sum(unit.size for unit in self.units)
 
     def __str__(self) -> str:
@@ -46,9 +46,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of all parts of a pack.
+    """The settings for encoding the parts of a pack.
 
-    `folder`: where parts are written. `fail`: stop at the first reject. `threads`: of each worker's tokenizer.
+    Attributes:
+        folder: folder in which the files of the parts are written.
+        reading: how documents are extracted from the input files.
+        fail: whether to stop at the first rejected document.
+        threads: number of threads of each worker's tokenizer.
     """
 
     folder: str
@@ -58,13 +62,13 @@ class Job:
 
 
 class DocumentFailure(Exception):
-    """A document that ends the pack.
+    """Raised for a document that stops the pack.
 
     Args:
-        unit: the position of its unit in the part.
-        line: its line in the unit; None if the document is a complete file.
-        before: the number of lines of the same file in earlier units of the part.
-        what: the reason and the remedy.
+        unit: position of the document's unit in the part.
+        line: line of the document in the unit; None if the document is a complete file.
+        before: number of lines of the same file in earlier units of the part.
+        what: reason and remedy, for the error message.
     """
 
     def __init__(self, unit: int, line: int | None, before: int, what: str):
@@ -73,7 +77,7 @@ class DocumentFailure(Exception):
 
 
 class WriteFailure(Exception):
-    """A part cannot be written. Args: the message of the operating system."""
+    """Raised if a part cannot be written. The argument is the message of the operating system."""
 
 
 class Plan:
@@ -81,15 +85,16 @@ class Plan:
 
     Args:
         units: units of all inputs.
-        part_bytes: approximate raw bytes of a part.
-        shard: (i, n): only the i-th of n shares of the units, counted from 1. Shares have about equal numbers of bytes
-            and depend only on the units.
+        part_bytes: approximate number of raw bytes of a part.
+        shard: (i, n): use only shard i of n, counted from 1; None: all units. Shards have about equal numbers of bytes,
+            and their borders depend only on the units.
 
     Attributes:
-        units: units of the share.
-        before: units of earlier shares that belong to the first file of this share.
-        split: whether the first file of the share begins in an earlier share, and whether the last one ends in a later.
-        size: raw bytes.
+        units: units of the shard.
+        before: units of earlier shards that belong to the first file of this shard.
+        split: whether the first file of the shard begins in an earlier shard, and whether the last file ends in a later
+            shard.
+        size: number of raw bytes of the units.
     """
 
     def __init__(self, units: Sequence[Unit], part_bytes: int, shard: tuple[int, int] | None = None):
@@ -111,7 +116,7 @@ class Plan:
             self._borders.append(len(self.units))
 
     def lines_before(self, reading: Reading) -> int:
-        """Counts the lines of the share's first file that belong to earlier shares, by reading them."""
+        """Counts the lines of the shard's first file that belong to earlier shards, by reading them."""
         lines = 0
         for unit in self.before:
             counts = Counts()
@@ -124,7 +129,7 @@ class Plan:
         return len(self._borders) - 1
 
     def part(self, index: int) -> Part:
-        """Returns a part, with the key of the present state of its files."""
+        """Returns the part at position `index`. Its key is computed from the current state of the input files."""
         units = tuple(self.units[self._borders[index] : self._borders[index + 1]])
         facts = [
             [u.path, f"{u.format}.{u.compression}".rstrip("."), u.start, u.stop, u.size, *_file_state(u.path)]
@@ -142,7 +147,7 @@ def _file_state(path: str) -> tuple[int, int]:
 
 
 def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
-    """Returns the range of units of share i of n. A unit belongs to the share in which its first byte lies."""
+    """Returns the range [start, stop) of the units in shard i of n. A unit belongs to the shard with its first byte."""
     total = sum(unit.size for unit in units)
     starts = list(accumulate((unit.size for unit in units), initial=0))[:-1]
     return (
@@ -156,7 +161,7 @@ def part_path(folder: str | Path, index: int, what: str) -> str:
 
 
 def read_finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
-    """Returns a finished part's `.json`; None if the part is not finished or its inputs have changed."""
+    """Returns the content of a part's `.json` file; None if the part is not finished or its inputs have changed."""
     try:
         with open(part_path(folder, part.index, "json"), encoding="utf-8") as file:
             content = json.load(file)
@@ -166,6 +171,6 @@ def read_finished(folder: str | Path, part: Part) -> dict[str, Any] | None:
 
 
 def remove_part(folder: str | Path, index: int) -> None:
-    """Deletes a part's files, the `.json` first."""
+    """Deletes a part's files, the `.json` file first."""
     for what in ("json", "tokens", "lengths", "mask", "rejects"):
         Path(part_path(folder, index, what)).unlink(missing_ok=True)

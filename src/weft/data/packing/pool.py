@@ -1,7 +1,7 @@
-"""Pools of workers that encode a pack's parts.
+"""Defines pools of workers that encode the parts of a pack.
 
-Worker processes are new interpreters, so that they inherit neither threads nor locks. They exit with their parent, and
-ignore Ctrl-C.
+Worker processes are new interpreters, so that they inherit neither threads nor locks. They exit when their parent
+process exits, and ignore Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ OnProgress = Callable[[int, int], None]  # called with the numbers of new raw by
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may use, by its affinity and the quota of its container."""
+    """Returns the number of cores that this process is allowed to use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([cores, *_quotas()])
 
 
 def _quotas() -> Iterator[int]:
-    """Yields the quotas of this process's control group and its parents, in cores, at least 1."""
+    """Yields the CPU quotas of this process's control group and of its parent groups, rounded up to full cores."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -58,7 +58,7 @@ def _quotas() -> Iterator[int]:
 
 
 class Pool:
-    """Workers that encode parts.
+    """The base class of pools of workers that encode parts.
 
     Attributes:
         warnings: messages about workers that died and whose parts were encoded again.
@@ -67,7 +67,7 @@ class Pool:
     warnings: Sequence[str] = ()
 
     def has_room(self, remaining: int) -> bool:
-        """Whether a part can be submitted. `remaining`: parts that are not submitted yet."""
+        """Whether a part can be submitted. `remaining`: number of parts that are not submitted yet."""
         raise NotImplementedError
 
     def submit(self, part: Part) -> None:
@@ -75,18 +75,18 @@ class Pool:
         raise NotImplementedError
 
     def wait(self, block: bool) -> list[Outcome]:
-        """Returns the parts that ended since the last call. `block`: wait for a message of some worker."""
+        """Returns the parts that ended since the last call. `block`: whether to wait for a message of a worker."""
         raise NotImplementedError
 
     def dismiss(self) -> None:
-        """Kills the workers without waiting for their exit, when all parts are finished."""
+        """Kills the workers without waiting for their exit. Called when all parts are finished."""
 
     def close(self) -> None:
         """Kills the workers and waits for their exit; parts in progress stay unfinished."""
 
 
 class InProcess(Pool):
-    """Encodes parts in this process: for small inputs, and for streams that no other process can read."""
+    """A pool that encodes parts in this process: for small inputs, and for streams that no other process can read."""
 
     def __init__(self, job: Job, encoder: Any, on_progress: OnProgress):
         self._job, self._encoder, self._on_progress = job, encoder, on_progress
@@ -115,8 +115,8 @@ class _Worker:
 
     Attributes:
         parts: parts that were sent and are not finished; the first one is in progress.
-        singly: encode documents one at a time and report each, to locate a crash.
-        at: with `singly`, the document in progress: arguments of DocumentFailure.
+        singly: whether documents are encoded one at a time and each is reported, to locate a crash.
+        at: with `singly`, the location of the document in progress: `unit`, `line` and `before` of DocumentFailure.
     """
 
     def __init__(self, job: Job, encoder: Any, singly: bool = False):
@@ -162,10 +162,10 @@ class _Worker:
 
 
 class LocalPool(Pool):
-    """Worker processes on this machine.
+    """A pool of worker processes on this machine.
 
     If a worker dies (out of memory, or a crash in a library), a new worker encodes its part again, one document at a
-    time. If that worker dies too, the document is reported.
+    time. If the new worker dies too, an error names the document.
     """
 
     def __init__(self, job: Job, encoder: Any, workers: int, on_progress: OnProgress):
@@ -179,12 +179,13 @@ class LocalPool(Pool):
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                what = f"a worker process cannot be started: {error.strerror}; try fewer --workers"
+                what = f"a worker process cannot be started: {error.strerror}; use fewer --workers"
                 raise UserError(what) from None
             raise
 
     def has_room(self, remaining: int) -> bool:
-        depth = 2 if remaining > 3 * len(self._workers) else 1  # while many parts remain, each worker queues a second
+        # While many parts remain, a second part waits at each worker.
+        depth = 2 if remaining > 3 * len(self._workers) else 1
         return any(len(worker.parts) < depth and not worker.singly for worker in self._workers)
 
     def submit(self, part: Part) -> None:
@@ -226,18 +227,18 @@ class LocalPool(Pool):
         if code == -signal.SIGKILL:
             how += ", perhaps out of memory"
         if not worker.parts:
-            raise UserError(f"a worker {how} before it received any work; its error message is above")
+            raise UserError(f"a worker {how} before it received any work; see its error message above")
         part = worker.parts.popleft()
         self._requeued.extend(worker.parts)
         if not worker.singly:
-            self.warnings.append(f"a worker {how} in {part}; the part was encoded again")
+            self.warnings.append(f"a worker {how} while it encoded {part}; a new worker encoded it again")
             self._replace(worker, singly=True).send(part)
             return
         if worker.at is not None:
             remedy = "remove the document, or use fewer --workers"
-            failure = DocumentFailure(*worker.at, f"a worker {how} at this document, twice; {remedy}")
+            failure = DocumentFailure(*worker.at, f"a worker {how} while it encoded this document, twice; {remedy}")
         else:
-            failure = UserError(f"a worker {how} while it read this, twice; try fewer --workers", str(part))
+            failure = UserError(f"a worker {how} while it read this input, twice; use fewer --workers", str(part))
         outcomes.append((part.index, failure))
         self._replace(worker)
 
@@ -252,7 +253,12 @@ class LocalPool(Pool):
 
 
 def serve(handle: int, parent: int) -> None:
-    """The main function of a worker process: encodes parts received from the socket `handle` until it is closed."""
+    """Runs a worker process: encodes the parts received from a socket until the socket is closed.
+
+    Args:
+        handle: file descriptor of the socket.
+        parent: process id of the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     connection = Connection(handle)
@@ -265,7 +271,7 @@ def serve(handle: int, parent: int) -> None:
     def on_document(*place: Any) -> None:
         connection.send(("at", place))
 
-    with contextlib.suppress(Exception):  # the first part reports what is wrong with the tokenizer
+    with contextlib.suppress(Exception):  # encoding the first part reports what is wrong with the tokenizer
         tokenizer = encoder.open()
         tokenizer.checked = True
         tokenizer.encode_batch(["a"])  # loads the tokenizer before the first part arrives
@@ -283,7 +289,7 @@ def serve(handle: int, parent: int) -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """Returns an error that can be pickled; an unexpected one is converted to a RuntimeError with its traceback."""
+    """Returns an error that can be pickled: an unexpected error becomes a RuntimeError with the traceback."""
     if isinstance(error, DocumentFailure | WriteFailure | UserError):
         return error
     return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error)))

@@ -12,13 +12,13 @@ from weft.errors import UserError
 
 
 class RayPool(Pool):
-    """Workers on a Ray cluster, one task per part. Ray repeats the tasks of a machine that is lost.
+    """A pool of workers on a Ray cluster, with one task per part. Ray repeats the tasks of a machine that is lost.
 
     Args:
-        address: of the cluster; "": RAY_ADDRESS, or a new cluster on this machine.
+        address: address of the cluster; "": the address in RAY_ADDRESS, or else a new cluster on this machine.
 
     Raises:
-        UserError: Ray is not installed, or there is no cluster.
+        UserError: Ray is not installed, or the cluster cannot be reached.
     """
 
     def __init__(self, job: Job, encoder: Any, address: str, on_progress: OnProgress):
@@ -35,7 +35,7 @@ class RayPool(Pool):
             except (ConnectionError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[0]
                 raise UserError(
-                    f"--ray {address}: no cluster there ({reason}); start one: `ray start --head`"
+                    f"--ray {address}: no Ray cluster there ({reason}); start a cluster with `ray start --head`"
                 ) from None
         self._cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
         threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -60,7 +60,9 @@ class RayPool(Pool):
                 failure, tokens = self._ray.get(reference)
             except self._ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
-                failure = UserError(f"a Ray worker died here ({reason}); repeat the command to resume", str(part))
+                failure = UserError(
+                    f"a Ray worker died while it encoded this input ({reason}); repeat the command to resume", str(part)
+                )
             else:
                 self._on_progress(part.size, tokens)
             outcomes.append((part.index, failure))

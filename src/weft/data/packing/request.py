@@ -1,4 +1,7 @@
-"""The request of a pack, and the hidden folder that keeps the work of an unfinished pack with the same request."""
+"""Defines the request of a pack: everything that determines the store.
+
+Also locks the hidden folder, which keeps the work of an unfinished pack with the same request.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ LABELS = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--
 def make_request(
     encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int, files: Sequence[Path]
 ) -> dict[str, Any]:
-    """Returns, as JSON, all that a store is made from: `made_from` in its `store.json`."""
+    """Returns the request as JSON values. It is stored as `made_from` in `store.json`."""
     facts = [[str(path), os.path.getsize(path) if os.path.isfile(path) else 0] for path in files]
     request = {
         "encoder": encoder.identity(),
@@ -37,8 +40,12 @@ def make_request(
 
 
 def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> dict[str, Any]:
-    """Returns the `store.json` at `out`; raises UserError if the request differs or a file has changed since."""
-    what = " and is not this store"
+    """Returns the content of the existing `store.json` at `out`.
+
+    Raises:
+        UserError: the store was made from a different request, or a file has changed since.
+    """
+    what = " and was made from other inputs or options"
     if (out / "store.json").exists():
         stored, written = read_json(out / "store.json"), (out / "store.json").stat().st_mtime_ns
         if isinstance(stored, dict) and stored.get("made_from") == request:
@@ -52,18 +59,18 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
     """Locks the hidden folder, and prepares it for the request.
 
-    The files of the request may have changed: each part checks its own.
+    Input files can have changed since. This is checked separately, for each part.
 
     Args:
-        overwrite: delete the work of another request.
-        keep: keep the work of the same request; otherwise always start over.
+        overwrite: whether to delete the work of another request.
+        keep: whether to keep the work of the same request; if False, the pack starts over.
 
     Returns:
-        The lock: a file descriptor, to be closed when the work is done.
+        The lock: a file descriptor, which the caller closes when the work is done.
 
     Raises:
-        UserError: another process uses the folder, or it has the work of another request.
-        OSError: it is not writable.
+        UserError: another process uses the folder, or the folder contains the work of another request.
+        OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -76,8 +83,10 @@ def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: 
             old = None
         if old is not None and old != new and not overwrite:
             other = " and ".join(LABELS.get(key, key) for key in new if old.get(key) != new[key])
-            what = f"an unfinished pack with other {other} is here"
-            raise UserError(f"{what}; repeat its command to resume it, or give --overwrite to start over", folder)
+            what = f"contains an unfinished pack that differs in {other}"
+            raise UserError(
+                f"{what}; repeat the earlier command to resume it, or use --overwrite to start over", folder
+            )
         if old != new or not keep:
             for path in folder.iterdir():
                 if path.is_dir():
@@ -97,6 +106,8 @@ def _lock(lock: int, out: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError("another process packs it now; wait for that, or name another --out", out) from None
+        raise UserError(
+            "another process is packing this store; wait until it ends, or name another --out", out
+        ) from None
     except OSError:
         pass  # a network file system without locks
