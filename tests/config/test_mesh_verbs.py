@@ -48,8 +48,8 @@ def test_training_is_refused_before_it_starts(capsys):
     capsys.readouterr()
     assert main(["train", "run.yaml", "--nproc", "3"]) == 2
     assert capsys.readouterr().err.startswith(
-        "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 = 2, but there are 3; set dp_shard: -1 to fill, or start 2 "
-        "(--nproc 2); nearest legal: parallel: {dp_shard: 3}"
+        "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 = 2, but the run has 3 ranks; set dp_shard: -1 to use all "
+        "of them, or start 2 ranks (--nproc 2); nearest legal: parallel: {dp_shard: 3}"
     )
     assert main(["train", "run.yaml"]) == 2
 

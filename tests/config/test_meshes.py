@@ -60,13 +60,13 @@ def in_yaml(value) -> str:
         (
             {"dp_shard": 2, "tp": 2},
             8,
-            "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 x tp 2 = 4, but there are 8; set dp_shard: -1 to "
-            "fill, or start 4 (--nproc 4); nearest legal: parallel: {dp_shard: 4, tp: 2}",
+            "run.yaml:6: parallel: dp_replicate 1 x dp_shard 2 x tp 2 = 4, but the run has 8 ranks; set "
+            "dp_shard: -1 ... or start 4 ranks (--nproc 4); nearest legal: parallel: {dp_shard: 4, tp: 2}",
         ),
         (
             {"pp": -1},
             None,
-            "run.yaml:6: parallel: only one of pp and dp_shard can be -1; set the others, as pp: 1; nearest legal: "
+            "run.yaml:6: parallel: only one of pp and dp_shard can be -1; set the others ... nearest legal: "
             "parallel: {pp: -1, dp_shard: 1}",
         ),
         # tensor parallel

@@ -14,12 +14,15 @@ from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperatu
 
 
 class DatasetSection(Component):
-    """A custom dataset: `{type: module:Class, ...}` with its arguments.
+    """A custom dataset. The keys of `{type: module:Class, ...}` are the arguments of the class.
 
     The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """
 
     kind: ClassVar[str] = "dataset"
+
+    type: str
+    """The class of the dataset, as `module:Class`."""
 
 
 class _WithoutNulls(Section):
@@ -29,18 +32,23 @@ class _WithoutNulls(Section):
 
 
 class StoreSource(_WithoutNulls):
-    """A token store in a mixture. A text stands for `{store: text}`. `type: module:Class` is a custom dataset."""
+    """A source of a mixture: a token store, or a custom dataset if `type: module:Class` is set in place of `store`.
+
+    A string is short for `{store: string}`.
+    """
 
     store: Folder
     """The token store."""
     weight: float | None = Field(None, ge=0)
-    """Share of the sequences, relative to the weights of the other sources. Default, if no source has a weight: by
-    size.
+    """Weight of the source; its share of the sequences is this number divided by the sum of all weights. Set it for all
+    sources or for none. Default: the size of the source (see `temperature`).
     """
     max_epochs: float | None = Field(None, gt=0)
-    """Maximum number of passes; afterwards the other sources take the source's share."""
+    """Maximum number of passes over the source. After them, the other sources replace it in proportion to their
+    weights. Default: no limit.
+    """
     name: str | None = None
-    """Name in the curriculum and in reports. Default: the name of the folder or of the class."""
+    """Name of the source in the curriculum and in reports. Default: the name of the folder or of the class."""
 
     @property
     def label(self) -> str:
@@ -49,7 +57,7 @@ class StoreSource(_WithoutNulls):
 
 
 class DatasetSource(DatasetSection):
-    """A custom dataset in a mixture: `{type: module:Class, weight: ..., ...}` with its arguments."""
+    """A custom dataset in a mixture: `{type: module:Class, weight: ..., ...}` with the arguments of the class."""
 
     weight: float | None = Field(None, ge=0)
     max_epochs: float | None = Field(None, gt=0)
@@ -62,7 +70,7 @@ class DatasetSource(DatasetSection):
 
     @property
     def label(self) -> str:
-        """The name of the source."""
+        """The name of the source in the curriculum, in reports, and in the key of its sample order."""
         return self.name or self.type.rpartition(":")[2]
 
 
@@ -77,9 +85,9 @@ Source = Annotated[
 
 
 def held_out_sets(validation: Any) -> dict[str, Any]:
-    """Returns the sets of `data.validation` by name; a single set has the name "".
+    """Returns the held-out sets of `data.validation` by name; a single set has the name "".
 
-    A mapping with a `type` is a dataset, so no set can have the name "type".
+    A mapping with a `type` is a single dataset, so "type" cannot be the name of a set.
     """
     if isinstance(validation, dict) and "type" not in validation:
         return validation
@@ -104,20 +112,20 @@ class StageSection(_WithoutNulls):
     """A stage of a curriculum: mixture weights for a number of tokens."""
 
     tokens: int | None = Field(None, ge=1)
-    """Length of the stage in tokens, rounded up to complete sequences. The last stage needs none."""
+    """Length of the stage in tokens, rounded up to complete sequences. The last stage may omit it."""
     weights: dict[str, Annotated[float, Ge(0)]]
-    """Relative weight of each source by name; sources that are not named have weight 0."""
+    """Weight of each source by name, relative to the other weights; a source that is not named has weight 0."""
 
 
 class LengthWarmupSection(Section):
-    """Sequence length warm-up: full sequences are split into short ones, whose length doubles until they are full.
+    """Sequence length warm-up: training starts with short sequences, and their length doubles up to `sequence_length`.
 
-    The target length grows linearly over the steps; sequences have the longest of these lengths that is not above it.
-    The number of tokens of a batch does not change: it has more sequences instead.
+    A target length grows linearly over `steps`. The sequences of a step have the target length, rounded down to `start`
+    times a power of two. They are pieces of full sequences, so a batch has more sequences, but as many tokens as usual.
     """
 
     start: int = Field(ge=1)
-    """Initial sequence length in tokens: `sequence_length` divided by a power of two."""
+    """Initial sequence length in tokens, which must be `sequence_length` divided by a power of two."""
     steps: int = Field(ge=1)
     """Number of steps until sequences have their full length."""
 
@@ -130,24 +138,28 @@ class DataSection(Section):
     mixture.
     """
     validation: HeldOut | None = None
-    """Held-out data: a token store, a custom dataset, or several by name, as `{code: stores/code, prose:
-    stores/prose}`. Default: no validation.
+    """Held-out data: a token store, a custom dataset, or a mapping of names to several of these, such as `{code:
+    stores/code, prose: stores/prose}`. Default: no validation.
     """
     sequence_length: int | None = Field(None, ge=1)
-    """Tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""
+    """Number of tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""
     shuffle: bool = True
-    """Whether each epoch has a new order of sequences, which `run.seed` seeds."""
+    """Whether sequences are shuffled anew in each epoch, with `run.seed` as seed."""
     workers: int = Field(0, ge=0)
-    """Data loader processes per rank; with 0 the training process loads the data."""
+    """Number of data loader processes per rank; with 0, the training process loads the data."""
     temperature: float | None = Field(None, gt=0)
-    """Sampling temperature of sources without weights: size^(1 / temperature). Default: 1."""
+    """Sampling temperature of a mixture without weights: the weight of each source is size^(1 / temperature). Default:
+    1.
+    """
     curriculum: Annotated[list[StageSection], MinLen(1)] | None = None
-    """Stages with different mixture weights. Default: constant weights."""
+    """Stages of the run with different mixture weights. Default: constant weights."""
     mixture_block: int | None = Field(None, ge=1, le=1_000_000)
-    """Sequences over which the mixture weights are exact. Default: 10,000."""
+    """Number of sequences in a block of the mixture. Every block contains the exact share of each source. Default:
+    10,000.
+    """
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """How documents become sequences. `concatenate`: documents end to end, split at any token. `best_fit`: complete
-    documents, packed with little padding; only documents longer than a sequence are split.
+    """Method that forms sequences from documents. `concatenate`: documents end to end, split at any token. `best_fit`:
+    complete documents, packed with little padding; only documents longer than a sequence are split.
     """
     document_attention: bool = False
     """Whether attention and positions stay within each document. `packing: best_fit` implies it."""
@@ -156,12 +168,12 @@ class DataSection(Section):
 
     @property
     def sources(self) -> list[StoreSource | DatasetSource]:
-        """`train` as a list of sources; empty if it is a single store or dataset."""
+        """The sources of the mixture in `train`; empty if `train` is a single store or dataset."""
         return list(self.train) if isinstance(self.train, list) else []
 
     @property
     def weighted(self) -> bool:
-        """Whether the sources have weights. Otherwise they are read as one: each sequence once an epoch."""
+        """Whether the sources are a weighted mixture. Otherwise they are read as one source, once per epoch."""
         given = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
         return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or given)
 
@@ -169,8 +181,8 @@ class DataSection(Section):
         """Returns the stages of a weighted mixture.
 
         Args:
-            sizes: sequences of each source, for sources without weights.
-            length: tokens per sequence; the tokens of a stage are rounded up to complete sequences.
+            sizes: number of sequences of each source, from which the weights follow if none are set.
+            length: number of tokens per sequence, to which the length of a stage is rounded up.
         """
         if not self.curriculum:
             if all(source.weight is None for source in self.sources):
@@ -185,7 +197,7 @@ class DataSection(Section):
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
-        """Returns the phases of a weighted mixture."""
+        """Returns the phases of a weighted mixture. The arguments are those of `stages`."""
         limits = [
             None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)
@@ -199,7 +211,7 @@ class DataSection(Section):
 
     @property
     def stores(self) -> dict[str, str]:
-        """The paths of the token stores for training, by their keys."""
+        """The paths of the token stores for training, by dotted configuration key."""
         if isinstance(self.train, str):
             return {"data.train": self.train}
         stores = ((number, source) for number, source in enumerate(self.sources) if isinstance(source, StoreSource))
@@ -207,6 +219,6 @@ class DataSection(Section):
 
     @property
     def held_out_stores(self) -> dict[str, str]:
-        """The paths of the token stores for validation, by their keys."""
+        """The paths of the token stores for validation, by dotted configuration key."""
         stores = ((name, store) for name, store in self.held_out.items() if isinstance(store, str))
         return {f"data.validation.{name}" if name else "data.validation": store for name, store in stores}

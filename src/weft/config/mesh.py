@@ -1,4 +1,4 @@
-"""`parallel:` the device mesh and how each axis is used."""
+"""Defines the section `parallel`: the sizes of the mesh axes, and the settings of each axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.errors import UserError
 
 MOST = (
     1 << 20
-)  # ranks of an axis; a larger number is a mistake, for which the search of a legal mesh would take too long
+)  # ranks of an axis; a larger number is an error, for which the search of a legal mesh would take too long
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: inner axes communicate most
 Schedule = Literal[
     "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"
@@ -30,73 +30,76 @@ class CompressSection(Section):
     """Gradient compression over `dp_replicate`: replicas all-reduce low-rank factors of matrix gradients (PowerSGD)."""
 
     type: Literal["powersgd"] = "powersgd"
-    """PowerSGD: power iteration with error feedback."""
+    """Method: PowerSGD, which is power iteration with error feedback."""
     rank: int = Field(4, ge=1)
-    """Rank of the factors; a higher rank is more accurate and needs more bytes."""
+    """Rank of the low-rank factors; a higher rank is more accurate, but needs more communication."""
     start_step: int = Field(1000, ge=0)
-    """Number of initial steps with exact gradients, which are large and change quickly."""
+    """Number of initial steps without compression, because gradients are large and change quickly at the start."""
 
 
 class ParallelSection(Section):
     """Sizes of the mesh axes, from outer to inner. One of them may be -1, which stands for the remaining ranks."""
 
     pp: int = Field(1, ge=-1, le=MOST)
-    """Pipeline parallel ranks, each with some of the layers."""
+    """Number of pipeline parallel ranks, each with some of the layers."""
     dp_replicate: int = Field(1, ge=-1, le=MOST)
-    """Replicas of the sharded model (HSDP)."""
+    """Number of replicas of the sharded model (HSDP)."""
     dp_shard: int = Field(-1, ge=-1, le=MOST)
-    """Ranks over which parameters are sharded (FSDP2)."""
+    """Number of ranks over which parameters are sharded (FSDP2)."""
     cp: int = Field(1, ge=-1, le=MOST)
-    """Context parallel ranks, which split each sequence."""
+    """Number of context parallel ranks, which split each sequence."""
     tp: int = Field(1, ge=-1, le=MOST)
-    """Tensor parallel ranks, which split the matrices of each layer; includes sequence parallelism."""
+    """Number of tensor parallel ranks, which split the matrices of each layer; includes sequence parallelism."""
     ep: int = Field(1, ge=1, le=MOST)
-    """Expert parallel ranks, which are ranks of `dp_shard` x `cp`."""
+    """Number of expert parallel ranks. They are taken from the `dp_shard` x `cp` ranks: `ep` must divide that product,
+    and adds no ranks.
+    """
 
     zero_stage: Literal[1, 2, 3] | None = None
-    """DeepSpeed's ZeRO stage, which sets the next two keys. `1`: parameters are all-gathered and gradients reduced once
-    per step; `2`: gradients are reduced with every micro-batch; `3`: in addition, parameters are all-gathered again for
-    backward. Default: as `3`, with gradients reduced once per step.
+    """DeepSpeed's ZeRO stage, which sets `reshard_after_forward` and `reduce_gradients`. `1`: sets false and `last`;
+    `2`: sets false and `every`; `3`: sets true and `every`. Default: none, and the two keys have their own defaults.
     """
     reshard_after_forward: bool | int | None = None
-    """Whether all-gathered parameters are freed between forward and backward; a number N keeps them sharded over groups
-    of N ranks. Default: true; false with `pp`, because each micro-batch would all-gather.
+    """Whether all-gathered parameters are freed after forward and all-gathered again for backward. With an integer N,
+    parameters stay sharded over groups of N ranks between the two. Default: true, or, with `pp`, false, because every
+    micro-batch would all-gather the parameters.
     """
     reduce_gradients: Literal["last", "every"] | None = None
-    """Whether gradients are reduced over the ranks with the last micro-batch only, which keeps them unsharded until
-    then, or with every micro-batch. Default: `last`.
+    """When gradients are reduced over the ranks. `last`: with the last micro-batch of a step; until then, gradients are
+    not sharded and need more memory. `every`: with every micro-batch. Default: `last`.
     """
     layers_per_fsdp_unit: int = Field(1, ge=1, le=MOST)
-    """Layers that are all-gathered together (FSDP2)."""
+    """Number of layers in an FSDP2 unit, whose parameters are all-gathered together."""
     prefetch: int = Field(0, ge=0, le=MOST)
-    """Units that are all-gathered in advance; 0 leaves it to FSDP2."""
+    """Number of FSDP2 units that are all-gathered in advance; with 0, FSDP2 decides."""
     offload: Literal["none", "parameters", "optimizer"] = "none"
-    """What is kept in host memory between uses: `parameters` (with gradients and optimizer state), or the `optimizer`
-    state.
+    """Which tensors are kept in host memory between uses. `parameters`: parameters, gradients and optimizer state;
+    `optimizer`: the optimizer state only.
     """
 
     async_tp: bool = False
-    """`tp`: whether communication overlaps with matrix products. It needs `training.compile`, and GPUs with
+    """Whether communication over `tp` overlaps with matrix products. It needs `training.compile`, and GPUs with
     peer-to-peer memory access.
     """
     cp_method: Literal["auto", "all_to_all", "all_gather", "ring"] = "auto"
-    """`cp`: `all_to_all` exchanges heads for tokens (Ulysses), `all_gather` gathers keys and values, `ring` passes them
-    around if the mask is purely causal. `auto`: `all_to_all` if `cp` divides the heads of a tensor parallel rank,
-    otherwise `all_gather`.
+    """Communication of attention over `cp`. `all_to_all`: exchanges heads for tokens (Ulysses); `all_gather`: gathers
+    keys and values; `ring`: passes keys and values from rank to rank if attention is purely causal, without dropout,
+    sinks and soft-capping, otherwise gathers them. `auto`: `all_to_all` if `cp` divides the number of heads of each
+    tensor parallel rank, otherwise `all_gather`.
     """
     pp_schedule: Schedule = "1f1b"
-    """`pp`: the pipeline schedule."""
+    """Pipeline schedule for `pp`."""
     stages_per_rank: int | None = Field(None, ge=1, le=MOST)
-    """`pp`: stages of each rank. Default: 2 for schedules with several stages per rank, otherwise 1."""
+    """Number of pipeline stages on each rank. Default: 2 for schedules with several stages per rank, otherwise 1."""
     stage_layers: list[int] | None = None
-    """`pp`: number of layers of each stage, from first to last. Default: balanced by their FLOPs."""
+    """Number of layers of each pipeline stage, from first to last. Default: the stages have about equal FLOPs."""
 
     compress: CompressSection | None = None
-    """`dp_replicate`: gradient compression, for slow links between replicas. Default: none."""
+    """Gradient compression over `dp_replicate`, for slow links between replicas. Default: none."""
 
     @property
     def reshards(self) -> bool | int:
-        """The value of `reshard_after_forward` for FSDP2."""
+        """The value of FSDP2's argument `reshard_after_forward`."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.pp == 1 if self.zero_stage is None else self.zero_stage == 3
@@ -110,11 +113,11 @@ class ParallelSection(Section):
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of each pipeline rank."""
+        """Number of pipeline stages on each rank."""
         return self.stages_per_rank or (2 if self.pp_schedule in SEVERAL_STAGES else 1)
 
     def supports(self, micro_batches: int, pp: int) -> bool:
-        """Whether PyTorch's schedule supports this number of micro-batches per step over `pp` ranks."""
+        """Whether PyTorch's schedule supports a number of micro-batches per step over `pp` ranks."""
         if self.pp_schedule in ("1f1b", "dualpipev"):
             return pp == 1 or micro_batches >= pp * self.virtual_stages
         if self.pp_schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
@@ -135,17 +138,17 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with different sequences."""
+        """Number of ranks with different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which parameters are sharded."""
+        """Number of ranks over which parameters are sharded."""
         return self.dp_shard * self.cp
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> ranks."""
+        """Name of each axis -> its number of ranks."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -153,7 +156,7 @@ class MeshShape:
 
 
 def least_ranks(section: ParallelSection) -> int:
-    """Returns the smallest world size of a mesh."""
+    """Returns the smallest world size on which a mesh is possible."""
     known = math.prod(max(1, getattr(section, axis)) for axis in AXES)
     if -1 in (section.dp_shard, section.cp):  # `ep` divides their product
         inner = max(1, section.dp_shard) * max(1, section.cp)
@@ -162,16 +165,16 @@ def least_ranks(section: ParallelSection) -> int:
 
 
 def launched_ranks() -> int | None:
-    """Returns the world size that torchrun set; None if there is none."""
+    """Returns the world size that torchrun set; None if torchrun did not start this process."""
     ranks = os.environ.get("WORLD_SIZE", "")
     return int(ranks) or None if ranks.isdigit() else None
 
 
 def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
-    """Returns the mesh of `ranks` ranks. `config/legal_mesh.py` checks whether it is legal.
+    """Returns the mesh of `ranks` ranks. `config/legal_mesh.py` checks whether the mesh is legal.
 
     Raises:
-        UserError: the product of the sizes is not `ranks`.
+        UserError: a size is 0, several sizes are -1, or the product of the sizes is not `ranks`.
     """
     sizes = {axis: getattr(section, axis) for axis in AXES}
     for name, size in sizes.items():
@@ -179,7 +182,8 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
             raise UserError(f"parallel.{name}: 0 ranks; set 1 to disable the axis, or -1 for the remaining ranks")
     filled = [axis for axis, size in sizes.items() if size == -1]
     if len(filled) > 1:
-        raise UserError(f"parallel: only one of {' and '.join(filled)} can be -1; set the others, as {filled[0]}: 1")
+        names = " and ".join(filled)
+        raise UserError(f"parallel: only one of {names} can be -1; set the others to 1 or another number of ranks")
     known = math.prod(max(1, size) for size in sizes.values())
     if filled:
         if ranks % known:
@@ -191,12 +195,12 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
     elif known != ranks:
         product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis.startswith("dp"))
         raise UserError(
-            f"parallel: {product} = {known}, but there are {ranks}; set dp_shard: -1 to fill, or start {known} "
-            f"(--nproc {known})"
+            f"parallel: {product} = {known}, but the run has {ranks} ranks; set dp_shard: -1 to use all of them, "
+            f"or start {known} ranks (--nproc {known})"
         )
     return MeshShape(**sizes, ep=section.ep)
 
 
 def can_exchange_heads(heads: Iterable[int], tp: int, cp: int) -> bool:
-    """Whether `cp` divides the heads that each of `tp` ranks has (at least one), for query and key/value heads."""
+    """Whether `cp` divides the number of heads on each of `tp` ranks (at least 1), for each number in `heads`."""
     return all(max(1, count // tp) % cp == 0 for count in heads)

@@ -17,12 +17,12 @@ Position = Literal["rope", "learned", "alibi", "none"]
 
 
 class ModelSize(NamedTuple):
-    """Numbers of parameters.
+    """The number of parameters of a model or of a layer.
 
     Attributes:
-        parameters: all parameters.
-        matmul: parameters of a token's matrix products: those of the chosen experts only, and a tied output head, but
-            not the embedding look-up.
+        parameters: number of all parameters.
+        matmul: number of parameters in the matrix products of one token. Of the experts, only those that a token uses
+            count. A tied output head counts, but the embedding look-up does not.
     """
 
     parameters: int
@@ -37,18 +37,18 @@ class ModelSection(Section):
     """
 
     type: Literal["decoder"] = "decoder"
-    """The built-in decoder, or a custom model `module:Class`."""
+    """`decoder` for the built-in decoder, `hf` for a model of Transformers, or a custom model `module:Class`."""
     preset: str | None = None
-    """Name of a published model whose keys are the defaults (`weft models` lists them)."""
+    """Name of a published model, whose keys become the defaults (`weft models` lists the names)."""
     from_: Folder | None = Field(None, alias="from")
-    """Run, checkpoint or Hugging Face folder with the initial weights and the shape."""
+    """Run, checkpoint or Hugging Face folder from which the initial weights and the shape are loaded."""
     load_optimizer: bool = False
-    """Whether the optimizer state of `from` is loaded too."""
+    """Whether the optimizer state of the run or checkpoint in `from` is loaded too."""
     family: str = "llama"
-    """Model family whose weight names are used in Hugging Face files."""
+    """Model family, which determines the names of the weights in Hugging Face files."""
 
     vocab_size: int | None = Field(None, ge=1)
-    """Rows of the embedding. Default: the size of the tokenizer's vocabulary."""
+    """Number of rows of the embedding. Default: the size of the tokenizer's vocabulary."""
     pad_vocab_to_multiple: int | None = Field(None, ge=1)
     """Multiple to which a `vocab_size` from the tokenizer is rounded up, for faster matrix products. Default: 1."""
     pad_token_id: int | None = Field(None, ge=0)
@@ -62,9 +62,11 @@ class ModelSection(Section):
     num_key_value_heads: int | None = Field(None, ge=1)
     """Number of key/value heads per layer. Default: `num_attention_heads`."""
     head_dim: int | None = Field(None, ge=1)
-    """Dimensions of a head. Default: `hidden_size` / `num_attention_heads`."""
+    """Number of dimensions of each head. Default: `hidden_size` / `num_attention_heads`."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Hidden size of the MLP. Default: 4 x `hidden_size`; for a gated MLP 8/3 x, rounded up to a multiple of 8."""
+    """Hidden size of the MLP. Default: 4 x `hidden_size`, or, for a gated MLP, 8/3 x `hidden_size`, rounded up to a
+    multiple of 8.
+    """
     max_position_embeddings: int = Field(2048, ge=1)
     """Maximum sequence length in tokens, and the number of learned position embeddings."""
 
@@ -79,52 +81,58 @@ class ModelSection(Section):
     partial_rotary_factor: float = Field(1.0, gt=0, le=1)
     """Fraction of the dimensions of a head that are rotated."""
     rope_local_base_freq: float | None = Field(None, gt=0)
-    """`rope_theta` of layers with a sliding window, which are not scaled. Default: as in other layers."""
+    """RoPE base of the layers with a sliding window; `rope_scaling` does not apply to these layers. Default: these
+    layers have `rope_theta` and `rope_scaling`, like all others.
+    """
     no_rope_layers: list[int] | None = None
     """For each layer, 1 if it has a rotary embedding and 0 if it has none (Hugging Face's key). Default: all layers
     have one.
     """
     no_rope_layer_interval: int | None = Field(None, ge=1)
-    """N, where every N-th layer has no rotary embedding. Default: all layers have one."""
+    """Interval N: every N-th layer has no rotary embedding. Default: all layers have one."""
     alibi_bias_max: float = Field(8.0, gt=0)
-    """`alibi`: head h of H has the slope 2^-(alibi_bias_max x h / H) per token, for h = 1 ... H."""
+    """Maximum exponent of the ALiBi slopes: head h of H has the slope 2^-(alibi_bias_max x h / H) per token, for h = 1
+    ... H.
+    """
     sliding_window: int | None = Field(None, ge=1)
     """Window size in tokens, counting the query itself. Default: no window."""
     sliding_window_pattern: int | None = Field(None, ge=1)
-    """N, where every N-th layer has no sliding window. Default: all layers have it."""
+    """Interval N: every N-th layer has no sliding window. Default: all layers have the window."""
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
-    """For each layer, whether it has the sliding window. Default: by `sliding_window_pattern`."""
+    """Attention type of each layer: with or without the sliding window. Default: derived from `sliding_window_pattern`.
+    """
     attention_implementation: Attention | Annotated[str, CustomClass(kind="attention")] = "auto"
     """Attention kernels. `auto`: PyTorch's fastest for the device and the mask; `sdpa`: never flex attention; `flex`:
     flex attention where it is available (GPUs); `flash`: the package flash-attn (GPUs, 16 bits); or a custom
-    `module:Class`. Generation with a KV cache uses sdpa for the first four.
+    `module:Class`. Generation with a KV cache uses `sdpa`, unless the class is custom.
     """
     attention_pattern: AttentionPatternSection | None = None
-    """Sparse attention, as `{type: sliding, window: 256}`. Default: full causal attention."""
+    """Sparse attention, such as `{type: sliding, window: 256}`. Default: full causal attention."""
     norm: Norm | Annotated[str, CustomClass(kind="norm")] = "rmsnorm"
-    """Normalization. `rmsnorm1p` is RMSNorm with scale 1 + weight; or a custom `module:Class`."""
+    """Normalization. `rmsnorm1p`: RMSNorm with scale 1 + weight; or a custom `module:Class`."""
     norm_bias: bool = True
     """Whether `layernorm` has a bias."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Whether norms are before attention and MLP, after them (on the residual branch), or both. There is always a final
-    norm.
+    """Placement of the norms of a layer. `pre`: before attention and MLP; `post`: after attention and MLP, on the
+    residual branch; `both`: before and after. A final norm is always added.
     """
     use_parallel_residual: bool = False
-    """Whether attention and MLP read the same input, and their outputs are added."""
+    """Whether attention and MLP of a layer read the same input, and their outputs are added to it."""
     rms_norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of all norms, including LayerNorm."""
     qk_norm: bool = False
-    """Whether queries and keys have an RMSNorm, before the rotary embedding."""
+    """Whether an RMSNorm is applied to queries and keys, before the rotary embedding."""
     qk_norm_over: Literal["head", "width"] = "head"
-    """Whether `qk_norm` normalizes each head, or all heads together."""
+    """Whether `qk_norm` normalizes each head by itself (`head`), or all heads together (`width`)."""
     clip_qkv: float | None = Field(None, gt=0)
     """Maximum absolute value to which queries, keys and values are clamped. Default: none."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit that takes part in the softmax but has no value."""
+    """Whether each head has a learned attention sink: a logit that takes part in the softmax but has no value vector.
+    """
     mla: LatentAttentionSection | None = None
     """Multi-head latent attention. Default: none."""
     mlp: Literal["gated", "plain"] = "gated"
-    """MLP. `gated`: down(act(gate(x)) * up(x)), as SwiGLU; `plain`: down(act(up(x)))."""
+    """MLP. `gated`: down(act(gate(x)) * up(x)), such as SwiGLU; `plain`: down(act(up(x)))."""
     moe: ExpertsSection | None = None
     """Mixture of experts in place of the MLP. Default: none."""
     hidden_act: Activation | Annotated[str, CustomClass(kind="activation")] = "silu"
@@ -138,17 +146,17 @@ class ModelSection(Section):
     tie_word_embeddings: bool = False
     """Whether the output head shares the embedding's matrix."""
     embedding_multiplier: float = Field(1.0, gt=0)
-    """Factor of the embedded tokens."""
+    """Number by which the embedded tokens are multiplied."""
     attention_multiplier: float | None = Field(None, gt=0)
-    """Factor of the attention logits. Default: 1 / sqrt(`head_dim`)."""
+    """Number by which the dot products of queries and keys are multiplied. Default: 1 / sqrt(`head_dim`)."""
     residual_multiplier: float = Field(1.0, gt=0)
-    """Factor of the output of each residual branch."""
+    """Number by which the output of each residual branch is multiplied."""
     logits_scaling: float = Field(1.0, gt=0)
-    """Divisor of the logits."""
+    """Number by which the output logits are divided."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """Cap of the attention logits: x becomes cap * tanh(x / cap). Default: none."""
     logit_softcap: float | None = Field(None, gt=0)
-    """Cap of the logits: x becomes cap * tanh(x / cap). Default: none."""
+    """Cap of the output logits: x becomes cap * tanh(x / cap). Default: none."""
 
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability of attention weights."""
@@ -159,8 +167,8 @@ class ModelSection(Section):
 
     initialization: Initialization | Annotated[str, CustomClass(kind="initialization")] = "scaled"
     """Initial weights. `normal`: N(0, initializer_range); `scaled`: the same, with output projections divided by sqrt(2
-    x layers), as GPT-2; `muon_zero`: hidden matrices uniform with variance 1/fan_in, output projections and head zero;
-    or a custom `module:Class`.
+    x layers), as in GPT-2; `muon_zero`: hidden matrices uniform with variance 1/fan_in, output projections and head
+    zero; or a custom `module:Class`.
     """
     initializer_range: float = Field(0.02, gt=0)
     """Standard deviation of initial weights."""
@@ -187,24 +195,24 @@ class ModelSection(Section):
 
     @property
     def qk_head_dim(self) -> int:
-        """Dimensions of a query or key head."""
+        """Number of dimensions of a query or key head."""
         if self.mla is not None:
             return self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def v_head_dim(self) -> int:
-        """Dimensions of a value head."""
+        """Number of dimensions of a value head."""
         return self.qk_head_dim if self.mla is None else self.mla.v_head_dim
 
     @property
     def attention_width(self) -> int:
-        """Mean width of attention's two products, queries x keys and weights x values, over all heads (for FLOPs)."""
+        """Mean of the head dimensions of queries and values, times the number of query heads (for FLOPs)."""
         return self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) // 2
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated dimensions of a head."""
+        """Number of rotated dimensions of a head."""
         return self.mla.qk_rope_head_dim if self.mla else int(self.qk_head_dim * self.partial_rotary_factor)
 
     @property
@@ -215,7 +223,7 @@ class ModelSection(Section):
         return 4 * self.hidden_size if self.mlp == "plain" else -(-8 * self.hidden_size // 24) * 8
 
     def _attention(self) -> tuple[int, int]:
-        """Returns the parameters of a layer's attention, in matrices and in vectors."""
+        """Returns the number of parameters of a layer's attention: in matrices, and in vectors."""
         heads, groups, head = self.num_attention_heads, self.kv_heads, self.qk_head_dim
         vectors = (heads if self.attention_sinks else 0) + (self.hidden_size if self.output_bias else 0)
         if self.mla is not None:
@@ -228,7 +236,7 @@ class ModelSection(Section):
         return self.hidden_size * head * (2 * heads + 2 * groups), vectors
 
     def layer_size(self, layer: int) -> ModelSize:
-        """Returns the size of a layer, counted from 0, without building it."""
+        """Returns the number of parameters of a layer, counted from 0, without building the layer."""
         hidden, inner = self.hidden_size, self.inner_width
         norms = (4 if self.norm_placement == "both" else 2) * self._norm
         attention, vectors = self._attention()
@@ -245,7 +253,11 @@ class ModelSection(Section):
         return self.hidden_size * (2 if self.norm == "layernorm" and self.norm_bias else 1)
 
     def size(self, vocab_size: int | None = None) -> ModelSize:
-        """Returns the size of the model. Raises ValueError if neither the section nor `vocab_size` has a vocabulary."""
+        """Returns the number of parameters of the model.
+
+        Raises:
+            ValueError: the vocabulary size is set neither in the section nor by `vocab_size`.
+        """
         vocabulary = self.vocab_size or vocab_size
         if vocabulary is None:
             raise ValueError("vocab_size is not set")
@@ -257,7 +269,7 @@ class ModelSection(Section):
         return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
 
     def resolved(self) -> dict[str, Any]:
-        """Returns all keys, with derived values, from which a family writes a config.json."""
+        """Returns all keys with derived values, such as `head_dim`. A model family writes its config.json from them."""
         layers = range(self.num_hidden_layers)
         keys = self.model_dump() | {
             "num_key_value_heads": self.kv_heads,
@@ -274,7 +286,7 @@ class ModelSection(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads of a layer."""
+        """Number of key/value heads of a layer."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -284,7 +296,9 @@ class ModelSection(Section):
 
 
 class CustomModelSection(Component):
-    """A custom model, `{type: module:Class, ...}` with its arguments: an nn.Module that maps tokens to logits."""
+    """A custom model: an nn.Module that maps tokens to logits. The keys of `{type: module:Class, ...}` are its
+    arguments.
+    """
 
     kind: ClassVar[str] = "model"
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from weft.config.section import Component, Section
 
-# Keys for training only: a checkpoint does not fix them, and a config.json need not have them.
+# Keys for training only: they can differ from the checkpoint, and a config.json can omit them.
 BALANCE = ("capacity_factor", "router_aux_loss_coef", "router_z_loss_coef", "bias_update_speed")
 
 
@@ -22,48 +22,54 @@ class ExpertsSection(Section):
     moe_intermediate_size: int | None = Field(None, ge=1)
     """Hidden size of an expert. Default: `intermediate_size`."""
     n_shared_experts: int = Field(0, ge=0)
-    """Number of experts that every token goes through, computed as one wider expert."""
+    """Number of shared experts, through which every token goes. They are computed as one wider expert."""
     first_k_dense_replace: int = Field(0, ge=0)
     """Number of initial layers with an MLP instead of experts."""
     decoder_sparse_step: int = Field(1, ge=1)
-    """N, where only every N-th layer has experts."""
+    """Interval N: only every N-th layer has experts."""
     mlp_only_layers: list[int] = Field(default=[])
-    """Further layers with an MLP, counted from 0."""
+    """Numbers of further layers with an MLP instead of experts, counted from 0."""
 
     scoring_func: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    """How router logits become weights of experts. `softmax`: over all experts; `sigmoid`: for each expert;
-    `softmax_of_chosen`: over the chosen experts.
+    """Function that converts router logits to weights of experts. `softmax`: over all experts; `sigmoid`: for each
+    expert separately; `softmax_of_chosen`: over the chosen experts.
     """
     norm_topk_prob: bool = True
     """Whether the weights of the chosen experts are normalized to sum 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)
-    """Factor of the weights of the experts."""
+    """Number by which the weights of the experts are multiplied."""
     n_group: int = Field(1, ge=1)
     """Number of groups of experts (DeepSeek-AI, 2024)."""
     topk_group: int = Field(1, ge=1)
-    """Number of best groups from which a token's experts are chosen."""
+    """Number of groups from which a token's experts are chosen: the groups with the highest scores."""
     router_bias: bool = False
     """Whether the router has a bias."""
     expert_bias: bool = False
     """Whether the experts have biases."""
     swiglu_limit: float | None = Field(None, gt=0)
-    """Clamp of gpt-oss's gate (up + 1) * gate * sigmoid(1.702 gate). Default: SwiGLU without a clamp."""
+    """If set, experts use the activation of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped to
+    this limit. Default: the activation is `hidden_act`, without a clamp.
+    """
 
     capacity_factor: float | None = Field(None, gt=0)
-    """Capacity of an expert in training, relative to an equal distribution of each sequence's tokens. Later tokens of
-    the sequence are dropped (Fedus et al., 2021). Default: no limit.
+    """Capacity of an expert in training: its maximum number of tokens of one sequence, as a multiple of the number in
+    an equal distribution over the experts. Tokens beyond the capacity are dropped (Fedus et al., 2021). Default: no
+    limit.
     """
     router_aux_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the load balancing loss (Fedus et al., 2021), which each sequence has."""
+    """Weight of the load balancing loss (Fedus et al., 2021), which is computed for each sequence."""
     router_z_loss_coef: float = Field(0.0, ge=0)
     """Weight of the router z-loss, logsumexp(logits)^2 (Zoph et al., 2022)."""
     correction_bias: bool = False
-    """Whether a bias on the choice of experts balances their load (Wang et al., 2024)."""
+    """Whether the router adds a bias to the scores by which it chooses experts. The bias is updated to balance the load
+    of the experts (Wang et al., 2024).
+    """
     bias_update_speed: float = Field(0.001, ge=0)
-    """Change of the correction bias per step."""
+    """Amount by which the correction bias of an expert changes per step."""
 
     def parameters(self, hidden: int, inner: int, bias: bool) -> tuple[int, int, int]:
-        """Returns a layer's parameters in matrices, those in matrices that a token uses, and those in vectors.
+        """Returns the number of parameters of a layer: in all matrices, in the matrices that a token uses, and in
+        vectors.
 
         Args:
             hidden: the model's hidden size.
@@ -94,16 +100,23 @@ class LatentAttentionSection(Section):
     kv_lora_rank: int = Field(ge=1)
     """Width of the latent vector of keys and values."""
     qk_nope_head_dim: int = Field(ge=1)
-    """Dimensions of a query or key head without rotary embedding."""
+    """Number of dimensions of a query or key head without rotary embedding."""
     qk_rope_head_dim: int = Field(ge=2, multiple_of=2)
-    """Further dimensions with rotary embedding, whose keys all heads share."""
+    """Number of further dimensions of a query or key head, with rotary embedding; all heads share this part of the key.
+    """
     v_head_dim: int = Field(ge=1)
-    """Dimensions of a value head."""
+    """Number of dimensions of a value head."""
     rope_interleave: bool = True
-    """Whether the two dimensions of a rotated pair are adjacent."""
+    """Whether the two dimensions of a rotated pair are adjacent; if false, they are half a head apart."""
 
     def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
-        """Returns a layer's parameters in matrices and in vectors; `bias`: whether the projections have biases."""
+        """Returns the number of parameters of a layer: in matrices, and in vectors.
+
+        Args:
+            hidden: the model's hidden size.
+            heads: number of query heads.
+            bias: whether the projections have biases.
+        """
         made = self.kv_lora_rank + self.qk_rope_head_dim
         queries = heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
         matrices = hidden * made + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
@@ -116,9 +129,9 @@ class LatentAttentionSection(Section):
 class AttentionPatternSection(Component):
     """A sparse attention pattern. Built-in patterns are the files of `weft/kernels/patterns/`.
 
-    A pattern selects the keys that a query attends to, counted from the start of its document; a query always attends
-    to itself. GPUs skip blocks without selected keys (flex attention); CPUs use a mask. A custom class is called with
-    the positions of queries and keys.
+    A pattern selects the keys that a query attends to. Positions are counted from the start of the document, and a
+    query always attends to itself. GPUs skip blocks without selected keys (flex attention); CPUs use a mask. A custom
+    class is called with the positions of queries and keys.
     """
 
     kind: ClassVar[str] = "attention_pattern"
@@ -128,39 +141,45 @@ class RopeScaling(Section):
     """Scaling of rotary embeddings to longer sequences than a model was trained on: Hugging Face's `rope_scaling`."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    """Method. `linear`: all frequencies alike; `dynamic`: a larger base for longer sequences; `llama3`: low frequencies
-    only; `yarn`: low frequencies, and scaled attention; `longrope`: a factor for each frequency, from one of two lists
-    by sequence length.
+    """Scaling method. `linear`: divides all frequencies by `factor`; `dynamic`: increases the base with the sequence
+    length; `llama3`: scales low frequencies only; `yarn`: scales low frequencies, and queries and keys; `longrope`:
+    divides each frequency by a number of its own, from `short_factor` or `long_factor`.
     """
     factor: float = Field(gt=0)
     """Ratio of the new to the original maximum sequence length."""
     original_max_position_embeddings: int | None = Field(None, ge=1)
-    """Original maximum sequence length in tokens. Every method but `linear` requires it."""
+    """Original maximum sequence length in tokens, which every method except `linear` requires."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """`llama3`: frequencies with fewer rotations over the original length are scaled in full."""
+    """`llama3`: frequencies with fewer than this number of rotations over the original length are divided by `factor`.
+    """
     high_freq_factor: float = Field(4.0, gt=0)
-    """`llama3`: frequencies with more rotations over the original length are not scaled."""
+    """`llama3`: frequencies with more than this number of rotations over the original length are not scaled."""
     beta_fast: float = Field(32.0, gt=0)
-    """`yarn`: frequencies with more rotations over the original length are not scaled."""
+    """`yarn`: frequencies with more than this number of rotations over the original length are not scaled."""
     beta_slow: float = Field(1.0, gt=0)
-    """`yarn`: frequencies with fewer rotations over the original length are scaled in full."""
+    """`yarn`: frequencies with fewer than this number of rotations over the original length are divided by `factor`."""
     attention_factor: float | None = Field(None, gt=0)
-    """`yarn`, `longrope`: factor of rotated queries and keys. Default: 1 + log(factor) / 10 (yarn), sqrt(1 +
-    log(factor) / log(original_max_position_embeddings)) (longrope).
+    """`yarn`, `longrope`: number by which rotated queries and keys are multiplied. Default for `yarn`: 1 + log(factor)
+    / 10, or the value that `mscale` gives. Default for `longrope`: sqrt(1 + log(factor) /
+    log(original_max_position_embeddings)).
     """
     mscale: float | None = None
-    """`yarn`: with `mscale_all_dim`, replaces `attention_factor` as in DeepSeek's models."""
+    """`yarn`: if `mscale` and `mscale_all_dim` are set, the default of `attention_factor` is f(mscale) /
+    f(mscale_all_dim), where f(m) = 1 + m x log(factor) / 10 (DeepSeek).
+    """
     mscale_all_dim: float | None = None
-    """`yarn`: see `mscale`."""
+    """`yarn`: with `mscale`, sets the default of `attention_factor` (see `mscale`)."""
     truncate: bool = True
-    """`yarn`: whether the bounds of the interpolated frequencies are rounded."""
+    """`yarn`: whether the range of the interpolated frequencies is rounded to integer bounds."""
     short_factor: list[float] | None = None
-    """`longrope`: factors of the frequencies for sequences of up to the original length."""
+    """`longrope`: divisor of each frequency, for sequences of up to the original length."""
     long_factor: list[float] | None = None
-    """`longrope`: factors of the frequencies for longer sequences."""
+    """`longrope`: divisor of each frequency, for longer sequences."""
 
     def mistake(self, rotary_dim: int) -> str | None:
-        """Returns what does not fit together, for heads with `rotary_dim` rotated dimensions; else None."""
+        """Returns a message if keys contradict each other or do not fit `rotary_dim` rotated dimensions per head; else
+        None.
+        """
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             return f"{self.rope_type} requires original_max_position_embeddings, the original sequence length"
         if self.rope_type == "dynamic" and rotary_dim < 4:

@@ -1,4 +1,4 @@
-"""`RunConfig`: one run's YAML file, read, checked and completed."""
+"""Defines `RunConfig`, the configuration of a run, which reads, checks and completes a YAML file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunSection(Section):
     directory: Folder = "runs"
     """Parent folder of run directories."""
     seed: int = Field(0, ge=0)
-    """Seed of initial weights, sample order and dropout."""
+    """Seed of the initial weights, of the sample order and of dropout."""
 
 
 class ObjectiveSection(Component):
@@ -38,16 +38,18 @@ class ObjectiveSection(Component):
     kind: ClassVar[str] = "objective"
 
     type: str = "pretrain"
+    """Name of a built-in objective, or a custom class `module:Class`."""
 
 
 class OptimizerSection(Component):
-    """The optimizer. Built-in optimizers are the files of `weft/optim/`; the other keys are their arguments."""
+    """The optimizer. Built-in optimizers are the files of `weft/optim/`; the other keys are arguments of the class."""
 
     kind: ClassVar[str] = "optimizer"
 
     type: str = "adamw"
+    """Name of a built-in optimizer, or a custom class `module:Class`."""
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(default=["norm", "bias"])
-    """Parameter roles without weight decay."""
+    """Roles of the parameters that have no weight decay."""
 
 
 class ScheduleSection(Component):
@@ -56,29 +58,39 @@ class ScheduleSection(Component):
     kind: ClassVar[str] = "schedule"
 
     type: str = "cosine"
+    """Name of a built-in schedule, or a custom class `module:Class`."""
 
 
 class CheckpointSection(Section):
     """When to save checkpoints, and which ones to keep. The last step is always saved."""
 
     every: int | None = Field(None, ge=1)
-    """Steps between checkpoints. Default: a tenth of the run."""
+    """Number of steps between checkpoints. Default: a tenth of the run's steps."""
     keep_last: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(None, ge=1)
-    """Steps whose checkpoints are never deleted: the multiples of this number."""
+    """Checkpoints of steps that are multiples of this number are never deleted. Default: only `keep_last` are kept."""
 
 
 class CallbackSection(Component):
-    """An action at events of the run. Built-in callbacks are the files of `weft/train/callbacks/`."""
+    """A callback: code that runs at events of the training, such as a step, a validation or a checkpoint.
+
+    Built-in callbacks are the files of `weft/train/callbacks/`.
+    """
 
     kind: ClassVar[str] = "callback"
 
+    type: str
+    """Name of a built-in callback, or a custom class `module:Class`."""
+
 
 class MetricSection(Component):
-    """A custom metric of each step, `module:Class`, for `metrics.jsonl` and the trackers."""
+    """A custom metric, which is computed at each step for `metrics.jsonl` and the trackers."""
 
     kind: ClassVar[str] = "metric"
+
+    type: str
+    """The class of the metric, as `module:Class`."""
 
 
 class TrackerSection(Component):
@@ -86,18 +98,21 @@ class TrackerSection(Component):
 
     kind: ClassVar[str] = "tracker"
 
+    type: str
+    """Name of a built-in tracker, or a custom class `module:Class`."""
+
 
 class LogSection(Section):
-    """Metrics and where they go. `metrics.jsonl` is always written."""
+    """Which metrics are logged, and where. `metrics.jsonl` is always written."""
 
     every: int = Field(1, ge=1)
-    """Steps between two lines of metrics."""
+    """Number of steps between two lines of metrics."""
     trackers: list[str | TrackerSection] = Field(default=["tensorboard"])
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow` or `module:Class`; `{type: ..., ...}` gives
-    one its arguments.
+    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow` or `module:Class`; use
+    `{type: ..., ...}` to set the arguments of a tracker.
     """
     metrics: list[MetricSection] = Field(default=[])
-    """Custom metrics of a step: `module:Class`, or `{type: ..., ...}` with its arguments."""
+    """Custom metrics: `module:Class`, or `{type: module:Class, ...}` with the arguments of the class."""
 
 
 def _model_tag(model: Any) -> str:
@@ -106,12 +121,12 @@ def _model_tag(model: Any) -> str:
 
 
 def _default(section: type[Section]) -> Any:
-    """Returns the default of a section that may be omitted: all its own defaults."""
+    """Returns the default of a section that can be omitted: the section with the defaults of all its keys."""
     return Field(default_factory=section)
 
 
 class RunConfig(Section):
-    """A checked and completed configuration of a run. A run is a function of this and of the data."""
+    """The checked and completed configuration of a run. The result of a run depends on this and on the data only."""
 
     run: RunSection = _default(RunSection)
     model: Annotated[
@@ -121,8 +136,8 @@ class RunConfig(Section):
         Discriminator(_model_tag),
     ]
     tokenizer: Folder | None = None
-    """Folder with a `tokenizer.json`, which is copied into the run directory. Default: none, and the model generates no
-    text.
+    """Folder with a `tokenizer.json`, which is copied into the run directory. Default: none; the model cannot generate
+    text then.
     """
     data: DataSection
     objective: ObjectiveSection = _default(ObjectiveSection)
@@ -134,8 +149,8 @@ class RunConfig(Section):
     parallel: ParallelSection = _default(ParallelSection)
     checkpoint: CheckpointSection = _default(CheckpointSection)
     callbacks: list[CallbackSection] = Field(default=[])
-    """Callbacks, which every rank calls in this order: `early_stopping`, `ema`, `lr_monitor` or `module:Class`; `{type:
-    ..., ...}` gives one its arguments.
+    """Callbacks, which every rank calls in this order: `early_stopping`, `ema`, `lr_monitor` or `module:Class`; use
+    `{type: ..., ...}` to set the arguments of a callback.
     """
     log: LogSection = _default(LogSection)
 
@@ -151,13 +166,15 @@ class RunConfig(Section):
         0.001
 
         Args:
-            path: the file; `extends`, presets and defaults are filled in.
+            path: the YAML file.
             overrides: `key.path=value` with a YAML value; they take precedence over the file.
-            check_data: also read the headers of the tokenizer and of the token stores.
-            ranks: world size for which the mesh is checked; default: torchrun's, else the smallest that fits the mesh.
+            check_data: whether the headers of the tokenizer and of the token stores are read and checked too.
+            ranks: world size for which the mesh is checked. Default: the world size that torchrun set, otherwise the
+                smallest that fits the mesh.
 
         Raises:
-            ConfigError: with every problem, ordered by file and line; each has file, line, key and remedy.
+            ConfigError: the configuration has problems. All are listed, ordered by file and line; each has file, line,
+                key and remedy.
         """
         problems: list[Problem] = []
         tree, files = read_tree(Path(path), overrides, problems)
@@ -175,17 +192,17 @@ class RunConfig(Section):
         return config
 
     def __eq__(self, other: object) -> bool:
-        """Compares the sections, not where their values came from."""
+        """Whether two configurations have equal values; the origins of the values are not compared."""
         return self.__dict__ == other.__dict__ if isinstance(other, RunConfig) else NotImplemented
 
     @property
     def run_directory(self) -> Path:
-        """`<run.directory>/<run.name>`."""
+        """The run directory, `<run.directory>/<run.name>`."""
         return Path(self.run.directory) / (self.run.name or "run")
 
     @property
     def origins(self) -> dict[str, str]:
-        """Source of each value: dotted key -> `file:line`, `preset llama-tiny`, `default`, `command line`, ..."""
+        """Origin of each value by dotted key: `file:line`, `preset llama-tiny`, `default`, `command line`, ..."""
         return self._origins
 
     def as_dict(self) -> dict[str, Any]:
@@ -194,6 +211,6 @@ class RunConfig(Section):
 
 
 def _in_order(problems: list[Problem], files: list[str]) -> list[Problem]:
-    """Sorts problems by file (the main one first) and line, without duplicates."""
+    """Sorts problems by file (the main file first) and line, and removes duplicates."""
     place = {file: number for number, file in enumerate(files)}
     return sorted(dict.fromkeys(problems), key=lambda p: (place.get(p.file or "", len(files)), p.line or 0))

@@ -1,4 +1,4 @@
-"""Base classes of the sections of a run's YAML file."""
+"""Defines the base classes of the sections of a run's YAML file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydantic import (
 
 @dataclass(frozen=True)
 class TextPattern(StringConstraints):
-    """A text that matches `pattern`; `words` describe it in messages and in the reference."""
+    """A type for strings that match `pattern`. `words` describe the type in messages and in docs/configuration.md."""
 
     words: str = ""
     WORDS: ClassVar[dict[str, str]] = {}  # pattern -> words
@@ -32,7 +32,11 @@ class TextPattern(StringConstraints):
 
 @dataclass(frozen=True)
 class CustomClass(TextPattern):
-    """`module:Class`, a custom component of one kind (a key of `components.COMPONENT_KINDS`)."""
+    """A type for strings `module:Class`, which name a custom component.
+
+    Attributes:
+        kind: the kind of component, a key of `components.COMPONENT_KINDS`.
+    """
 
     pattern: str = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
     words: str = "module:Class"
@@ -44,7 +48,7 @@ Folder = Annotated[str, TextPattern(pattern=r"\S", words="a folder")]
 
 
 class Section(BaseModel):
-    """A frozen mapping of known keys. It is strict: `"3"` is not a number, and `true` is not 1.
+    """A frozen mapping of known keys with strict types: `"3"` is not a number, and `true` is not 1.
 
     While a file is checked, the validation context is a `weft.config.draft.Draft`, which records values and defaults.
     """
@@ -73,11 +77,12 @@ _Known = TypeVar("_Known", bound=Section)
 
 
 def partial_section(kind: type[_Known], get: Callable[[str], Any], key: str, **more: Any) -> _Known:
-    """Returns a section of the values that are known; other keys have their default, or None.
+    """Returns a section with the values that are known; other keys have their default, or None if they are required.
 
     Args:
-        get: returns a checked value by its dotted key; None if it is not set, or has a problem.
-        more: values that take precedence.
+        get: returns a checked value by its dotted key; None if the key is not set, or has a problem.
+        key: dotted key of the section.
+        more: values that take precedence over those of `get`.
     """
     found = {name: get(f"{key}.{name}") for name in kind.model_fields} | more
     fields = kind.model_fields.items()
@@ -90,8 +95,8 @@ class Component(BaseModel):
     The other keys are keyword arguments of the class. They are checked against its signature, which is read from source
     without an import, and completed with its defaults (`weft.config.components`).
 
-    Each kind of component has a subclass that sets `kind`. In a list field, such as `list[TrackerSection]`, a text
-    stands for a mapping with that `type`.
+    Each kind of component has a subclass that sets `kind`. In a list field, such as `list[TrackerSection]`, a string
+    stands for a mapping with this `type`.
     """
 
     kind: ClassVar[str] = ""  # a key of `components.COMPONENT_KINDS`
@@ -99,7 +104,7 @@ class Component(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, defer_build=True)
 
     type: str
-    """The short name of a built-in, or `module:Class`."""
+    """Name of a built-in class, or a custom class `module:Class`."""
 
     _place: str | None = PrivateAttr(None)
 
@@ -110,11 +115,11 @@ class Component(BaseModel):
 
     @property
     def place(self) -> str | None:
-        """The place of `type`, as `run.yaml:4: optimizer.type`; None if it is a default."""
+        """Where `type` is set, such as `run.yaml:4: optimizer.type`; None if `type` is a default."""
         return self._place
 
     def __eq__(self, other: object) -> bool:
-        """Compares all keys, not where they were written."""
+        """Whether two components have equal keys; the places of the keys are not compared."""
         if type(self) is not type(other) or not isinstance(other, Component):
             return NotImplemented
         return self.__dict__ == other.__dict__ and self.model_extra == other.model_extra

@@ -1,4 +1,4 @@
-"""`training:`, `validation:` and `samples:`."""
+"""The sections `training`, `validation` and `samples` of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EveryOrBudget = Annotated[
     str,
     TextPattern(
         pattern=r"^(every-([2-9]|[1-9][0-9]+)|budget-0?\.[0-9]*[1-9][0-9]*)$",
-        words="every-N (as every-2) or budget-F (as budget-0.5, more than 0 and less than 1)",
+        words="every-N (such as every-2) or budget-F (such as budget-0.5, more than 0 and less than 1)",
     ),
 ]
 
@@ -26,17 +26,17 @@ class TrainingSection(Section):
     tokens: int | None = Field(None, ge=1)
     """Number of training tokens, rounded up to complete steps."""
     epochs: float | None = Field(None, gt=0, le=1e9)
-    """Passes over the training data, rounded up to complete steps."""
+    """Number of passes over the training data, rounded up to complete steps."""
     batch_tokens: int | None = Field(None, ge=1)
-    """Tokens of the global batch, over all ranks. Default: 32 sequences."""
+    """Number of tokens in the global batch of all ranks. Default: the tokens of 32 sequences."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences per forward and rank. Default: as many as fit into 8,192 tokens, at least one."""
+    """Number of sequences per forward pass and rank. Default: as many as fit into 8,192 tokens, at least one."""
     dtype: DType = "auto"
     """Compute dtype. Parameters and optimizer state are float32 (with `float64`, float64). `auto`: bfloat16 on devices
     where it is faster, otherwise float32. `float16` uses loss scaling.
     """
     reduce_dtype: DType = "auto"
-    """Dtype of gradients that are accumulated over micro-batches and reduced over ranks; smaller dtypes need less
+    """Dtype in which gradients are accumulated over micro-batches and reduced over ranks; a smaller dtype needs less
     communication. `auto`: float32 (with `dtype: float64`, float64).
     """
     initial_loss_scale: float | None = Field(None, ge=1)
@@ -44,46 +44,46 @@ class TrainingSection(Section):
     loss_scale_window: int | None = Field(None, ge=1)
     """Number of steps without overflow after which the loss scale for float16 is doubled. Default: 2000."""
     fp8: bool = False
-    """Whether the matrix products of the layers run in 8 bits. It needs torchao and an NVIDIA GPU of compute capability
-    8.9 or higher.
+    """Whether the matrix products of the layers are computed in 8 bits. It needs torchao and an NVIDIA GPU of compute
+    capability 8.9 or higher.
     """
     compile: bool = False
     """Whether each block is compiled with `torch.compile`."""
     grad_clip: float | None = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down. `null`: no clipping."""
     activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = "none"
-    """Which activations are recomputed in backward. `full`: all of each block; `every-N`: those of every N-th block;
-    `selective`: all but the outputs of matrix products, attention and communication; `budget-F`: as many as leave about
-    the fraction F in memory (docs/memory.md).
+    """Which activations are recomputed in backward. `none`: no activations; `full`: all activations of each block;
+    `every-N`: all activations of every N-th block; `selective`: all but the outputs of matrix products, attention and
+    communication; `budget-F`: enough that about the fraction F of the activations stays in memory (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
-    """First row of the embedding and the output head that is trained; no other parameter is. It serves to train new
-    tokens. Default: all parameters are trained.
+    """First trained row of the embedding and of the output head: the rows from this number on are trained, and all
+    other parameters are frozen. Use it to train newly added tokens. Default: all parameters are trained.
     """
     threads: int | None = Field(None, ge=1)
-    """CPU threads per rank. Default: the fastest number in a short measurement."""
+    """Number of CPU threads per rank. Default: the fastest number in a short measurement."""
 
 
 class ValidationSection(Section):
-    """When the loss on `data.validation` is measured."""
+    """Settings of the validation, which measures the loss on `data.validation`."""
 
     every: int | None = Field(None, ge=1)
-    """Steps between validations; there is one at the end too. Default: a tenth of the run."""
+    """Number of steps between validations. The run also ends with a validation. Default: a tenth of the run's steps."""
     tokens: int | None = Field(None, ge=1)
-    """Number of tokens of each validation during training, from the start of the data. Default, and always at the end:
-    all tokens.
+    """Number of tokens of each validation during training, from the start of the validation data. Default: all tokens.
+    The validation at the end of the run always uses all tokens.
     """
     micro_batch_size: int | None = Field(None, ge=1)
-    """Sequences per forward and rank. Default: `training.micro_batch_size`."""
+    """Number of sequences per forward pass and rank. Default: `training.micro_batch_size`."""
 
 
 class SamplesSection(Section):
     """Text that the model generates during training."""
 
     prompts: list[str] = Field(default=[])
-    """Prompts to continue. With an empty list there are no samples."""
+    """Prompts that the model continues. With an empty list, no text is generated."""
     every: int | None = Field(None, ge=1)
-    """Steps between samples; there are some at the end too. Default: `validation.every`."""
+    """Number of steps between samples. The run also ends with samples. Default: `validation.every`."""
     max_new_tokens: int = Field(64, ge=1)
     """Number of tokens to generate for each prompt."""
     temperature: float = Field(0.8, ge=0)

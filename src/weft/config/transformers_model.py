@@ -1,4 +1,4 @@
-"""`model: {type: hf, path: ...}`: the section of a causal language model of Transformers."""
+"""Defines the section `model: {type: hf, path: ...}`, for causal language models of Transformers."""
 
 from __future__ import annotations
 
@@ -26,40 +26,42 @@ _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 class TransformersModelSection(Section):
     """A model that Transformers' `AutoModelForCausalLM` builds from the config.json of a folder.
 
-    It serves for architectures that are not a built-in family, and supports the data axes of the mesh only. Code in the
-    folder is not run, and pickle files are not read.
+    Use it for architectures that are not a built-in family. Of the mesh axes, it supports only `dp_replicate` and
+    `dp_shard`. Code in the folder is not run, and pickle files are not read.
     """
 
     type: Literal["hf"]
-    """A model of Transformers."""
+    """`hf`: a model of Transformers."""
     path: Folder | None = None
-    """Hugging Face folder with a config.json, and with the initial weights as safetensors."""
+    """Hugging Face folder with a config.json, and with the initial weights as safetensors. Set `path` or `from`."""
     from_: Folder | None = Field(None, alias="from")
-    """Run or checkpoint of such a model with the initial weights, in place of `path`."""
+    """Run or checkpoint of a `type: hf` model, from which config.json and initial weights are loaded in place of
+    `path`.
+    """
     load_optimizer: bool = False
-    """Whether the optimizer state of `from` is loaded too."""
+    """Whether the optimizer state of the run or checkpoint in `from` is loaded too."""
     weights: bool = True
-    """Whether the weights of the folder are loaded; otherwise the model's class initializes them."""
+    """Whether the weights of the folder in `path` are loaded. If false, the model's class initializes the weights."""
     attn_implementation: Attention | None = None
     """Attention implementation of Transformers. Default: `sdpa` where the model supports it."""
     config: dict[str, Any] = Field(default={})
-    """Keys that take precedence over those of config.json."""
+    """Keys and values that replace those of config.json."""
 
     @property
     def architecture(self) -> str:
-        """The class name in config.json, or its model_type."""
+        """The class name in config.json, or the `model_type` if config.json has no class name."""
         named = self.config.get("architectures")
         return str(named[0]) if isinstance(named, list) and named else str(self.config.get("model_type"))
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding, if config.json has a usual key for them."""
+        """Number of rows of the embedding; None if config.json has no usual key for it."""
         inner = self.config.get("text_config")
         return _number(self.config, "vocab_size") or (_number(inner, "vocab_size") if isinstance(inner, dict) else None)
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """The maximum sequence length, if config.json has a usual key for it."""
+        """The maximum sequence length; None if config.json has no usual key for it."""
         return longest_sequence(self.config)
 
 
@@ -67,15 +69,16 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
     """Returns the config.json of a folder, with changes.
 
     Args:
+        changes: keys and values that replace those of config.json.
         weights: whether the folder must have weights.
 
     Raises:
-        UserError: no such folder, an unreadable config.json or one without model_type, quantized, pickled or missing
-            weights; or Transformers is not installed.
+        UserError: the folder does not exist, config.json is unreadable or has no model_type, the weights are quantized,
+            pickled or missing, or Transformers is not installed.
     """
     config = read_config(path, dequantized=False) | changes
     if not isinstance(config.get("model_type"), str):
-        raise UserError("model_type: missing, so the model is not known; download the file again", path)
+        raise UserError("model_type: missing, so the model class is not known; download the file again", path)
     if weights:
         check_weights(Path(path))
     if importlib.util.find_spec("transformers") is None:
@@ -87,7 +90,7 @@ def notices(section: TransformersModelSection, architecture: str) -> list[str]:
     """Returns the notices that a run prints when it starts.
 
     Args:
-        architecture: the class that was built.
+        architecture: name of the model class that was built.
     """
     notice = f"model: type hf ({architecture}): {LIMITS}"
     try:
@@ -99,7 +102,7 @@ def notices(section: TransformersModelSection, architecture: str) -> list[str]:
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """Returns the maximum sequence length in a config.json."""
+    """Returns the maximum sequence length in a config.json; None if it has no usual key for it."""
     return next((found for key in _LONGEST if (found := _number(config, key)) is not None), None)
 
 
