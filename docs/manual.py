@@ -1,4 +1,4 @@
-"""Hooks of the manual's build (mkdocs.yml): file names as titles of code blocks, and a check of the API reference."""
+"""Hooks of mkdocs.yml: titles of code blocks, docstrings' examples as code, a check of the API reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import griffe
 
 log = logging.getLogger("mkdocs.plugins.manual")  # with `strict`, a warning of this logger fails the build
+EXAMPLE = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 SOURCES = Path(__file__).parents[1] / "src"
 
 
@@ -20,6 +21,16 @@ def on_page_markdown(markdown: str, page, **_) -> str:
             log.warning("%s: %s has no docstring", page.file.src_uri, missing)
     titled = re.sub(r"^```(\w+) ([\w/-]+\.\w+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
     return re.sub(r"^```(\w+) [\w-]+$", r"```\1", titled, flags=re.MULTILINE)  # a mark for the tests
+
+
+class ExamplesAsCode(griffe.Extension):
+    """Puts the `>>>` lines of docstrings, and what they print, into code blocks."""
+
+    def on_object(self, *, obj: griffe.Object, **_) -> None:
+        if obj.docstring:
+            obj.docstring.value = re.sub(
+                r"^>>> .*?(?=\n\n|\Z)", r"```pycon\n\g<0>\n```", obj.docstring.value, flags=re.M | re.S
+            )
 
 
 @cache
