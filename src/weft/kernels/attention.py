@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: one call that selects a fused kernel."""
+"""Scaled dot-product attention: `attention` selects a fused kernel for its arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Scores(NamedTuple):
     """How attention scores are computed, apart from the mask.
 
     Attributes:
-        scale: of q k'; default `1 / sqrt(head_dim)`.
-        softcap: caps the scaled scores to (-softcap, softcap) before the mask, as `cross_entropy.cap` does logits.
-        slopes: `[heads]`, subtracted from the score per token of distance (`alibi_slopes`).
-        sinks: `[heads]`, score of an extra key without value that takes part in the softmax (Xiao et al., 2023).
+        scale: multiplier of the products of queries and keys; default: `1 / sqrt(head_dim)`.
+        softcap: bound of the scaled scores: before the mask, `cross_entropy.cap` limits them to (-softcap, softcap).
+        slopes: `[heads]`, amount subtracted from the score for each token between query and key (`alibi_slopes`).
+        sinks: `[heads]`, score of an extra key that takes part in the softmax but has no value (Xiao et al., 2023).
     """
 
     scale: float | None = None
@@ -49,19 +49,22 @@ def attention(
     dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
     scores: Scores = PLAIN,
 ) -> torch.Tensor:
-    """softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
+    """Computes softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
 
     Args:
         q: `[batch, heads, seq, head_dim]`.
-        k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` divides `heads`.
-        v: as `k`, `[..., v_head_dim]`; not wider.
-        causal: a query sees only its own key and earlier ones. With fewer queries than keys, the queries are the last
-            ones. Ignored with a `mask`.
-        segments: `[batch, seq]`, document numbers; attention is causal within each document. Ignored with a `mask`.
-        mask: bool, broadcast to `[batch, heads, seq, keys]`, true where a query sees a key; or an `attention_mask`,
-            whose form selects the kernel. A float mask is added to the scores and includes the slopes.
-        dropout: probability of dropping an attention weight, or a function of weights `[batch, heads, seq, keys]`. The
-            caller passes 0 outside of training.
+        k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` must divide `heads`.
+        v: `[batch, kv_heads, keys, v_head_dim]`; `v_head_dim` must not exceed `head_dim`.
+        causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, the
+            queries belong to the last keys. Ignored if `mask` is given.
+        segments: `[batch, seq]`, document numbers; attention is causal within each document. Ignored if `mask` is
+            given.
+        mask: a bool tensor that broadcasts to `[batch, heads, seq, keys]`, true where a query sees a key; or a mask
+            made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores and must
+            include the slopes.
+        dropout: probability of dropping an attention weight, or a function that is applied to the weights
+            `[batch, heads, seq, keys]`. The caller passes 0 outside of training.
+        scores: scale, soft-cap, slopes and sinks of the attention scores.
 
     Returns:
         `[batch, heads, seq, v_head_dim]`
@@ -77,7 +80,7 @@ def attention(
         return _flex(q, k, v, mask, scores)
     if callable(dropout) or (not isinstance(mask, FlashMask) and scores[1:] != (None, None, None)):
         return _unfused(q, k, v, mask, causal, dropout, scores)
-    if v.shape[3] < q.shape[3]:  # the fused kernels need one size
+    if v.shape[3] < q.shape[3]:  # the fused kernels need one head size for queries, keys and values
         padded = F.pad(v, (0, q.shape[3] - v.shape[3]))
         return attention(q, k, padded, causal=causal, mask=mask, dropout=dropout, scores=scores)[..., : v.shape[3]]
     if isinstance(mask, FlashMask):
@@ -96,10 +99,10 @@ def attention(
 
 
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
-    """ALiBi's slope of each head (Press et al., 2022), float32 `[heads]`.
+    """Returns ALiBi's slope of each head (Press et al., 2022), float32 `[heads]`.
 
-    2^-(bias_max x i / n) for i from 1 to n, with n the next power of two. If n exceeds `heads`, every second slope is
-    taken first, as in the paper's implementation.
+    The slopes are 2^-(bias_max x i / n) for i from 1 to n, where n is the next power of two from `heads` on. If n
+    exceeds `heads`, every second slope comes first, as in the implementation of Press et al.
     """
     powers = 2 ** math.ceil(math.log2(heads))
     slopes = torch.exp2(torch.arange(1, powers + 1, device=device, dtype=torch.float32) * (-bias_max / powers))
@@ -107,18 +110,18 @@ def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Ten
 
 
 def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeats key/value heads up to the number of query heads."""
+    """Repeats the key/value heads to match the number of query heads."""
     repeats = q.shape[1] // k.shape[1]
     return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """bool `[queries, keys]`; the queries are the last tokens."""
+    """Returns the causal mask, bool `[queries, keys]`; the queries belong to the last keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
-    """Attention with all scores materialized, for score changes that no fused kernel but flex attention has."""
+    """Computes attention with all scores materialized, for options that only flex attention supports otherwise."""
     k, v = _repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
     queries, keys = scores.shape[2:]
@@ -142,7 +145,7 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:
-    """FlexAttention (Dong et al., 2024). Uncompiled, it would materialize all scores."""
+    """Computes FlexAttention (Dong et al., 2024), compiled: without compilation it would materialize all scores."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     scale, softcap, slopes, sinks = how
@@ -158,7 +161,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, ho
     if sinks is None:
         return call(q, k, v, score_mod, **settings)
     out, aux = call(q, k, v, score_mod, **settings, return_aux=AuxRequest(lse=True))
-    # An extra key with score s and no value scales the other weights by sum / (sum + e^s).
+    # A sink (an extra key with score s and no value) scales the weights of the other keys by sum / (sum + e^s).
     lse = cast(torch.Tensor, aux.lse)
     kept = torch.sigmoid(lse - sinks.to(lse.dtype).view(1, -1, 1))
     return out * kept.unsqueeze(-1).to(out.dtype)

@@ -1,4 +1,4 @@
-"""Autocast for operators that are not PyTorch's own."""
+"""Autocast for Weft's custom operators, which PyTorch's autocast does not cover."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Casts tensors to the autocast dtype if autocast is enabled on their device. float64 stays, as in PyTorch."""
+    """Casts tensors to the autocast dtype if autocast is enabled on their device; float64 tensors are unchanged."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -1,4 +1,4 @@
-"""Log-probabilities of labels, computed without materializing all logits at once."""
+"""Log-probabilities of labels, computed in blocks of tokens, without materializing all logits."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch.nn.functional as F
 
 from weft.kernels.autocast import as_autocast
 
-KEPT_ELEMENTS = 1 << 27  # the most logits saved for backward; if there are more, blocks of this size are recomputed
-# Elementwise operations run on chunks that fit a CPU's L2 cache: 4,096 tokens take 229 ms instead of 262 for a
-# vocabulary of 32,000 and 31 instead of 50 for 4,096; compiled 209 and 26 (hidden size 384, bf16, 4 cores).
-# `F.linear_cross_entropy` takes 196 and 24, with losses rounded to bfloat16: 0.06 off.
+KEPT_ELEMENTS = 1 << 27  # most logits that are saved for backward; more logits are recomputed in blocks of this size
+# Elementwise operations run on chunks that fit into a CPU's L2 cache. For 4,096 tokens (hidden size 384, bf16, 4
+# cores), a vocabulary of 32,000 then takes 229 ms instead of 262, a vocabulary of 4,096 31 ms instead of 50; compiled,
+# 209 and 26 ms. `F.linear_cross_entropy` takes 196 and 24 ms, but rounds losses to bfloat16: an error of 0.06.
 CHUNK_ELEMENTS = {"cpu": 1 << 20}
 
 
 class Vocabulary(Protocol):
-    """A head whose rows are sharded over ranks."""
+    """The interface of an output head whose rows (vocabulary entries) are sharded over ranks."""
 
     first: int  # the token id of this rank's first row
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduces, for each token, the label's logit (sum) and the normalizer (log-sum-exp)."""
+        """All-reduces two values per token: the label's logit by sum, the normalizer by log-sum-exp."""
         ...
 
 
 def cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Soft-caps logits to (-softcap, softcap), as Gemma 2 does; None: unchanged."""
+    """Soft-caps logits to (-softcap, softcap), as in Gemma 2. If `softcap` is None, the logits are unchanged."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def logprobs_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits)[label], in at least float32: `[..., vocab]` -> `[...]`."""
+    """Returns log softmax(logits)[label] in at least float32: `[..., vocab]` -> `[...]`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
@@ -47,32 +47,33 @@ def token_logprobs(
     compiled: bool = False,
     vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
-    """log softmax(cap(hidden weight'))[label] for each position.
+    """Returns log softmax(cap(hidden weight'))[label] for each position.
 
     Args:
         hidden: `[..., hidden]`.
         weight: `[vocab, hidden]`, the output head.
         labels: `[...]`, int64.
-        softcap: see `cap`.
-        compiled: fuse elementwise operations with `torch.compile`.
-        vocabulary: `weight` is sharded; the gradient of `hidden` is then partial.
+        softcap: bound of the logits, as in `cap`.
+        compiled: whether elementwise operations are fused with `torch.compile`.
+        vocabulary: the sharding of `weight`, or None if `weight` has all rows. With a sharded head, the gradient of
+            `hidden` is partial.
 
     Returns:
-        `[...]`, float32 (float64 for float64). Only the matrix products are in the inputs' dtype.
+        `[...]`, float32 (float64 for float64 inputs). Only the matrix products are in the inputs' dtype.
     """
     flat, weight = as_autocast(hidden.reshape(-1, hidden.shape[-1]), weight)
     return _Logprobs.apply(flat, weight, labels, softcap, compiled, vocabulary)
 
 
 class _Logprobs(torch.autograd.Function):
-    """Keeps logits in the inputs' dtype and overwrites them with their gradient; only chunks are upcast."""
+    """Saves logits in the inputs' dtype and overwrites them with their gradient; only chunks are upcast."""
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, compiled, vocabulary):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         result = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # not a view: FSDP2 warns about views
         logprobs, labels = result.view(-1), labels.reshape(-1)
-        is_local = None  # whether a label is among this rank's rows
+        is_local = None  # for each label, whether its row is on this rank
         if vocabulary is not None:
             labels = labels - vocabulary.first
             is_local = (labels >= 0) & (labels < len(weight))
@@ -123,7 +124,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _normalize(logits, labels, softcap):
-    """The labels' log-probabilities `[rows]` and the normalizers, log sum exp(logits), `[rows]`."""
+    """Returns the labels' log-probabilities `[rows]` and the normalizers log(sum(exp(logits))), `[rows]`."""
     logits = cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     normalizers = torch.logsumexp(logits, -1)
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers, normalizers
@@ -141,7 +142,7 @@ def _differentiate(logits, labels, normalizers, gradient, label_gradient, softca
 
 @cache
 def _compiled(function):
-    # Dynamic from the start: a batch's last block is shorter and would be recompiled.
+    # Dynamic shapes from the start: the last block of a batch is shorter and would cause a recompilation.
     return torch.compile(function, dynamic=True)
 
 

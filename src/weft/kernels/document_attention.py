@@ -1,7 +1,7 @@
 """Attention within documents packed into one sequence: masks, and a CPU kernel.
 
-`segments` `[batch, seq]` numbers each token's document. A document is a run of one number; the same number further on
-is another document.
+`segments` `[batch, seq]` is the document number of each token. A document is a run of tokens with the same number. If
+the number occurs again after other numbers, it is another document.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK = 128  # the tile of flex attention's kernels
 
 
 def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """The first key that each token sees, int64 `[batch, seq]`; it sees all keys from there to itself.
+    """Returns the first key that each token sees, int64 `[batch, seq]`. A token sees all keys from there to its own.
 
-    This is the start of its document, or of the sliding `window` if that is later.
+    The first key is the start of the token's document, or of its sliding window if the window starts later.
     """
     positions = torch.arange(segments.shape[1], device=segments.device)
     begins = torch.ones_like(segments, dtype=torch.bool)
@@ -38,12 +38,12 @@ def segment_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The causal mask within each document, bool `[batch, 1, queries, keys]`, true where a query sees a key.
+    """Returns the causal mask within documents, bool `[batch, 1, queries, keys]`, true where a query sees a key.
 
     Args:
         segments: `[batch, seq]`, each token's document number.
         window: sliding window size, counting the query itself.
-        queries, keys: indices along the sequence; None: all, in order.
+        queries, keys: indices of tokens in the sequence; None: all tokens, in order.
     """
     positions = torch.arange(segments.shape[1], device=segments.device)
     queries, keys = positions if queries is None else queries, positions if keys is None else keys
@@ -52,16 +52,16 @@ def segment_mask(
 
 
 def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
-    """`segment_mask` as flex attention's `BlockMask` (Dong et al., 2024).
+    """Returns the mask of `segment_mask` as flex attention's `BlockMask` (Dong et al., 2024).
 
-    Built from the documents' starts: `create_block_mask` would first materialize `[batch, seq, seq]`.
+    It is built from the starts of documents, because `create_block_mask` would first materialize `[batch, seq, seq]`.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     seq = segments.shape[1]
     starts = run_starts(segments, window)
     blocks = torch.arange(-(-seq // BLOCK), device=segments.device)
-    # Starts never decrease along a sequence: a block's first query sees furthest back, its last query least far.
+    # Starts never decrease along a sequence: of a block's queries, the first sees furthest back, the last least far.
     first_seen = (starts[:, ::BLOCK] // BLOCK).unsqueeze(2)  # [batch, blocks, 1]
     last = starts[:, ((blocks + 1) * BLOCK - 1).clamp(max=seq - 1)]
     first_full = ((last + BLOCK - 1) // BLOCK).unsqueeze(2)  # the first key block that all queries see in full
@@ -79,17 +79,18 @@ def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
 
 
 def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each query block's number of key blocks, int32 `[batch, 1, blocks]`, and their indices, chosen ones first."""
+    """Returns the number of chosen key blocks of each query block, and all key blocks' indices, chosen blocks first."""
     order = chosen.int().argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
-# --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, short ones in batches.
-# It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
+# --- CPU kernel. No CPU kernel skips masked blocks, so long documents are computed one by one, and short documents in
+# batches. It is a custom operator: compiled code sees one call and no document lengths, which change with every batch.
 
-# Up to this length, copying documents into a batch is cheaper than a call for each. The batch is computed in float32,
-# as small bfloat16 matrix products are slow. 4,096 tokens took, in bfloat16 and float32 (8 heads of 64, one thread,
-# AMX): in documents of 16 tokens 176 and 42 ms, of 128 120 and 77, of 256 80 and 96, of 2,048 235 and 322.
+# Up to this length, copying documents into a batch is cheaper than one call per document. The batch is computed in
+# float32, because small bfloat16 matrix products are slow. Times for 4,096 tokens in bfloat16 and in float32 (8 heads
+# of 64, one thread, AMX): documents of 16 tokens 176 and 42 ms, of 128 tokens 120 and 77 ms, of 256 tokens 80 and 96
+# ms, of 2,048 tokens 235 and 322 ms.
 SHORT = 180
 
 _SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor segments, float? scale) -> (Tensor, Tensor)"
@@ -101,15 +102,16 @@ _BACKWARD = (
 
 @torch.library.custom_op("weft::document_attention", mutates_args=(), device_types="cpu", schema=_SIGNATURE)
 def document_attention(q, k, v, segments, scale):
-    """Causal attention within each document, with PyTorch's flash kernel for CPUs.
+    """Computes causal attention within each document with PyTorch's flash kernel for CPUs.
 
     Args:
-        q, k, v: `[batch, heads, seq, head_dim]`, of one shape.
-        segments: int64 `[batch, seq]`.
-        scale: None: `1 / sqrt(head_dim)`.
+        q, k, v: `[batch, heads, seq, head_dim]`; all three have the same shape.
+        segments: int64 `[batch, seq]`, each token's document number.
+        scale: multiplier of the scores; None: `1 / sqrt(head_dim)`.
 
     Returns:
-        `[batch, heads, seq, head_dim]`, and the softmax's log-sum-exp `[batch, heads, seq]`, for backward.
+        The output `[batch, heads, seq, head_dim]`, and the log-sum-exp of the scores `[batch, heads, seq]`, which
+        backward needs.
     """
     (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q)
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
@@ -127,7 +129,7 @@ def document_attention(q, k, v, segments, scale):
 
 @torch.library.custom_op("weft::document_attention_backward", mutates_args=(), device_types="cpu", schema=_BACKWARD)
 def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
-    """The gradients of q, k and v, each `[batch, heads, seq, head_dim]`."""
+    """Returns the gradients of q, k and v, each `[batch, heads, seq, head_dim]`."""
     new = [_empty(q) for _ in range(3)]
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
     starts, lengths = _documents(segments)
@@ -147,7 +149,7 @@ def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
 
 
 def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The first token of each document, counted over the flattened batch, and the documents' lengths."""
+    """Returns the index of each document's first token in the flattened batch, and the documents' lengths."""
     numbers = segments.numpy()
     begins = np.ones(numbers.shape, bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -156,7 +158,7 @@ def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _long_documents(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterator[tuple[slice, slice, slice]]:
-    """The slices of `[batch, heads, seq]` that hold each long document."""
+    """Yields, for each long document, the slices of the dimensions `[batch, heads, seq]` that contain it."""
     chosen = lengths > SHORT
     for start, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
         sequence, first = divmod(start, seq)
@@ -166,15 +168,17 @@ def _long_documents(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterat
 def _short_documents(
     starts: np.ndarray, lengths: np.ndarray
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Batches of short documents of similar length, as token indices `[documents, longest]`.
+    """Yields batches of short documents of similar length, as token indices `[documents, longest]`.
 
-    Shorter documents are right-padded with their last token, which changes nothing for the tokens before it.
+    Shorter documents are right-padded with copies of their last token. Padding does not affect the tokens before it,
+    because attention is causal.
 
     Yields:
-        Indices to read; indices to write, where padding goes behind all tokens; and a bool mask of padding.
+        Indices of the tokens to read; indices to write results to, where the index for padding is one after the last
+        token of the batch; and a bool mask that is true for padding.
     """
     tokens = int(lengths.sum())
-    classes = np.where(lengths <= SHORT, np.ceil(2 * np.log2(lengths)), -1)  # two per doubling: little padding
+    classes = np.where(lengths <= SHORT, np.ceil(2 * np.log2(lengths)), -1)  # two per doubling, for little padding
     for length_class in np.unique(classes[classes >= 0]):
         chosen = np.flatnonzero(classes == length_class)
         length = lengths[chosen, None]
@@ -190,7 +194,10 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An empty tensor shaped as `q`; and its memory, `[batch x seq + 1, heads, head_dim]`, one row more for padding."""
+    """Returns an empty tensor shaped like `q`, and its memory `[batch x seq + 1, heads, head_dim]`.
+
+    The last row of the memory, which is not part of the tensor, takes results for padding.
+    """
     batch, heads, seq, head_dim = q.shape
     tokens = q.new_empty(batch * seq + 1, heads, head_dim)
     return tokens[:-1].view(batch, seq, heads, head_dim).transpose(1, 2), tokens

@@ -1,4 +1,4 @@
-"""Attention with the flash-attn package (Dao, "FlashAttention-2", 2023): CUDA devices, 16-bit dtypes."""
+"""Attention with the flash-attn package (Dao, "FlashAttention-2", 2023), on CUDA devices and in 16-bit dtypes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashMask(NamedTuple):
-    """A causal mask in the form that flash-attn takes.
+    """A causal mask in the form that the flash-attn package takes.
 
     Attributes:
-        ends: int32 `[documents + 1]`, cumulative document lengths over the flattened batch, starting with 0; None:
+        ends: int32 `[documents + 1]`, cumulative document lengths in the flattened batch, starting with 0; None if
             each sequence is one document.
-        window: sliding window size, counting the query itself; None: no window.
+        window: sliding window size, counting the query itself; None if there is no window.
     """
 
     ends: torch.Tensor | None
@@ -26,7 +26,7 @@ class FlashMask(NamedTuple):
 
     @classmethod
     def of(cls, segments: torch.Tensor | None, window: int | None) -> FlashMask:
-        """From `segments` `[batch, seq]`, each token's document number."""
+        """Makes the mask from `segments` `[batch, seq]`, each token's document number."""
         if segments is None:
             return cls(None, window)
         begins = torch.ones_like(segments, dtype=torch.bool)
@@ -36,17 +36,17 @@ class FlashMask(NamedTuple):
 
 
 def flash_usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash-attn can run.
+    """Whether flash-attn can run with this device and dtype.
 
     Raises:
-        UserError: it cannot, and gradients are enabled.
+        UserError: flash-attn cannot run, and gradients are enabled.
     """
     if device.type != "cuda":
-        lacks = f"flash-attn needs a CUDA device, not {device.type}; set auto"
+        lacks = f"flash-attn needs a CUDA device, not {device.type}; set it to auto"
     elif dtype not in DTYPES:
-        lacks = f"flash-attn supports bfloat16 and float16, not {str(dtype)[6:]}; set training.dtype"
+        lacks = f"flash-attn supports bfloat16 and float16, not {str(dtype)[6:]}; set training.dtype to one of them"
     elif find_spec("flash_attn") is None:
-        lacks = "the package flash-attn is not installed; pip install flash-attn, or set auto"
+        lacks = "the package flash-attn is not installed; run `pip install flash-attn`, or set it to auto"
     else:
         return True
     if torch.is_grad_enabled():
@@ -65,7 +65,7 @@ def flash_attention(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`weft.kernels.attention.attention` with a `FlashMask`."""
+    """Computes `weft.kernels.attention.attention` for a `FlashMask` with the flash-attn package."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     settings = {

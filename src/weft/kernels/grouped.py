@@ -1,6 +1,6 @@
-"""Grouped matrix products: one per expert of a mixture, in a single call.
+"""Grouped matrix products: the products of all experts of a mixture, in a single call.
 
-A custom operator: compiled code sees one call and no token counts, which change with every batch.
+`grouped_linear` is a custom operator: compiled code sees one call and no token counts, which change with every batch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from weft.kernels.autocast import as_autocast
 
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16  # bytes, required of every row by the fused kernel
-# oneDNN, which computes 16-bit matrix products on CPUs, compiles a kernel for each new shape, and experts' token counts
-# are new in every step. With counts rounded up to multiples of 32, 8,192 rows of 256 for 16 experts of width 96 take
-# 1.1 ms instead of 18.6, and the weights' gradient 2.1 instead of 31.5 (2 threads).
+# oneDNN, which computes 16-bit matrix products on CPUs, compiles a kernel for each new shape, and the experts' token
+# counts change in every step. Counts are therefore rounded up to multiples of 32. For 8,192 rows of 256 and 16 experts
+# of width 96 (2 threads), the product then takes 1.1 ms instead of 18.6, and the weights' gradient 2.1 ms instead of
+# 31.5.
 _STEP = 32
 _SIGNATURE = "(Tensor x, Tensor weight, Tensor ends) -> Tensor"
 _BACKWARD = "(Tensor grad, Tensor x, Tensor weight, Tensor ends) -> (Tensor, Tensor)"
 
 
 def grouped_linear_reference(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`grouped_linear` as a loop over the experts."""
+    """Computes `grouped_linear` as a loop over the experts."""
     return torch.cat([rows @ matrix.mT for rows, matrix in zip(_split(x, ends), weight, strict=True)])
 
 
@@ -31,7 +32,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     Args:
         x: `[rows, in]`, sorted by expert.
         weight: `[experts, out, in]`.
-        ends: int32 `[experts]`, where each expert's rows end; the last is `rows`. An expert may have no rows.
+        ends: int32 `[experts]`, the index after each expert's last row; the last entry is the number of rows. An expert
+            can have no rows.
 
     Returns:
         `[rows, out]`
@@ -50,7 +52,7 @@ def _grouped_linear(x, weight, ends):
 
 @torch.library.custom_op("weft::grouped_linear_backward", mutates_args=(), schema=_BACKWARD)
 def grouped_linear_backward(grad, x, weight, ends):
-    """The gradients of `x` and of `weight`."""
+    """Returns the gradients of `x` and `weight`."""
     grad = grad.contiguous()
     if _pads_shapes(x):
         return _padded_products(grad, weight, ends), _padded_weight_gradient(grad, x, weight, ends)
@@ -72,27 +74,30 @@ def _pads_shapes(x: torch.Tensor) -> bool:
 
 
 def _round_up(count: int) -> int:
-    """Rounds up to a multiple of 32 and, above 256, to one of four sizes per doubling."""
+    """Rounds up to a multiple of 32; above 256, to one of four sizes per doubling."""
     step = max(_STEP, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
 
 def _padded_products(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`x` times `matrices` `[experts, in, out]`. Counts are rounded up: the next expert overwrites the excess rows."""
+    """Multiplies `x` by `matrices` `[experts, in, out]`, with row counts rounded up.
+
+    The product of an expert includes rows of the next experts, which then overwrite these rows with their own.
+    """
     rows, start = len(x), 0
     out = x.new_empty(rows, matrices.shape[2])
     for matrix, end in zip(matrices, ends.tolist(), strict=True):
         size = min(_round_up(end - start), rows)
         if start + size <= rows:
             torch.mm(x[start : start + size], matrix, out=out[start : start + size])
-        else:  # too few rows follow: include earlier ones
+        else:  # too few rows follow, so earlier rows are included
             out[start:end] = (x[rows - size :] @ matrix)[start - (rows - size) : end - (rows - size)]
         start = end
     return out
 
 
 def _padded_weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor):
-    """The gradient of the weights `[experts, out, in]`. Counts are rounded up: gradients of excess rows are zero."""
+    """Returns the gradient of the weights, `[experts, out, in]`. Row counts are rounded up with zero gradients."""
     rows, start, out = len(x), 0, torch.empty_like(weight)
     for expert_out, end in zip(out, ends.tolist(), strict=True):
         size = min(_round_up(end - start), rows)

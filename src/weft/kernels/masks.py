@@ -1,4 +1,4 @@
-"""Attention masks in the form that each kernel takes, built once per forward pass for all layers."""
+"""Attention masks in the form that each kernel needs, built once per forward pass for all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.kernels.flash import FlashMask, flash_usable
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # supported by Triton's matrix products
+FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that Triton's matrix products support
 
 Pattern = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) -> bool, see weft/kernels/patterns
 
@@ -31,26 +31,31 @@ def attention_mask(
     slopes: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | BlockMask | FlashMask | None:
-    """The `mask` argument of `attention`: causal, within documents, with a sliding window or a sparse pattern.
+    """Returns the `mask` argument of `attention`: causal, within documents, with a sliding window or sparse pattern.
 
-    The form selects the kernel. CUDA devices get a `BlockMask` for flex attention. On CPUs the segments themselves are
-    returned, for `document_attention`, or, with ALiBi, a float mask: the fused kernel adds it in a third of the time
-    of unfused attention. Other cases (attention dropout, float64 on a GPU, other devices) get a boolean mask. A purely
-    causal mask is None, which is fastest with PyTorch's fused kernels.
+    The form of the mask selects the kernel:
+
+    - A `BlockMask` selects flex attention, on CUDA devices.
+    - `segments` itself selects `document_attention`, on CPUs.
+    - A float mask selects PyTorch's fused kernel with ALiBi, on CPUs: this takes a third of unfused attention's time.
+    - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
+    - A boolean mask is for all other cases, such as attention dropout, float64 on a GPU, or other devices.
 
     Args:
-        tokens: `[batch, seq]`; only shape and device are used.
-        segments: int64 `[batch, seq]`, each token's document number; a document is a run of one number. None: each
-            sequence is one document.
-        dtype, head_dim: of the queries.
-        dropout: as `attention`'s.
+        tokens: `[batch, seq]`; only the shape and the device are used.
+        segments: int64 `[batch, seq]`, each token's document number; a document is a run of tokens with the same
+            number. None: each sequence is one document.
+        dtype: dtype of the queries.
+        head_dim: size of a query head.
+        dropout: probability of dropping an attention weight.
         sparse: sliding window size, counting the query itself (Beltagy et al., 2020), or a sparse pattern.
-        plain: `attention` is called without `softcap` and `sinks`.
-        slopes: as `Scores`'.
-        implementation: auto; sdpa (no flex attention); flex (where it can run); flash; any other: boolean masks.
+        plain: whether `attention` is called without `softcap` and `sinks`.
+        slopes: ALiBi's slopes `[heads]`, or None.
+        implementation: `model.attention_implementation`: auto; sdpa, which excludes flex attention; flex, which is
+            used where it can run; flash. A custom implementation gets boolean masks.
 
     Raises:
-        UserError: flash, with gradients enabled, where flash-attn cannot run.
+        UserError: `implementation` is flash, gradients are enabled, and flash-attn cannot run.
     """
     kind, seq = tokens.device.type, tokens.shape[1]
     pattern = sparse if callable(sparse) else None
@@ -83,7 +88,7 @@ def attention_mask(
 
 
 def flex_usable(device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float = 0.0) -> bool:
-    """Whether flex attention can run: it has no backward on CPUs and no dropout."""
+    """Whether flex attention can run. It supports neither dropout nor, on CPUs, a backward pass."""
     return device.type == "cuda" and dropout == 0 and dtype in FLEX_DTYPES and head_dim >= 16
 
 
@@ -94,16 +99,16 @@ def alibi_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A float mask that is added to the scores: ALiBi's biases (Press et al., 2022), -inf for hidden keys.
+    """Returns a float mask to add to the scores: ALiBi's biases (Press et al., 2022), -inf for hidden keys.
 
     Args:
-        seen: bool `[batch or 1, 1, seq, seq]`.
-        slopes: `[heads]`.
-        dtype: of the queries.
-        queries, keys: as `segment_mask`'s.
+        seen: bool `[batch or 1, 1, queries, keys]`, true where a query sees a key.
+        slopes: ALiBi's slopes `[heads]`.
+        dtype: dtype of the queries; the mask is at least float32.
+        queries, keys: indices of tokens in the sequence; None: all tokens, in order.
 
     Returns:
-        `[batch or 1, heads, queries, keys]`, at least float32.
+        `[batch or 1, heads, queries, keys]`.
     """
     positions = torch.arange(seen.shape[3], device=seen.device)
     queries, keys = positions if queries is None else queries, positions if keys is None else keys
@@ -118,7 +123,10 @@ def pattern_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A sparse pattern within each document, bool `[batch, 1, queries, keys]`; arguments as `segment_mask`'s."""
+    """Returns the mask of a sparse pattern within each document, bool `[batch, 1, queries, keys]`.
+
+    The arguments are those of `segment_mask`.
+    """
     positions = torch.arange(segments.shape[1], device=segments.device)
     queries, keys = positions if queries is None else queries, positions if keys is None else keys
     positions = positions - run_starts(segments)  # [batch, seq], within each token's document
@@ -129,12 +137,12 @@ def pattern_mask(
 def cached_pattern_mask(
     pattern: Pattern, positions: torch.Tensor, keys: int, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A sparse pattern for queries that follow cached keys: bool `[batch or 1, 1, seq, keys]`.
+    """Returns the mask of a sparse pattern for queries that follow cached keys, bool `[batch or 1, 1, seq, keys]`.
 
     Args:
-        positions: `[batch or 1, seq]`, the queries' positions in their documents, consecutive.
-        keys: number of keys; the last `seq` are the queries' own.
-        mask: keys that the queries may see; None: causal.
+        positions: `[batch or 1, seq]`, the consecutive positions of the queries in their documents.
+        keys: number of keys; the last `seq` keys belong to the queries.
+        mask: bool, true where the pattern is allowed to select a key; None: the causal mask.
     """
     columns = torch.arange(keys, device=positions.device)
     queries = columns[keys - positions.shape[1] :].unsqueeze(1)  # [seq, 1]
@@ -146,7 +154,7 @@ def cached_pattern_mask(
 
 @lru_cache(maxsize=8)
 def pattern_block_mask(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
-    """A sparse pattern as a `BlockMask` (Dong et al., 2024), where each sequence is one document."""
+    """Returns a sparse pattern as a `BlockMask` (Dong et al., 2024). Each sequence is one document."""
 
     def visible(batch, head, query, key):
         return (key <= query) & (pattern(query, key) | (key == query))
@@ -161,7 +169,10 @@ def sparse_block_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> BlockMask:
-    """`segment_mask` with a window, or `pattern_mask`, as a `BlockMask`; `keys` may be in any order."""
+    """Returns the mask of `segment_mask` or, with a pattern, `pattern_mask` as a `BlockMask`.
+
+    The indices in `keys` can be in any order.
+    """
     starts, document_starts = run_starts(segments, window), run_starts(segments)
 
     def visible(batch, head, query, key):
@@ -180,7 +191,7 @@ def sparse_block_mask(
 def _create_block_mask(visible: Callable, batch: int | None, sizes: tuple[int, int], device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Compiled, `[batch, seq, seq]` is never materialized. On CPUs, used by tests only, compiling takes longer.
+    # Compiled, it never materializes `[batch, seq, seq]`. Only tests run this on CPUs, where compiling takes longer.
     create = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
     return create(visible, batch, None, *sizes, device=device)
 

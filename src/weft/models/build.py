@@ -1,4 +1,4 @@
-"""Builds a module from a `model:` section, and counts its matrix parameters."""
+"""Builds a model from a `model:` section, and counts the parameters of its matrices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.models.decoder import Decoder
 def build_model(section: ModelSection | TransformersModelSection | CustomModelSection) -> nn.Module:
     """Builds the built-in decoder, a Transformers model, or a custom model.
 
-    On the current device; a Transformers model's parameters are on the meta device. The former two are uninitialized
-    until `weft.models.initialize.initialize` or a checkpoint fills them.
+    The model is on the current device, except that a Transformers model's parameters are on the meta device. A decoder
+    or Transformers model is uninitialized until `weft.models.initialize.initialize` or a checkpoint fills it.
     """
     if isinstance(section, ModelSection):
         return Decoder(section)
@@ -26,10 +26,11 @@ def build_model(section: ModelSection | TransformersModelSection | CustomModelSe
 
 
 def matmul_parameters(model: nn.Module) -> int:
-    """The number of parameters in matrix products: all matrices except embedding tables.
+    """Returns the number of parameters in matrix products: all matrices except embedding tables.
 
-    A tied head counts once; of experts, those count that a token is routed to. Sharded parameters count in full. A
-    token's forward and backward pass takes six times as many floating-point operations, without attention scores.
+    A tied head counts once. In the built-in decoder, only the experts that a token is routed to count. Sharded
+    parameters count in full. The forward and backward pass of a token takes six floating-point operations per
+    parameter, without attention scores.
     """
     if isinstance(model, Decoder):
         return model.config.size().matmul

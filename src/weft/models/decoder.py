@@ -1,4 +1,4 @@
-"""The decoder-only transformer; every built-in family is a configuration of it."""
+"""The built-in decoder-only transformer; every built-in family is a configuration of this model."""
 
 from __future__ import annotations
 
@@ -32,27 +32,32 @@ if TYPE_CHECKING:
 class Cache(Protocol):
     """The interface of a key/value cache (`weft.generation.cache`)."""
 
-    length: int  # tokens cached before this forward pass
+    length: int  # number of tokens cached before this forward pass
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends `[batch, kv_heads, seq, head_dim]`; returns all keys and values that the queries may see."""
+        """Appends keys and values `[batch, kv_heads, seq, head_dim]`; returns all that the queries may see."""
         ...
 
     def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
-        """bool `[batch or 1, 1, seq, keys]` for the next `seq` queries; None if purely causal.
+        """Returns the mask of the next `seq` queries, bool `[batch or 1, 1, seq, keys]`; None if purely causal.
 
         Args:
+            seq: number of queries.
+            device: device of the mask.
             window: sliding window size, counting the query itself.
         """
         ...
 
     def advance(self, seq: int) -> None:
-        """Called after all layers have appended `seq` tokens."""
+        """Adds `seq` to `length`; called after all layers have appended `seq` tokens."""
         ...
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); norms may also stand after both layers, or before and after."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `norm_placement` moves the norms after attention and MLP, or adds norms there.
+    """
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
@@ -78,10 +83,11 @@ class Block(nn.Module):
 
         Args:
             x: the residual stream.
-            rotary: applies the rotary embedding to queries and keys; None: no rotary embedding.
-            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key; `attention_mask`'s; None: causal.
-            cache: earlier keys and values; new ones are appended.
-            loss_weights: as in `Decoder.forward`.
+            rotary: function that applies the rotary embedding to queries and keys; None: no rotary embedding.
+            mask: bool `[batch or 1, 1, seq, keys]`, true where a query sees a key, or a mask that `attention_mask`
+                makes; None: causal.
+            cache: earlier keys and values; the block appends its new keys and values.
+            loss_weights: `[batch]`, each sequence's weight in the step's loss (`Decoder.forward`).
         """
         inner = self.cast(x if self.attention_norm is None else self.attention_norm(x))
         attended = self.residual_branch(self.attention(inner, rotary, mask, cache), self.attention_post_norm)
@@ -92,7 +98,7 @@ class Block(nn.Module):
         return out + attended if self.parallel else out
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Casts to the weights' dtype: the residual stream may have a wider one."""
+        """Casts to the weights' dtype, because the residual stream can have a wider dtype."""
         return x.to(self.attention.o_proj.weight.dtype)
 
     def residual_branch(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
@@ -106,14 +112,14 @@ class Decoder(nn.Module):
     """Maps token ids to logits, or to the log-probabilities of labels.
 
     Args:
-        config: `vocab_size` must be set. Parameters are created on the current device ("meta" too), uninitialized until
-            `weft.models.initialize` or a checkpoint fills them.
+        config: the `model:` section; `vocab_size` must be set. Parameters are created on the current device, which can
+            be "meta". They are uninitialized until `weft.models.initialize` or a checkpoint fills them.
     """
 
     def __init__(self, config: ModelSection):
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("vocab_size is not set; set it, or use the tokenizer's")
+            raise ValueError("model.vocab_size is not set; set it, for example to the tokenizer's vocabulary size")
         self.config = config
         hidden_size = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size, config.pad_token_id)
@@ -127,10 +133,10 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        self.token_logprobs, self.logits = token_logprobs, F.linear  # seams: compiled, or with a sharded vocabulary
-        self.heads = slice(None)  # a seam: the attention heads that this rank computes
-        # Seams for pipeline stages: whether the stage has the embedding and the head, and the dtype of its computation.
-        # Other stages' layers are None.
+        self.token_logprobs, self.logits = token_logprobs, F.linear  # replaced if compiled or sharded
+        self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
+        # Set for pipeline stages: whether this stage has the embedding and the head, and the dtype of its computation.
+        # Layers that belong to other stages are None.
         self.begins, self.ends = True, True
         self.dtype: torch.dtype | None = None
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(hidden_size, config.vocab_size, bias=False)
@@ -150,20 +156,21 @@ class Decoder(nn.Module):
 
         Args:
             tokens: int64 `[batch, seq]`; in a pipeline stage without the embedding, the previous stage's output.
-            positions: `[batch, seq]`, each token's position in its document; default: counted along the sequence,
-                starting after the cached tokens.
-            segments: `[batch, seq]`, each token's document number: attention stays within documents. Not with a cache.
-            cache: earlier keys and values; new ones are appended.
-            labels: `[batch, seq]`.
-            loss_weights: `[batch]`, each sequence's share of the step's loss, which scales its auxiliary losses. In
-                training; None: no auxiliary losses.
-            last_only: only logits of the last position, `[batch, 1, vocab]`, for generation.
-            lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of them (context parallelism).
+            positions: `[batch, seq]`, each token's position in its document; default: consecutive positions along the
+                sequence, starting after the cached tokens.
+            segments: `[batch, seq]`, each token's document number, which restricts attention to documents. Must be None
+                with a cache.
+            cache: earlier keys and values; each layer appends its new keys and values.
+            labels: `[batch, seq]`, the token ids to return log-probabilities of.
+            loss_weights: `[batch]`, each sequence's weight in the step's loss, which scales the sequence's auxiliary
+                losses in training; None: no auxiliary losses.
+            last_only: whether only the logits of the last position are returned, `[batch, 1, vocab]`.
+            lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism).
 
         Returns:
-            Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats, computed
-            without materializing all logits. At least float32. In a pipeline stage without the head:
-            `[batch, seq, hidden]`.
+            Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
+            without materializing all logits. Both are at least float32. In a pipeline stage without the head, the
+            residual stream `[batch, seq, hidden]`.
         """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
@@ -182,7 +189,7 @@ class Decoder(nn.Module):
         return self.outputs(x, labels, last_only) if self.ends else x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Token ids and positions, both `[batch, seq]` -> `[batch, seq, hidden]`."""
+        """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
         config = self.config
         x = self.embed_tokens(tokens)
         if config.embedding_multiplier != 1.0:  # rounded to the embedding's dtype first, as in Gemma
@@ -194,7 +201,7 @@ class Decoder(nn.Module):
         return self.embedding_dropout(x)
 
     def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
-        """Applies the final norm and the head to `[batch, seq, hidden]`; returns as `forward`."""
+        """Applies the final norm and the head to `[batch, seq, hidden]`; returns what `forward` returns."""
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x[:, -1:] if last_only else x).to(head.dtype)
@@ -213,7 +220,7 @@ class Decoder(nn.Module):
         cache: Cache | None,
         dtype: torch.dtype,
     ) -> tuple[Any, Any]:
-        """The masks of layers with full attention, and of layers with a sliding window."""
+        """Returns the mask of layers with full attention, and the mask of layers with a sliding window."""
         config, seq, window = self.config, tokens.shape[1], self.window
         if cache is not None:
             full = cache.mask(seq, tokens.device)

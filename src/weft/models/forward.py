@@ -1,4 +1,4 @@
-"""Calls any model for an objective's outputs, built-in or custom."""
+"""Calls a built-in or custom model with an objective's inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from weft.kernels.cross_entropy import logprobs_of_logits
 
 
 def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Returns a function of an objective's inputs that returns its outputs.
+    """Returns a function that calls the model with an objective's inputs and returns the model's outputs.
 
-    A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. It gets `positions`,
-    `segments` and `labels` if its `forward` has them; without `labels`, log-probabilities are computed from its logits.
+    A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its
+    `forward` gets `positions`, `segments` and `labels` if it has these arguments. Without `labels`, the returned
+    function computes the log-probabilities from the logits.
 
     Raises:
-        UserError: (the returned function) the batch has `segments`, and the model does not take them.
+        UserError: when the returned function is called: the inputs have `segments`, but the model's `forward` does not.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,4 +1,4 @@
-"""Maps the built-in decoder to Hugging Face's config.json and tensors, by the tables of its family."""
+"""Maps the built-in decoder to Hugging Face's config.json and tensors, with the tables of the model's family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.families import families
 from weft.families.mapping import Weight
 from weft.models.decoder import Decoder
 
-# Keys of `model:` about training, or about where other keys come from; a config.json need not hold them.
+# Keys of `model:` that concern training or the origin of other keys. A config.json need not contain them.
 _NOT_ARCHITECTURE = {
     "type", "preset", "from_", "load_optimizer", "pad_vocab_to_multiple", "initialization", "initializer_range",
     "attention_implementation", "attention_dropout", "hidden_dropout", "embedding_dropout",
@@ -26,15 +26,17 @@ _NOT_ARCHITECTURE = {
 
 @dataclass(frozen=True)
 class Transform:
-    """How Weft's tensor (of stacked experts, each expert's) is obtained from the stored tensor.
+    """The steps that convert a tensor of a Hugging Face file to Weft's tensor; for experts, to one expert's matrix.
 
     Attributes:
-        transposed: the stored matrix is `[in, out]`.
-        sizes: rows of each tensor that the stored one is concatenated from, within each of its `groups`.
-        part: index of Weft's tensor among them.
-        groups: how often the concatenated tensors repeat along the rows: 1, or the number of heads.
-        expert: the stored tensor is this expert's only.
-        stacked: the stored tensor is `[experts, ...]`, as Weft's is.
+        transposed: whether the stored matrix is `[in, out]`.
+        sizes: number of rows of each tensor that the stored tensor concatenates, within each of the `groups`; empty if
+            the stored tensor is not a concatenation.
+        part: index of Weft's tensor among the concatenated tensors.
+        groups: number of times that the concatenated tensors alternate along the rows: 1, the number of heads, or the
+            intermediate size.
+        expert: index of the expert that the stored tensor belongs to; None if the tensor is not of a single expert.
+        stacked: whether the stored tensor is `[experts, ...]`, like Weft's tensor.
     """
 
     transposed: bool = False
@@ -46,13 +48,14 @@ class Transform:
 
 
 def to_config_json(section: ModelSection) -> dict[str, Any]:
-    """The config.json with which Transformers loads this model.
+    """Returns the config.json with which Transformers loads a section's model.
 
     Raises:
-        UserError: the section's family cannot express one of its keys, found by reading the result back.
+        UserError: the section's family is unknown, or its config.json cannot express one of the section's keys. This is
+            checked by reading the result back.
     """
     if section.family not in families():
-        raise UserError(f"model.family: there is no family {section.family!r}; there are {', '.join(families())}")
+        raise UserError(f"model.family: unknown family {section.family!r}; use one of {', '.join(families())}")
     family = families()[section.family]
     _refuse_custom_components(section)
     written = {
@@ -64,14 +67,15 @@ def to_config_json(section: ModelSection) -> dict[str, Any]:
     for key, value, other in _differences(expected, read_back):
         raise UserError(
             f"model.{key} is {value!r}, which Hugging Face's {written['architectures'][0]} does not support with the "
-            f"other keys: it would be {other!r}; train with that, or set model.family to one that supports it"
+            f"other keys: Transformers would use {other!r}; train with {other!r}, or set model.family to a family that "
+            f"supports {value!r}"
         )
-    # Special ids are the tokenizer's: Transformers' defaults are those of one published model.
+    # Special token ids come from the tokenizer: Transformers' defaults are the ids of one published model.
     return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **written}
 
 
 def _differences(ours: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The keys whose values differ, nested keys with dots, and both values."""
+    """Yields each key whose values differ (nested keys with dots), with both values."""
     for key, value in ours.items():
         other = others.get(key)
         if isinstance(value, dict) and isinstance(other, dict):
@@ -81,7 +85,7 @@ def _differences(ours: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple
 
 
 def _refuse_custom_components(section: ModelSection) -> None:
-    """Raises UserError for components that Transformers has no code for."""
+    """Raises UserError if the section has a component that Transformers has no code for."""
     for key in ("norm", "hidden_act", "position", "attention_implementation", "attention_pattern"):
         chosen = getattr(section, key)
         if (key == "attention_pattern" and chosen is not None) or ":" in str(chosen):
@@ -93,7 +97,7 @@ def _refuse_custom_components(section: ModelSection) -> None:
 
 
 def _architecture(section: ModelSection) -> dict[str, Any]:
-    """The keys that must survive a round trip through config.json, with derived defaults filled in."""
+    """Returns the keys that config.json must preserve, with derived defaults filled in."""
     keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
@@ -120,13 +124,13 @@ def _architecture(section: ModelSection) -> dict[str, Any]:
 
 
 def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
-    """Yields, for all tensors of a section's model, Weft's name, Hugging Face's name, and the transform.
+    """Yields Weft's name, Hugging Face's name and the transform of every tensor of a section's model.
 
-    Tensors that are concatenated in one stored tensor follow each other in that order; stored tensors of one stack of
-    experts in the order of the experts. A tied head has no entry.
+    Tensors that one stored tensor concatenates follow each other in the order of concatenation. The stored tensors of
+    single experts follow each other in the order of the experts. A tied head has no entry.
 
     Raises:
-        UserError: a tensor that is not in the family's table.
+        UserError: the family's table has no entry for a tensor, or the model has a custom component.
     """
     _refuse_custom_components(section)
     table = {weight.name: weight for weight in families()[section.family].WEIGHTS}
@@ -140,7 +144,7 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
         stem, _, kind = generic.rpartition(".")
         weight, ending = (table[generic], "") if generic in table else (table.get(stem), f".{kind}")
         if weight is None:
-            raise UserError(f"{name}: the family {section.family!r} has no such weight in Hugging Face's files")
+            raise UserError(f"{name}: the family {section.family!r} has no such weight; set model.family to another family")
         transform = _transform(weight, section, is_matrix=kind != "bias" and not kind.endswith("_bias"))
         place = (int(layer) if layer else -1, kind if ending else "", order[weight.name])
         hf_name = weight.hf_name.replace("{n}", layer) + ending
@@ -156,16 +160,21 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
 
 
 def saved_tensors(model: Decoder) -> dict[str, torch.Tensor]:
-    """A decoder's parameters and persistent buffers."""
+    """Returns a decoder's parameters and persistent buffers by name."""
     saved = model.state_dict(keep_vars=True).items()
     buffers = {name: value for name, value in saved if not isinstance(value, nn.Parameter)}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def saved_dtype(name: str, requested: torch.dtype | None, stored: torch.dtype) -> torch.dtype:
-    """The dtype in which a tensor is saved or loaded.
+    """Returns the dtype in which a tensor is saved or loaded.
 
-    A router's correction bias keeps its dtype, as in Transformers: its updates are too small for bfloat16.
+    A router's correction bias keeps its dtype, as in Transformers, because bfloat16 is too coarse for its updates.
+
+    Args:
+        name: name of the tensor.
+        requested: dtype for floating-point tensors; None keeps the dtype.
+        stored: present dtype of the tensor.
     """
     if requested is None or not stored.is_floating_point or name.endswith(".correction_bias"):
         return stored
@@ -173,7 +182,7 @@ def saved_dtype(name: str, requested: torch.dtype | None, stored: torch.dtype) -
 
 
 def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transform | None:
-    """The transform of one tensor of a table's entry; None for the identity."""
+    """Returns the transform for a tensor of a table's entry; None if the tensor is stored unchanged."""
     transform = Transform(transposed=weight.transposed and is_matrix, stacked=weight.stacked)
     if weight.part is not None:
         part, kinds = weight.part
@@ -186,9 +195,12 @@ def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transf
 
 
 def invert(transform: Transform | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The stored tensor, from all of Weft's tensors that it consists of, in the order of `tensor_mapping`.
+    """Returns the tensor to store, made from Weft's tensors.
 
-    For a stored tensor of one expert, `tensors` holds that expert's.
+    Args:
+        transform: the transform of the stored tensor; None: the identity.
+        tensors: all of Weft's tensors that the stored tensor consists of, in the order of `tensor_mapping`. If the
+            stored tensor belongs to one expert, these are that expert's matrices.
     """
     if transform is None:
         return tensors[0]

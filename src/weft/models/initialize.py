@@ -1,7 +1,7 @@
-"""Initial weights, each a function of the seed and the parameter's name.
+"""Initial weights: the value of each parameter depends on the seed and the parameter's name only.
 
-They do not depend on the order of construction, the device or the sharding: a rank draws the full parameter and keeps
-its shard. Schemes (`model.initialization`):
+It does not depend on the order of construction, the device or the sharding: a rank draws the full parameter and keeps
+its shard. The schemes of `model.initialization` are:
 
 | | embeddings | matrices | output projections (o_proj, down_proj) | head |
 | --- | --- | --- | --- | --- |
@@ -9,9 +9,10 @@ its shard. Schemes (`model.initialization`):
 | scaled | N(0, r) | N(0, r) | N(0, r / sqrt(2 x layers)) | N(0, r) |
 | muon_zero | N(0, r) | uniform, variance 1 / fan_in | 0 | 0 |
 
-with standard deviation r = `initializer_range`. `module:Class` is a custom scheme. Norm weights are 1 (rmsnorm1p: 0),
-biases 0; a tied head is the embedding. Custom components keep the values that their classes set.
-`scaled` is GPT-2's (Radford et al., 2019): the residual stream's variance does not grow with depth.
+N(0, r) is a normal distribution with standard deviation r = `initializer_range`. `module:Class` is a custom scheme.
+Norm weights are 1 (rmsnorm1p: 0), biases 0; a tied head is the embedding. Custom components keep the values that their
+classes set. With `scaled`, GPT-2's scheme (Radford et al., 2019), the residual stream's variance does not grow with
+depth.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The full initial value of a parameter of the built-in decoder, on the CPU.
+    """Returns the full (unsharded) initial value of a parameter of the built-in decoder, on the CPU.
 
     Args:
-        model: provides shapes and the scheme; may be on the meta device, sharded, or already filled.
-        name: as in `model.named_parameters()`.
-        dtype: of the result. Values are drawn in float32 and cast.
+        model: the decoder, which determines shapes and the scheme. It can be on the meta device or sharded.
+        name: name of the parameter in `model.named_parameters()`.
+        seed: seed of the initial weights.
+        dtype: dtype of the result. Values are drawn in float32 and cast.
 
     Raises:
-        UserError: a custom scheme returned a wrong shape or type.
+        UserError: a custom scheme returned a value that is not a tensor of the parameter's shape.
     """
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} initializes itself; schemes are for the built-in decoder only")
@@ -60,7 +62,7 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     value = scheme(name, shape, role, generator, config)
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         given = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UserError(f"model.initialization: {chosen} returned {given} for {name}, expected {tuple(shape)}")
+        raise UserError(f"model.initialization: {chosen} returned {given} for {name}; return a tensor of {tuple(shape)}")
     return value.to(dtype)
 
 
@@ -91,7 +93,7 @@ SCHEMES = {"normal": _normal, "scaled": _scaled, "muon_zero": _muon_zero}
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fills all parameters and buffers of an unsharded decoder."""
+    """Fills all parameters and buffers of an unsharded decoder with their initial values."""
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_value(model, name, seed, dtype=parameter.dtype))
     initialize_buffers(model, seed)
@@ -99,7 +101,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module, seed: int = 0) -> None:
-    """Fills a decoder's buffers, which `to_empty` leaves uninitialized: 0, or custom components' values."""
+    """Fills a decoder's buffers, which `to_empty` leaves uninitialized, with 0 or custom components' values."""
     for name, buffer in model.named_buffers():
         custom = custom_component_value(model, name, seed)
         buffer.zero_() if custom is None else buffer.copy_(custom)

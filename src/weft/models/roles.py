@@ -1,4 +1,4 @@
-"""Parameter roles, for weight decay, learning rates and optimizers that treat matrices differently."""
+"""Parameter roles, which determine weight decay, learning rates, and the parameters that Muon orthogonalizes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NORM_TYPES = (*NORMS.values(), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def parameter_roles(model: nn.Module) -> dict[str, str]:
     """Maps each parameter name to "embedding", "head", "norm", "bias", "matrix" or "other".
 
-    The type of the module that holds a parameter decides, in any model. A norm's bias is "norm". A head tied to the
-    embedding is "embedding"; heads are recognized in the built-in decoder and in Transformers models. Stacked expert
-    matrices are "matrix"; a router's weight is "other".
+    In any model, the role follows from the type of the module that contains the parameter. The bias of a norm has the
+    role "norm", and a head tied to the embedding "embedding". Heads are recognized in the built-in decoder and in
+    Transformers models. Stacked expert matrices have the role "matrix", and a router's weight "other".
     """
     roles: dict[str, str] = {}
     names = {name for name, _ in model.named_parameters()}
@@ -47,5 +47,5 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
 
 
 def _named_norm(module: nn.Module) -> bool:
-    """Whether a class name ends with Norm: each Transformers family defines its own, such as LlamaRMSNorm."""
+    """Whether a module's class name ends with Norm, such as LlamaRMSNorm of Transformers' Llama."""
     return type(module).__name__.removeprefix("FSDP").endswith("Norm")

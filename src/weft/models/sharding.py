@@ -1,19 +1,19 @@
-"""How tensor parallelism shards a model's matrices: a table of rules that `parallel/axes/tensor.py` applies.
+"""The rules by which tensor parallelism shards a model's matrices; `parallel/axes/tensor.py` applies the rules.
 
 Between layers each rank of `tp` has a shard of every sequence. Attention and MLPs all-gather the sequence, compute with
 sharded matrices, and reduce-scatter their output. Rules are keyed by a pattern of module and parameter names:
 
 | rule | for | meaning |
 | --- | --- | --- |
-| "part" | a module | all-gathers its input over `tp`; its output is partial, and is reduce-scattered |
+| "part" | a module | all-gathers the input over `tp`, reduce-scatters the partial output |
 | "embedding" | a module | rows sharded; takes all token ids, returns the rank's shard of the sequence |
-| "head" | a module | rows sharded; all-gathers its input, returns full logits |
+| "head" | a module | rows sharded; all-gathers the input, returns full logits |
 | "positions" | a module | replicated; takes all positions, returns the rank's shard of the sequence |
-| "norm" | a module | the RMS norm of a vector that is sharded |
-| 0, 1, 2 | a parameter | `Shard(dim)` |
+| "norm" | a module | an RMS norm whose input vector is sharded |
+| 0, 1, 2 | a parameter | sharded along this dim, `Shard(dim)` |
 | "added" | a parameter | replicated, and added to a partial output: each rank adds 1 / ranks of it |
 
-Parameters without a rule are replicated. Patterns are those of `fnmatch`; the first match counts.
+Parameters without a rule are replicated. Patterns have the syntax of `fnmatch`; the first match applies.
 
 A custom model has such a table as its class attribute `weft_sharding`, a dictionary. There, "embedding", "head" and
 "norm" imply that rows are sharded; without a "head" the output is all-gathered along the sequence.
@@ -31,11 +31,12 @@ ShardingRule = int | Kind
 
 
 def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule]:
-    """The sharding rules of the built-in decoder.
+    """Returns the sharding rules of the built-in decoder.
 
     Args:
-        ranks: size of `tp`. If it does not divide the number of key/value heads, their projections are replicated, and
-            each rank computes one head of them.
+        config: the decoder's configuration.
+        ranks: size of `tp`. If it does not divide the number of key/value heads, the projections of keys and values are
+            replicated, and each rank computes one key/value head.
     """
     table: dict[str, ShardingRule] = {
         "embed_tokens": "embedding",
@@ -70,5 +71,5 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule
 
 
 def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
-    """The rule of a module or parameter; None if no pattern matches."""
+    """Returns the rule of a module or parameter; None if no pattern matches its name."""
     return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)

@@ -1,7 +1,7 @@
-"""Causal language models of Hugging Face Transformers, with the `forward` of the built-in decoder.
+"""Causal language models of Hugging Face Transformers with the `forward` arguments of the built-in decoder.
 
-The class, its parameters and their names are Transformers' own; only `forward` differs, so training, generation and
-checkpoints work as with the decoder. Nothing is downloaded, and no code of a model folder is run.
+A model's class, parameters and parameter names are those of Transformers. Only `forward` differs, so training,
+generation and checkpoints work as with the decoder. Nothing is downloaded, and no code of a model folder is run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _NOT_CAUSAL = (
 
 
 class TransformersModel(nn.Module):
-    """Mixin in front of a Transformers class: wraps its `forward`.
+    """A mixin for a Transformers class; its `forward` wraps that of the Transformers class.
 
     Attributes:
-        takes: names of the arguments of the class's `forward`.
-        takes_cache: whether `forward` uses a key/value cache; if not, a `KVCache` only provides the padding mask.
-        masks: whether `forward` takes a 4D mask, for attention within documents.
+        takes: names of the arguments of the Transformers class's `forward`.
+        takes_cache: whether the Transformers class uses a key/value cache. If not, a `KVCache` only provides the
+            padding mask.
+        masks: whether the Transformers class takes a 4D mask, for attention within documents.
         learned_positions: whether positions are embedded by a table, which limits the sequence length.
-        head: (scale, soft-cap) of a plain linear head, or None for other heads.
+        head: (scale, soft-cap) of a plain linear head; None for other heads.
     """
 
     config: Any
@@ -61,17 +62,18 @@ class TransformersModel(nn.Module):
 
         Args:
             tokens: int64 `[batch, seq]`.
-            positions: `[batch, seq]`, each token's position in its document, if the model takes positions.
-            segments: `[batch, seq]`, each token's document number; `missing_capability` reports models that ignore it.
-            cache: a `weft.generation.cache.KVCache`, which holds Transformers' own cache.
-            labels: `[batch, seq]`.
+            positions: `[batch, seq]`, each token's position in its document; ignored if the model takes no positions.
+            segments: `[batch, seq]`, each token's document number; `missing_capability` reports models that ignore
+                document numbers.
+            cache: a `weft.generation.cache.KVCache`, which contains Transformers' own cache.
+            labels: `[batch, seq]`, the token ids to return log-probabilities of.
 
         Returns:
-            Logits `[batch, seq, vocab]`; with `labels` their log-probabilities `[batch, seq]`, in nats. At least
-            float32.
+            Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats. Both are
+            at least float32.
         """
         arguments = self._arguments(tokens, positions, segments, cache)
-        if labels is not None and self.head is not None:  # as in the decoder, without materializing all logits
+        if labels is not None and self.head is not None:  # like the decoder, without materializing all logits
             scale, softcap = self.head
             weight = self.get_output_embeddings().weight
             hidden = self.base_model(tokens, **arguments)[0].to(weight.dtype)  # the residual stream may be wider
@@ -86,12 +88,12 @@ class TransformersModel(nn.Module):
         return logprobs_of_logits(logits, labels)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Selects implementations by dtype: grouped matrix products of experts do not support float64."""
+        """Selects implementations that support a dtype: experts' grouped matrix products do not support float64."""
         if dtype == torch.float64 and self._can_set_experts_implementation():
             self.set_experts_implementation("eager")
 
     def _arguments(self, tokens, positions, segments, cache) -> dict[str, Any]:
-        """The arguments of the class's own `forward`, except tokens."""
+        """Returns the arguments of the Transformers class's `forward`, except tokens."""
         arguments: dict[str, Any] = {"use_cache": cache is not None}
         if positions is not None and "position_ids" in self.takes:
             arguments["position_ids"] = positions
@@ -117,17 +119,18 @@ class TransformersModel(nn.Module):
 
 
 def build_transformers_model(section: TransformersModelSection, *, seed: int | None = None) -> nn.Module:
-    """Builds the model of a section's config.json, a `TransformersModel` in float32.
+    """Builds the model of a section's config.json: a `TransformersModel` in float32.
 
     Args:
-        seed: the class's random initial weights are drawn with it, unsharded, on the current device. None: parameters
-            are on the meta device; buffers (rotary frequencies) are computed by the constructor, on the CPU.
+        section: the `model:` section of type hf.
+        seed: seed of the random initial weights, which the class draws unsharded on the current device. None:
+            parameters are on the meta device, and the constructor computes buffers (rotary frequencies) on the CPU.
 
     Raises:
         UserError: Transformers is missing or too old, or does not support the model or its config.json.
     """
     base, config = _transformers_class(section)
-    # It has the original name and module, by which Transformers looks up its weight name conversions.
+    # The class keeps its name and module, by which Transformers looks up conversions of weight names.
     kind = type(base.__name__, (TransformersModel, base), {"__module__": base.__module__})
     options = {} if section.attn_implementation is None else {"attn_implementation": section.attn_implementation}
     if seed is not None:
@@ -136,17 +139,17 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
         with contextlib.nullcontext() if seed is not None else _parameters_on_meta():
             model = kind._from_config(config, dtype=torch.float32, **options)
     except ImportError as error:
-        what = f"model.attn_implementation: {_first_line(error)}; install it, or set sdpa"
+        what = f"model.attn_implementation: {_first_line(error)}; install the package, or set attn_implementation to sdpa"
         raise UserError(what, section.path) from error
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:  # raised by constructors
         raise UserError(
-            f"model: {base.__name__}: {_first_line(error)}; fix config.json, or set the key in model.config",
+            f"model: {base.__name__}: {_first_line(error)}; fix the key in config.json, or set it in model.config",
             section.path,
         ) from error
     module = sys.modules[base.__module__]
     model.takes = set(inspect.signature(base.forward).parameters)
     model.takes_cache = "past_key_values" in model.takes
-    # A 4D mask would replace the model's own sliding windows. Its own masks handle documents, by restarting positions.
+    # A 4D mask would replace the sliding windows of such a model. The model's own masks restart at each document.
     windows = any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_chunked_causal_mask"))
     model.masks = model.config._attn_implementation in ("sdpa", "eager") and not windows
     embedding = model.get_input_embeddings()
@@ -157,27 +160,27 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
 
 
 def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
-    """The Transformers class of a config.json, and its config object."""
+    """Returns the Transformers class of a section's config.json, and its config object."""
     try:
         import transformers
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError as error:
         raise UserError(MISSING) from error
     if int(transformers.__version__.partition(".")[0]) < 5:
-        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update it")
+        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update transformers")
     model_type = section.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in section.config:
-            hint = "its code is in the folder (auto_map), which is not run; choose a model that transformers has"
+            hint = "code in the model's folder (auto_map) is not run; choose a model that transformers has"
         else:
             near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else "a newer version may have it"
+            hint = f"did you mean {near[0]!r}?" if near else "a newer version of transformers may have it"
         what = f"model: transformers {transformers.__version__} has no model_type {model_type!r}; {hint}"
         raise UserError(what, section.path)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(section.config))
     except Exception as error:  # its validation raises many types
-        raise UserError(f"model: transformers rejects this config.json: {_first_line(error)}", section.path) from error
+        raise UserError(f"model: config.json is invalid for transformers: {_first_line(error)}", section.path) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"model: transformers has no causal language model of model_type {model_type!r}; choose another model"
         raise UserError(what, section.path)
@@ -186,19 +189,19 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message; with the second if the first ends with a colon."""
+    """Returns the first line of an error's message, and the second line if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Puts new parameters on the meta device, not buffers: those are computed by constructors, and in no checkpoint."""
+    """Puts new parameters on the meta device, but not buffers: constructors compute them, and checkpoints lack them."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
-        if param is not None and param.device.type != "meta":  # keeps tied parameters tied
+        if param is not None and param.device.type != "meta":  # this check keeps tied parameters tied
             setattr(self, name, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad))
 
     nn.Module.register_parameter = register
@@ -209,7 +212,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocates parameters on `device`, uninitialized. Buffers keep their values, and tied parameters stay tied."""
+    """Allocates uninitialized parameters on `device`. Buffers keep their values, and tied parameters stay tied."""
     buffers = dict(model.named_buffers())
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -224,7 +227,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 class _FixedHiddenStates(nn.Module):
-    """Stands in for a base model and always returns the same hidden states."""
+    """A replacement for a base model that always returns the same hidden states."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()
@@ -241,9 +244,9 @@ class _FixedHiddenStates(nn.Module):
 
 
 def _find_head(base: type, model: nn.Module) -> tuple[float, float | None] | None:
-    """(scale, soft-cap) if the logits are `softcap(scale x head(hidden states))`, else None.
+    """Returns (scale, soft-cap) if the logits are `softcap(scale x head(hidden states))`, else None.
 
-    Determined by running the class's `forward` with random hidden states and a small head.
+    The values are determined by running the class's `forward` with random hidden states and a small head.
     """
     head, prefix = model.get_output_embeddings(), model.base_model_prefix
     head_name = next((name for name, child in model.named_children() if child is head), None)
@@ -260,7 +263,7 @@ def _find_head(base: type, model: nn.Module) -> tuple[float, float | None] | Non
         small.weight.copy_(torch.randn(small.weight.shape, generator=generator))
         try:
             logits = base.forward(shell, torch.zeros(1, 4, dtype=torch.long), use_cache=False).logits
-        except Exception:  # needs more of its base model than hidden states: `forward` computes its logits
+        except Exception:  # `forward` needs more than hidden states
             return None
         plain = F.linear(hidden, small.weight)
         softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -277,10 +280,10 @@ def _find_head(base: type, model: nn.Module) -> tuple[float, float | None] | Non
 def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
     """Checks that a model is causal and, with `documents`, that attention stays within documents.
 
-    Collective if the model is sharded.
+    All ranks must call this function if the model is sharded.
 
     Returns:
-        A message with what the model cannot do, or None.
+        A message that says which check failed and what to do; None if the checks passed.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]], device=device) % model.get_input_embeddings().num_embeddings
@@ -291,7 +294,7 @@ def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
     try:
         with torch.compiler.set_stance("force_eager"):
             plain = model(tokens=tokens, positions=positions)
-            # The effect of the first token on later ones, as a scale for differences.
+            # The effect of the first token on later tokens, as a scale for differences.
             effect = (plain - model(tokens=_zeroed(tokens, 0, 1), positions=positions))[:, 1:].abs().max()
             changed = model(tokens=_zeroed(tokens, 7, 8), positions=positions)
             if not _unchanged(model, plain[:, :-1], changed[:, :-1], effect):
@@ -303,9 +306,9 @@ def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
                     model(tokens=ids, positions=restarted, segments=segments)[:, 4:]
                     for ids in (tokens, _zeroed(tokens, 0, 4))
                 )
-            except (RuntimeError, ValueError, TypeError, IndexError):  # does not take a mask of this form
+            except (RuntimeError, ValueError, TypeError, IndexError):  # the model does not take a mask of this form
                 return _CROSSES_DOCUMENTS
-            # Other documents must change nothing, bitwise. A single document has other shapes: sums round differently.
+            # Other documents must not change any bit. A single document has other shapes, so its sums round differently.
             single = model(tokens=tokens[:, 4:], positions=restarted[:, 4:])
             separate = _unchanged(model, second, after_change, effect)
             close = bool((second - single).abs().max() <= 0.1 * single.abs().max())
@@ -318,14 +321,14 @@ def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
 
 
 def _zeroed(tokens: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A copy of the tokens with id 0 from `start` to `stop`."""
+    """Returns a copy of the tokens in which the ids from `start` to `stop` (exclusive) are 0."""
     changed = tokens.clone()
     changed[:, start:stop] = 0
     return changed
 
 
 def _unchanged(model: nn.Module, one: torch.Tensor, other: torch.Tensor, effect: torch.Tensor) -> bool:
-    """Bitwise equality; with experts, whose token counts change the rounding, closeness relative to `effect`."""
+    """Whether two outputs are bitwise equal; with experts, close: their token counts change the rounding."""
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.equal(one, other)
     return bool((one - other).abs().max() <= 0.3 * effect)

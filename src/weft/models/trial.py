@@ -1,7 +1,7 @@
-"""A trial of custom components: one forward and backward pass of a small decoder that contains them.
+"""The trial of custom components: one forward and backward pass of a small decoder that contains these components.
 
-Each component's outputs are checked against its inputs, and exceptions are reported with the component's name.
-Afterwards some tokens are changed: later tokens and other documents must not affect any component's output.
+The trial checks the shapes and dtypes of each component's outputs, and reports exceptions with the component's name. A
+second pass with changed tokens checks that later tokens and other documents do not affect any component's output.
 """
 
 from __future__ import annotations
@@ -30,19 +30,28 @@ from weft.models.layers.moe import Experts
 from weft.models.layers.norm import make_norm
 
 BATCH, SEQ = 2, 16
-MAX_INTERMEDIATE_SIZE = 128  # of the MLP and of experts: only activations see it
+MAX_INTERMEDIATE_SIZE = 128  # limit for the MLP and experts: of custom components, only activations see this size
 
 
 @dataclass(frozen=True)
 class CustomComponent:
-    """A custom component: its config key, its `module:Class`, and how a decoder instantiates it."""
+    """A custom component of a decoder.
+
+    Attributes:
+        key: configuration key, such as `model.norm`.
+        type: value of the key, `module:Class`.
+        make: instantiates the component as the decoder does.
+    """
 
     key: str
     type: str
     make: Callable[[], Any]
 
     def __str__(self) -> str:
-        """`model.norm: my_parts:Norm (my_parts.py:12)`; without the place for classes of installed packages."""
+        """Returns the component's key, type, file and line, such as `model.norm: my_parts:Norm (my_parts.py:12)`.
+
+        For classes of installed packages, file and line are left out.
+        """
         module, _, name = self.type.partition(":")
         try:
             source = find_class(module, name)
@@ -54,7 +63,7 @@ class CustomComponent:
 
 
 def custom_components(config: ModelSection) -> Iterator[CustomComponent]:
-    """The custom components of a decoder, except `initialization`, which `initialize` checks."""
+    """Yields the custom components of a decoder, except `initialization`, which `initialize` checks."""
     makers: dict[str, Callable[[], Any]] = {
         "norm": lambda: make_norm(config),
         "hidden_act": lambda: make_activation(config.hidden_act),
@@ -82,16 +91,16 @@ def try_components(
     """Runs a forward and backward pass of a decoder with one layer and all custom components.
 
     Args:
-        config: without custom components, nothing is done.
-        seed: of the weights. PyTorch's generators are left unchanged.
-        seq: sequence length of training; at most 16 tokens are tried.
-        documents: attention is restricted to documents.
-        dtype, device: of the run's computation; a component's kernels may support no others.
+        config: the `model:` section. If it has no custom components, the function returns immediately.
+        seed: seed of the weights. The state of PyTorch's random generators is restored.
+        seq: sequence length of training; the trial uses at most 16 tokens.
+        documents: whether training restricts attention to documents.
+        dtype, device: dtype and device of the run's computation, because a component's kernels can be limited to them.
 
     Raises:
-        UserError: a component returns what the decoder cannot use, depends on later tokens or other documents, or
-            cannot be built on the meta device.
-        Exception: raised by a component in its own file.
+        UserError: a component returns a value that the decoder cannot use, depends on later tokens or other documents,
+            or cannot be built on the meta device.
+        Exception: an exception that was raised in the component's own file.
     """
     components = list(custom_components(config))
     if not components:
@@ -113,7 +122,7 @@ def try_components(
 
 
 def _small(config: ModelSection) -> ModelSection:
-    """One layer with few parameters; the hidden size and the heads, which components see, are unchanged."""
+    """Returns a config with one layer and few parameters. Hidden size and heads, which components see, are unchanged."""
     inner, moe = intermediate_size(config), config.moe
     if moe is not None:
         few = min(moe.num_experts, 2)
@@ -134,14 +143,14 @@ def _small(config: ModelSection) -> ModelSection:
 
 @dataclass
 class Trial:
-    """Records the components that are running, and the checked outputs of every call."""
+    """A trial: records the components that are running, and the checked outputs of every call."""
 
     components: list[CustomComponent]
     running: list[CustomComponent] = field(default_factory=list)
     outputs: list[tuple[CustomComponent, list[torch.Tensor]]] = field(default_factory=list)
 
     def run(self, function: Callable[[], Any], *running: CustomComponent) -> Any:
-        """Calls a function. Exceptions raised in a component's file propagate; others become a UserError."""
+        """Calls a function. Exceptions raised in a component's file propagate; all other exceptions become a UserError."""
         self.running = list(running)
         try:
             return function()
@@ -152,8 +161,8 @@ class Trial:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
             if "meta" in text:
                 raise UserError(
-                    f"{who} computes with tensors in __init__, or holds tensors outside of parameters and buffers: the "
-                    "decoder is first built on the meta device; hold them in a buffer (register_buffer), a parameter "
+                    f"{who} computes with tensors in __init__, or stores tensors outside of parameters and buffers: the "
+                    "decoder is first built on the meta device; store them in a buffer (register_buffer), a parameter "
                     f"or an nn.ModuleList of an nn.Module, or compute them when called ({text})"
                 ) from error
             names = {component.type.partition(":")[0] for component in self.components}
@@ -161,10 +170,10 @@ class Trial:
             files = {file for file in files if not _installed(file)}
             if any(frame.filename in files for frame in traceback.extract_tb(error.__traceback__)):
                 raise
-            raise UserError(f"{who} cannot be used: {text}") from error
+            raise UserError(f"{who} fails in a small decoder: {text}; check its arguments and outputs") from error
 
     def build(self, config: ModelSection, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Builds a decoder as a run does, on the meta device first, and wraps its custom components."""
+        """Builds a decoder like a run, on the meta device first, and wraps the custom components."""
         torch.manual_seed(seed)
         with torch.device("meta"):
             for component in self.components:
@@ -205,7 +214,7 @@ class Trial:
             setattr(module, name, self.wrap(component, call, check))
 
     def wrap(self, component: CustomComponent, call: Callable, check: Callable, verb: str = "returned") -> Callable:
-        """Wraps a component's call: its outputs are checked and recorded."""
+        """Returns a wrapper of a component's call that checks and records the outputs."""
 
         def wrapped(*inputs: Any) -> Any:
             self.running.append(component)
@@ -220,10 +229,18 @@ class Trial:
 
     @torch.no_grad()
     def check_dependence(self, model: Decoder, tokens: torch.Tensor, segments: torch.Tensor | None) -> None:
-        """Changes some tokens, and raises a UserError for a component whose output for hidden tokens changes.
+        """Checks that no component depends on later tokens or other documents.
+
+        The model runs twice, the second time with some changed tokens.
 
         Args:
-            segments: two documents, of which the first one's tokens are changed. None: each sequence's second half is.
+            model: the decoder that `build` returned.
+            tokens: `[batch, seq]`.
+            segments: document numbers of two documents, of which the tokens of the first are changed. None: the tokens
+                in the second half of each sequence are changed.
+
+        Raises:
+            UserError: a component's output changed for tokens that must not see the changed tokens.
         """
         half = tokens.shape[1] // 2
         changed, kept = tokens.clone(), slice(0, half) if segments is None else slice(half, None)
@@ -242,12 +259,13 @@ class Trial:
                     hidden = "keys that the mask hides" if segments is not None else "later tokens"
                     mask = "a mask" if segments is not None else "no mask (None), which means causal"
                     raise UserError(
-                        f"{component} depends on {hidden}: with {mask}, its output for a token changes with them; "
-                        "apply the mask, and causality where it is None"
+                        f"{component} depends on {hidden}: with {mask}, its output for a token changes if these change; "
+                        "apply the mask, and a causal mask where it is None"
                     )
 
 
-# ---- checks of a component's output: (component, inputs, output, verb) -> output tensors `[..., seq, size]`
+# ---- checks of a component's output: (component, inputs, output, verb) -> checked tensors `[..., seq, size]`. `verb`
+# begins the message, such as "embed returned".
 
 
 def _check_same_shape(component: CustomComponent, inputs: tuple, out: Any, verb: str) -> list[torch.Tensor]:

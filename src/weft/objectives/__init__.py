@@ -1,4 +1,4 @@
-"""Training objectives, and the names that a custom objective imports (docs/own-components.md)."""
+"""Built-in training objectives, and the classes that a custom objective imports (docs/own-components.md)."""
 
 from weft.data.batches.batch import Batch
 from weft.data.batches.layout import Field

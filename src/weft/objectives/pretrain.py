@@ -10,10 +10,10 @@ from weft.data.batches.batch import Batch
 
 
 class Pretrain:
-    """Cross-entropy of every token given the tokens before it, weighted by `batch.weight`."""
+    """The cross-entropy of every token given the tokens before it. Padding and masked tokens have weight 0."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments; with `labels` it returns their log-probabilities `[batch, seq]` instead of logits."""
+        """Returns the model's arguments. With `labels`, the model returns their log-probabilities instead of logits."""
         return {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -22,9 +22,14 @@ class Pretrain:
         }
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """The batch's weight: its number of unmasked tokens, a scalar."""
+        """Returns the batch's weight, a scalar: the number of tokens that are not masked."""
         return batch.weight.sum(dtype=torch.float64)
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The loss in nats, summed over unmasked tokens. `outputs`: log-probabilities `[batch, seq]`."""
+        """Returns the loss in nats, summed over the tokens that are not masked.
+
+        Args:
+            outputs: log-probabilities of the labels, `[batch, seq]`.
+            batch: the batch, whose `weight` masks tokens.
+        """
         return -(outputs * batch.weight.to(outputs.dtype)).sum()

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024), with AdamW for the rest."""
+"""The optimizer Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-# Coefficients of the quintic iteration: five steps bring singular values to about 1, not exactly to 1.
+# Coefficients of the quintic Newton-Schulz iteration: five steps bring singular values to about 1, not exactly to 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.AdamW):
-    """Momentum with orthogonalized updates for hidden matrices; AdamW for everything else.
+    """Momentum with orthogonalized updates for the matrices of hidden layers, and AdamW for all other parameters.
 
-    Matrices are the parameters of groups with `role: matrix`. Their update is the (semi-)orthogonal matrix nearest to
-    the momentum, times `sqrt(max(1, rows / columns))`, so `lr` means the same for every shape.
+    Embeddings and the output head are not among these matrices. The update of a matrix is the (semi-)orthogonal matrix
+    nearest to its momentum, times `sqrt(max(1, rows / columns))`, so that `lr` suits matrices of every shape.
 
     Args:
-        lr: learning rate of matrices.
-        momentum: Nesterov momentum of matrices.
-        ns_steps: Newton-Schulz iterations, in bfloat16 (float64 for float64 parameters).
-        weight_decay: decoupled; for matrices and for AdamW's parameters unless their group turns it off.
-        embedding_lr, head_lr, other_lr: AdamW's learning rates for the parameters of these roles.
-        betas, eps: AdamW's.
+        lr: learning rate of the matrices of hidden layers.
+        momentum: Nesterov momentum of the matrices.
+        ns_steps: number of Newton-Schulz iterations, which run in bfloat16 (float64 for float64 parameters).
+        weight_decay: decoupled weight decay. Parameters with a role in `optimizer.no_decay` have none.
+        embedding_lr: AdamW's learning rate for embeddings.
+        head_lr: AdamW's learning rate for the output head.
+        other_lr: AdamW's learning rate for norms, biases and all remaining parameters.
+        betas: AdamW's decay rates of the moving averages of gradients and of squared gradients.
+        eps: constant that AdamW adds to the denominator of the update.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates all groups."""
+        """Updates the parameters of all groups."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["role"] != "matrix"]
         try:
@@ -86,13 +89,13 @@ class Muon(torch.optim.AdamW):
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """Returns approximately the nearest semi-orthogonal matrices, by a quintic Newton-Schulz iteration.
+    """Approximates the nearest semi-orthogonal matrices by a quintic Newton-Schulz iteration.
 
     Args:
         matrices: `[count, rows, columns]`, float32 or float64.
 
     Returns:
-        The same shape, in bfloat16 (float64 for float64), with singular values between about 0.7 and 1.2.
+        Matrices of the same shape, in bfloat16 (float64 for float64), with singular values between about 0.7 and 1.2.
     """
     a, b, c = QUINTIC
     x = matrices if matrices.dtype == torch.float64 else matrices.to(torch.bfloat16)
@@ -107,14 +110,14 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def full_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded matrix, which orthogonalization needs; on the mesh's device if offloaded."""
+    """Returns the unsharded matrix, which orthogonalization needs; an offloaded matrix on the mesh's device."""
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
 
 
 def shard_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Shards `tensor` as `parameter` is. Every rank has the full tensor, so nothing is communicated."""
+    """Shards `tensor` like `parameter`. Every rank passes the full tensor, so nothing is communicated."""
     if not isinstance(parameter, DTensor):
         return tensor
     mesh, placements = parameter.device_mesh, parameter.placements

@@ -1,4 +1,4 @@
-"""Optimizer parameter groups: one for each role of parameters."""
+"""Makes the optimizer's parameter groups: one group per parameter role."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def parameter_groups(model: nn.Module, roles: Mapping[str, str], no_decay: Colle
 
     Args:
         roles: parameter name -> "embedding", "head", "norm", "bias", "matrix" or "other" (`models.roles`).
-        no_decay: roles without weight decay.
+        no_decay: roles of the parameters without weight decay.
 
     Returns:
-        Groups for a `torch.optim.Optimizer`, in the model's order: `params`, `role`, and `weight_decay: 0.0` where
-        decay is off.
+        Groups for a `torch.optim.Optimizer`, in the order of the model's parameters. Each group has `params` and
+        `role`; groups without weight decay also have `weight_decay: 0.0`.
     """
     groups: dict[str, dict] = {}
     for name, parameter in model.named_parameters():

@@ -12,12 +12,12 @@ from weft.errors import UserError
 
 @dataclass(eq=False)
 class Schedule:
-    """Maps a step to the factor that multiplies every parameter group's learning rate.
+    """A schedule: maps a step to the multiplier of every parameter group's learning rate.
 
     Args:
-        total_steps: optimizer steps of the run.
-        warmup_steps: steps over which the factor rises linearly from 1/warmup_steps to 1.
-        warmup_fraction: `warmup_steps` as a fraction of `total_steps`. At most one of the two may be set.
+        total_steps: number of optimizer steps of the run.
+        warmup_steps: number of steps over which the multiplier rises linearly from 1/warmup_steps to 1.
+        warmup_fraction: `warmup_steps` as a fraction of `total_steps`. Set at most one of the two.
     """
 
     total_steps: int
@@ -30,17 +30,22 @@ class Schedule:
         self.warmup_steps = self.warmup_steps or round((self.warmup_fraction or 0.0) * self.total_steps)
         if self.warmup_steps > self.total_steps:
             raise UserError(
-                f"schedule: {self.warmup_steps} warm-up steps in a run of {self.total_steps}; "
+                f"schedule: {self.warmup_steps} warm-up steps in a run of {self.total_steps} steps; "
                 "lower schedule.warmup_steps"
             )
 
     def __call__(self, step: int) -> float:
-        """The factor at `step`, counted from 0."""
+        """Returns the multiplier at `step`; the first step is 0."""
         warmup_steps = self.warmup_steps or 0
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         return self.after_warmup(step - warmup_steps, max(1, self.total_steps - warmup_steps))
 
     def after_warmup(self, step: int, steps: int) -> float:
-        """The factor `step` steps after the warm-up, out of `steps`; 1 at step 0."""
+        """Returns the multiplier after the warm-up.
+
+        Args:
+            step: number of steps since the end of the warm-up; the multiplier at 0 must be 1.
+            steps: number of steps of the run after the warm-up.
+        """
         raise NotImplementedError

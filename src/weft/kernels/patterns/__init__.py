@@ -1,7 +1,7 @@
-"""Sparse attention patterns: which of the visible keys a query attends to.
+"""Sparse attention patterns: a pattern selects the keys that a query attends to.
 
-A pattern is called with positions of queries and keys in their document, int64 tensors counted from 0 that broadcast
-against each other. It returns a bool tensor, true where the query attends to the key. `kernels/masks.py` adds
-causality, document boundaries and padding, and lets every query see itself. A pattern must consist of tensor
-operations only: flex attention compiles it into its kernel.
+A pattern is called with the positions of queries and keys in their document: two int64 tensors, counted from 0, that
+broadcast against each other. The pattern returns a bool tensor that is true where the query attends to the key.
+`kernels/masks.py` adds causality, document boundaries and padding, and lets every query see its own key. A pattern must
+consist of tensor operations only, because flex attention compiles it into its kernel.
 """

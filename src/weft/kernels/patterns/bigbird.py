@@ -1,4 +1,4 @@
-"""Window, global and random blocks (Zaheer et al., "Big Bird: Transformers for Longer Sequences", 2020)."""
+"""The BigBird pattern: window, global and random blocks (Zaheer et al., "Big Bird", 2020)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ class BigBird:
     """Each block of tokens attends to a window of blocks, to the document's first blocks and to random blocks.
 
     Random blocks depend on the seed and the query's block, not on the sequence length. The blocks between the first
-    blocks and the window form `random_blocks` intervals; one block is drawn from each, so all are different.
+    blocks and the window are divided into `random_blocks` intervals. One block is drawn from each interval, so the
+    random blocks of a query differ from each other.
 
     Args:
-        block_size: tokens per block.
-        window: window size in blocks, counting the query's own.
+        block_size: number of tokens per block.
+        window: window size in blocks, counting the query's block.
         global_blocks: number of blocks at the document's start that all blocks attend to.
-        random_blocks: number of random earlier blocks, or fewer if there are fewer.
-        seed: of the random blocks.
+        random_blocks: number of random earlier blocks, or fewer at the start of a document.
+        seed: seed of the random blocks.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class BigBird:
         return seen
 
     def random_number(self, block: torch.Tensor, draw: int) -> torch.Tensor:
-        """A pseudo-random number of 31 bits for each block's `draw`-th draw, by an integer hash."""
+        """Returns a pseudo-random number of 31 bits for each block and its `draw`-th draw, by an integer hash."""
         start = (self.seed * 0x2545F491 + draw * 0x5851F42D) & _MASK
         mixed = (block * 0x41C64E6D + start) & _MASK
         for factor in (0x2C1B3C6D, 0x297A2D39):

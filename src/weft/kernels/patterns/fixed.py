@@ -1,4 +1,4 @@
-"""Fixed attention (Child et al., "Generating Long Sequences with Sparse Transformers", 2019)."""
+"""The fixed pattern (Child et al., "Generating Long Sequences with Sparse Transformers", 2019)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from annotated_types import Ge
 
 
 class Fixed:
-    """Each token attends to its own block, and to the last tokens of every earlier block, which summarize it.
+    """Each token attends to its own block, and to the last tokens of every earlier block, which summarize that block.
 
-    All heads use the union of the paper's two sets of keys.
+    All heads use the union of the two sets of keys in Child et al. (2019).
 
     Args:
         stride: block size in tokens.
-        expressivity: number of tokens at each block's end that later blocks see; the paper's c.
+        expressivity: number of tokens at the end of each block that later blocks see; c in Child et al. (2019).
     """
 
     def __init__(self, *, stride: Annotated[int, Ge(1)], expressivity: Annotated[int, Ge(1)] = 1):

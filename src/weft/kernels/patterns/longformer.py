@@ -1,4 +1,4 @@
-"""A dilated window and global tokens (Beltagy et al., "Longformer: The Long-Document Transformer", 2020)."""
+"""The Longformer pattern: a dilated window and global tokens (Beltagy et al., "Longformer", 2020)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from annotated_types import Ge
 
 
 class Longformer:
-    """Each token attends to a dilated window before it and to the first tokens of its document; causal.
+    """Each token attends to a dilated window of earlier tokens and to the first tokens of its document.
 
     Args:
         window: window size in keys, counting the query itself.
-        dilation: the window takes every N-th key.
+        dilation: distance between neighboring keys of the window; 1 is a window without gaps.
         global_tokens: number of tokens at the document's start that all tokens attend to.
     """
 

@@ -1,4 +1,4 @@
-"""Sliding window attention (Beltagy et al., "Longformer", 2020; Jiang et al., "Mistral 7B", 2023)."""
+"""The sliding window pattern (Beltagy et al., "Longformer", 2020; Jiang et al., "Mistral 7B", 2023)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Sliding:
     """Each token attends to the last `window` tokens.
 
     Args:
-        window: window size, counting the query itself.
+        window: window size in tokens, counting the query itself.
     """
 
     def __init__(self, *, window: Annotated[int, Ge(1)]):

@@ -1,4 +1,4 @@
-"""Strided attention (Child et al., "Generating Long Sequences with Sparse Transformers", 2019)."""
+"""The strided pattern (Child et al., "Generating Long Sequences with Sparse Transformers", 2019)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from annotated_types import Ge
 
 
 class Strided:
-    """Each token attends to the `stride` tokens before it, and to every `stride`-th token further back.
+    """Each token attends to the `stride` tokens before it, and to every `stride`-th token before these.
 
-    All heads use the union of the paper's two sets of keys.
+    All heads use the union of the two sets of keys in Child et al. (2019).
 
     Args:
-        stride: the cost is lowest near the square root of the sequence length.
+        stride: number of tokens in the window, and the distance between the tokens further back. The cost is lowest
+            near the square root of the sequence length.
     """
 
     def __init__(self, *, stride: Annotated[int, Ge(1)]):

@@ -1,4 +1,4 @@
-"""Exponential decay."""
+"""The exponential schedule: exponential decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from weft.optim.schedule import Schedule
 
 @dataclass(eq=False, kw_only=True)
 class Exponential(Schedule):
-    """`final ** progress`: one constant factor per step, `final` (a fraction of lr) at the end."""
+    """After the warm-up, every step multiplies the learning rate by the same factor.
+
+    Args:
+        warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.
+        warmup_fraction: `warmup_steps` as a fraction of the run's steps. Set `warmup_steps` or `warmup_fraction`, not
+            both.
+        final: learning rate at the end of the run, as a fraction of `optimizer.lr`.
+    """
 
     final: Annotated[float, Gt(0), Le(1)] = 0.01
 

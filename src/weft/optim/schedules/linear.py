@@ -1,4 +1,4 @@
-"""Linear decay."""
+"""The linear schedule: linear decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from weft.optim.schedule import Schedule
 
 @dataclass(eq=False, kw_only=True)
 class Linear(Schedule):
-    """A straight line down to `final` (a fraction of lr)."""
+    """After the warm-up, the learning rate decays linearly to the fraction `final` of `optimizer.lr`.
+
+    Args:
+        warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.
+        warmup_fraction: `warmup_steps` as a fraction of the run's steps. Set `warmup_steps` or `warmup_fraction`, not
+            both.
+        final: learning rate at the end of the run, as a fraction of `optimizer.lr`.
+    """
 
     final: Annotated[float, Ge(0), Le(1)] = 0.0
 

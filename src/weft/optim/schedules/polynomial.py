@@ -1,4 +1,4 @@
-"""Polynomial decay."""
+"""The polynomial schedule: polynomial decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from weft.optim.schedule import Schedule
 
 @dataclass(eq=False, kw_only=True)
 class Polynomial(Schedule):
-    """`(1 - progress) ** power`, down to `final` (a fraction of lr)."""
+    """After the warm-up, the learning rate decays as `(1 - progress) ** power`, down to `final`.
+
+    `progress` rises from 0 at the end of the warm-up to 1 at the end of the run.
+
+    Args:
+        warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.
+        warmup_fraction: `warmup_steps` as a fraction of the run's steps. Set `warmup_steps` or `warmup_fraction`, not
+            both.
+        final: learning rate at the end of the run, as a fraction of `optimizer.lr`.
+        power: exponent of the decay; 1 is linear.
+    """
 
     final: Annotated[float, Ge(0), Le(1)] = 0.0
     power: Annotated[float, Gt(0)] = 2.0

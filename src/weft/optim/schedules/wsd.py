@@ -1,4 +1,7 @@
-"""Warm-up, stable, decay (Hu et al., "MiniCPM", 2024; Hägele et al., "Scaling Laws Beyond Fixed Durations", 2024)."""
+"""The WSD schedule: warm-up, stable, decay.
+
+Hu et al., "MiniCPM", 2024; Hägele et al., "Scaling Laws Beyond Fixed Durations", 2024.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,18 @@ from weft.optim.schedule import Schedule
 
 @dataclass(eq=False, kw_only=True)
 class WarmupStableDecay(Schedule):
-    """Full learning rate, then a decay over the last `decay_fraction` of the run to `final` (a fraction of lr).
+    """After the warm-up, the learning rate stays constant, then decays over the last steps of the run.
 
-    `shape` is the form of the decay; "sqrt" is `1 - sqrt(progress)`, the best one in Hägele et al. At least the last
-    step is decayed, however short the run, unless `decay_fraction` is 0.
+    At least the last step is decayed, however short the run, unless `decay_fraction` is 0.
+
+    Args:
+        warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.
+        warmup_fraction: `warmup_steps` as a fraction of the run's steps. Set `warmup_steps` or `warmup_fraction`, not
+            both.
+        decay_fraction: length of the decay, as a fraction of the run's steps.
+        final: learning rate at the end of the run, as a fraction of `optimizer.lr`.
+        shape: form of the decay, from 1 to 0 as `progress` rises from 0 to 1: linear, `1 - progress`; sqrt,
+            `1 - sqrt(progress)`, the best form in Hägele et al. (2024).
     """
 
     decay_fraction: Annotated[float, Ge(0), Le(1)] = 0.2
@@ -24,7 +35,7 @@ class WarmupStableDecay(Schedule):
 
     def after_warmup(self, step: int, steps: int) -> float:
         decay_steps = 0
-        if self.decay_fraction:  # at least 2: the decay's first step is still at full rate
+        if self.decay_fraction:  # at least 2: the first step of the decay still has the full learning rate
             decay_steps = min(max(2, round(self.decay_fraction * self.total_steps)), steps)
         progress = max(0, step - (steps - decay_steps)) / max(1, decay_steps)
         down = progress if self.shape == "linear" else progress**0.5
