@@ -340,7 +340,7 @@ def test_older_spellings_of_rotations():
     assert (section.rope_theta, section.rope_scaling.factor) == (5000.0, 2.0)
     section = ModelSection(**model_keys({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}}))
     assert section.rope_scaling.original_max_position_embeddings == 128
-    with pytest.raises(UserError, match="rope_scaling: rope_type 'mrope' is not supported; there are linear, llama3"):
+    with pytest.raises(UserError, match="rope_scaling: rope_type 'mrope' is not supported; use one of linear, llama3"):
         model_keys({**keys, "rope_scaling": {"type": "mrope", "factor": 2.0}})
     gemma = {**GEMMA, "architectures": ["Gemma3ForCausalLM"], "rope_theta": 9000.0, "rope_local_base_freq": 800.0}
     section = ModelSection(**model_keys(gemma))

@@ -63,12 +63,12 @@ def test_flash_attn_that_cannot_run_raises_one_line(monkeypatch):
     assert "\n" not in message
     assert message.startswith("model.attention_implementation: flash: ")
     assert "not cpu" in message
-    assert message.endswith("set auto")
+    assert message.endswith("set it to auto")
     cuda = torch.device("cuda")
     with pytest.raises(UserError, match=r"bfloat16 and float16, not float64; set training.dtype"):
         flash.flash_usable(cuda, torch.float64)
     monkeypatch.setattr(flash, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="is not installed; pip install flash-attn, or set auto"):
+    with pytest.raises(UserError, match="is not installed; run `pip install flash-attn`, or set it to auto"):
         flash.flash_usable(cuda, torch.bfloat16)
     with torch.no_grad():
         assert not flash.flash_usable(cuda, torch.bfloat16)

@@ -67,7 +67,7 @@ def test_what_attention_cannot_do_here_is_told_before_any_work(run, capsys):
     assert train(file, "model.attention_implementation=flash", "training.dtype=bfloat16") == 2
     error = capsys.readouterr().err
     assert error.startswith("model.attention_implementation: flash: ")
-    assert error.endswith("not cpu; set auto\n")
+    assert error.endswith("not cpu; set it to auto\n")
     assert error.count("\n") == 1
     assert train(file, "model.attention_implementation=flex") == 0
     said = capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_no_weights_and_pickled_weights_are_told(hf_yaml, folders, tmp_path, cap
     shutil.copy(folders / "opt" / "config.json", bare)
     file = hf_yaml("opt", "run", {"path": str(bare)})
     assert train(file) == 2
-    assert "there are no weights here; set model.weights: false" in capsys.readouterr().err
+    assert "no weights in this folder; set model.weights: false" in capsys.readouterr().err
     (bare / "pytorch_model.bin").write_bytes(b"")
     assert train(file) == 2
     said = capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Model families: conversions between Hugging Face's config.json and the keys of `model:`, and tables of weights.
 
 A family is a module of this package with the attributes of `Family`; modules without `ARCHITECTURES` are helpers.
-Nothing here imports torch or the sections of `weft.config`: families take and return plain mappings.
+No module of this package imports torch or the sections of `weft.config`: families take and return plain mappings.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, Protocol, cast
 from weft.errors import UserError
 from weft.families.mapping import Weight
 
-# Further model_types of a family, used by repositories that bring their own code for the same architecture.
+# Further `model_type` values of a family, from repositories that have custom code for the same architecture.
 _ALIASES = {"deepseek_v3": ("kimi_k2",)}
 
 
 class Family(Protocol):
-    """The attributes of a family's module.
+    """The interface of a family's module.
 
     Attributes:
-        __doc__: its first line is shown in the table of families: name, paper, and features.
-        ARCHITECTURES: the Transformers classes that it reads; an export names the first.
+        __doc__: docstring of the module. The first line (name, paper and features) is shown in the table of families.
+        ARCHITECTURES: the Transformers classes whose models the family reads. Exported files name the first class.
         MODEL_TYPE: Transformers' `model_type`.
-        KEYS: keys of `model:` -> config.json's (`weft.families.mapping.same`).
-        WEIGHTS: where each module's parameters are in Hugging Face's files.
-        PRESETS: published sizes, by name, as keys of `model:`; optional.
+        KEYS: keys of `model:` -> keys of config.json (made with `weft.families.mapping.same`).
+        WEIGHTS: the names and layouts of parameters in Hugging Face's files.
+        PRESETS: name of a preset -> keys of `model:`, for published sizes; optional.
     """
 
     __doc__: str | None
@@ -41,7 +41,7 @@ class Family(Protocol):
     PRESETS: dict[str, dict[str, Any]]
 
     def from_hf(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Converts a config.json to keys of `model:`. Raises UserError if it is not supported."""
+        """Converts a config.json to keys of `model:`. Raises UserError if the config.json is not supported."""
         ...
 
     def to_hf(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -51,16 +51,16 @@ class Family(Protocol):
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name, which is their module's."""
+    """Returns all families by name, which is the name of their module."""
     modules = {one.name: import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)}
     return {name: cast(Family, module) for name, module in modules.items() if hasattr(module, "ARCHITECTURES")}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a config.json, by its `architectures` or, if that is missing, its `model_type`.
+    """Returns the family of a config.json, by `architectures` or, if this key is missing, by `model_type`.
 
     Raises:
-        UserError: there is none, or the two contradict each other.
+        UserError: no family supports the config.json, or `architectures` and `model_type` contradict each other.
     """
     known = {name: family for family in families().values() for name in family.ARCHITECTURES}
     architectures = config.get("architectures") or []
@@ -75,12 +75,13 @@ def family_of(config: dict[str, Any]) -> Family:
                 return family
         raise UserError(
             f"architectures: missing, and model_type {config.get('model_type')!r} is not a built-in family; set "
-            "architectures, or train it with `model: {type: hf, path: ...}`"
+            "architectures, or train the model with `model: {type: hf, path: ...}`"
         )
     near = difflib.get_close_matches(str(architectures[0]), known, 1, cutoff=0.0)
     raise UserError(
-        f"architectures: unknown architecture {architectures[0]!r}; `model: {{type: hf, path: ...}}` trains any model "
-        f"of transformers, data parallel only; the closest name of a built-in one (see `weft models`) is {near[0]}"
+        f"architectures: unknown architecture {architectures[0]!r}; the closest built-in one is {near[0]} "
+        "(`weft models` lists all); to train any model of transformers, data parallel only, use `model: {type: hf, "
+        "path: ...}`"
     )
 
 
@@ -88,13 +89,13 @@ def _check_model_type(given: Any, architecture: str, family: Family) -> None:
     if given is not None and given not in (family.MODEL_TYPE, *_ALIASES.get(family.MODEL_TYPE, ())):
         raise UserError(
             f"model_type: {reprlib.repr(given)} contradicts architectures: {architecture} has model_type "
-            f"{family.MODEL_TYPE!r}; fix the one that is wrong"
+            f"{family.MODEL_TYPE!r}; correct model_type or architectures"
         )
 
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
-    """All presets: name -> keys of `model:`."""
+    """Returns all presets: name -> keys of `model:`."""
     found: dict[str, dict[str, Any]] = {}
     for name, family in families().items():
         found |= resolve_presets(getattr(family, "PRESETS", {}), name)
@@ -102,10 +103,16 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def resolve_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str, dict[str, Any]]:
-    """Resolves a family's presets: one whose `preset` names an earlier one overrides that one's keys.
+    """Resolves inheritance among a family's presets.
+
+    A preset whose key `preset` names an earlier preset inherits the keys of the earlier preset, and overrides some.
+
+    Args:
+        stated: the family's `PRESETS`.
+        family: name of the family, for the error message.
 
     Raises:
-        ValueError: `preset` does not name an earlier one.
+        ValueError: the key `preset` does not name an earlier preset.
     """
     resolved: dict[str, dict[str, Any]] = {}
     for name, keys in stated.items():
@@ -117,13 +124,13 @@ def resolve_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str,
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The keys of both; `changes` take precedence, and mappings merge."""
+    """Returns the keys of both mappings. Nested mappings merge; otherwise the values of `changes` take precedence."""
     both = [key for key, value in changes.items() if isinstance(value, dict) and isinstance(base.get(key), dict)]
     return base | changes | {key: _merged(base[key], changes[key]) for key in both}
 
 
 def rescaled_multipliers(preset: dict[str, Any], model: dict[str, Any]) -> dict[str, float]:
-    """A preset's multipliers that depend on the hidden size or the head size, rescaled to those of `model`."""
+    """Returns a preset's multipliers that depend on the hidden size or head size, rescaled to the sizes of `model`."""
     found = {}
     hidden = model.get("hidden_size")
     from_hidden = math.isclose(preset.get("embedding_multiplier", 1.0), math.sqrt(preset["hidden_size"]))
@@ -136,7 +143,7 @@ def rescaled_multipliers(preset: dict[str, Any], model: dict[str, Any]) -> dict[
 
 
 def _head_size(model: dict[str, Any]) -> int | None:
-    """Dimensions of a query head; None if the keys, which are not validated yet, are invalid."""
+    """Returns the size of a query head; None if the keys, which are not validated yet, are invalid."""
     latent = model.get("mla")
     if isinstance(latent, dict):
         sizes: list[Any] = [latent.get("qk_nope_head_dim"), latent.get("qk_rope_head_dim")]

@@ -1,4 +1,4 @@
-"""Hugging Face folders: detection, config.json, and quantization. Torch-free."""
+"""Hugging Face folders: their detection, config.json, and quantization. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _WEFT_FILES = ("model.json", "index.json", "checksums.json", "checkpoints", "config.yaml")
-_CHECKPOINT = re.compile(r"\.?step-\d{8}")  # also damaged or unfinished ones
+_CHECKPOINT = re.compile(r"\.?step-\d{8}")  # also matches damaged or unfinished checkpoints
 _HF_FILES = (CONFIG, INDEX, SINGLE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_huggingface(path: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model, possibly incomplete, and not a run or checkpoint of Weft."""
+    """Whether a folder is a (possibly incomplete) Hugging Face model, and not a run or checkpoint of Weft."""
     path = Path(path)
     if _CHECKPOINT.match(path.name) or any((path / name).exists() for name in _WEFT_FILES):
         return False
@@ -30,20 +30,22 @@ def read_config(path: str | Path, *, dequantized: bool = True) -> dict[str, Any]
     """Reads a folder's config.json.
 
     Args:
-        dequantized: whether the caller dequantizes the weights of supported formats.
+        path: the folder.
+        dequantized: whether the caller can dequantize weights in the supported formats.
 
     Raises:
-        UserError: it is missing or invalid, or the weights' quantization is not supported.
+        UserError: the folder or its config.json is missing, config.json is invalid, or the quantization of the weights
+            is not supported.
     """
     path = Path(path)
     if not path.is_dir():
         raise UserError("there is no such folder; download the full model first", path)
     if not (path / CONFIG).is_file():
         if any((path / name).exists() for name in _WEFT_FILES):
-            raise UserError("this is a run or checkpoint of Weft; give a Hugging Face folder", path)
+            raise UserError("this is a run or checkpoint of Weft; use a Hugging Face folder", path)
         if (path / "snapshots").is_dir():
             inner = next((str(found) for found in sorted((path / "snapshots").iterdir())), "one of snapshots/")
-            raise UserError(f"this is a folder of the hub's cache; give the snapshot in it: {inner}", path)
+            raise UserError(f"this is a cache folder of the Hugging Face hub; use the snapshot in it: {inner}", path)
         raise UserError("config.json is missing; download the full repository", path)
     if (path / CONFIG).stat().st_size == 0:
         raise UserError("the file is empty; download it again", path / CONFIG)
@@ -64,10 +66,10 @@ def read_config(path: str | Path, *, dequantized: bool = True) -> dict[str, Any]
 
 
 def quantization(config: dict[str, Any]) -> str | None:
-    """The supported format of quantized weights, "mxfp4" or "fp8"; None if not quantized.
+    """Returns the format of quantized weights, "mxfp4" or "fp8"; None if the weights are not quantized.
 
     Raises:
-        UserError: another format.
+        UserError: the weights are quantized in another format.
     """
     given = config.get("quantization_config")
     if not given:
@@ -88,7 +90,7 @@ def quantization(config: dict[str, Any]) -> str | None:
 
 
 def check_weights(path: Path) -> None:
-    """Raises UserError if there are no safetensors. Their headers are checked when the run starts."""
+    """Raises UserError if a folder has no safetensors files. Their headers are checked when the run starts."""
     if (path / INDEX).is_file() or (path / SINGLE).is_file():
         return
     others = sorted(found.name for found in path.iterdir())
@@ -96,8 +98,8 @@ def check_weights(path: Path) -> None:
         raise UserError(f"{INDEX} or {SINGLE} is missing; download it as well", path)
     if any(name.endswith(_PICKLED) for name in others):
         raise UserError(
-            "its weights are pickled, and pickles are not loaded; if you trust them, convert them with transformers' "
-            "save_pretrained, or set model.weights: false to start from random weights",
+            "the weights are pickled, and type: hf loads no pickles; if you trust the files, convert "
+            "them with transformers' save_pretrained, or set model.weights: false to start from random weights",
             path,
         )
-    raise UserError("there are no weights here; set model.weights: false to start from random weights", path)
+    raise UserError("there are no weights in this folder; set model.weights: false to start from random weights", path)

@@ -69,10 +69,12 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Reads the rotary embedding's keys, and the attention multiplier that RoPE scaling implies."""
+    """Reads the keys of the rotary embedding, and the attention multiplier that follows from RoPE scaling."""
     rotary_dim = mla["qk_rope_head_dim"]
     if config.get("head_dim", rotary_dim) != rotary_dim:  # Transformers rotates head_dim dimensions if it is set
-        raise UserError(f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotary_dim}")
+        raise UserError(
+            f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotary_dim}; remove it"
+        )
     keys, given = read_rope(config, defaults), rope_mapping(config)
     if "rope_scaling" in keys and given.get("mscale_all_dim") not in (None, 0):
         mscale = number(given, "mscale_all_dim", 1.0)
@@ -82,7 +84,7 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
 
 
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
-    """Writes all keys; `head_dim` has Transformers' meaning, the rotary dimensions."""
+    """Writes all keys. `head_dim` has Transformers' meaning for this model: the number of rotary dimensions."""
     rotary_dim = (keys["mla"] or {}).get("qk_rope_head_dim", keys["head_dim"])
     return write(keys, table) | write_rope(keys) | {"head_dim": rotary_dim}
 

@@ -46,7 +46,12 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def always(config: dict[str, Any], width: int) -> dict[str, Any]:
-    """The keys that Gemma 2 and 3 share."""
+    """Returns the keys of `model:` that Gemma 2 and 3 have in common.
+
+    Args:
+        config: a config.json.
+        width: hidden size.
+    """
     refuse(config, use_bidirectional_attention=False)
     return {
         "norm": "rmsnorm1p",
@@ -62,7 +67,7 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalar(keys: dict[str, Any]) -> float:
-    """`query_pre_attn_scalar`, an integer if possible."""
+    """Returns the value of `query_pre_attn_scalar`, as an integer if possible."""
     value = keys["attention_multiplier"] ** -2
     return round(value) if abs(value - round(value)) < 1e-6 else value
 

@@ -33,9 +33,9 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Reads the rotary embedding's keys, and `rope_local_base_freq`.
+    """Reads the keys of the rotary embedding, and `rope_local_base_freq`.
 
-    As in Transformers 5, the older `rope_scaling` overrides the values of layers with full attention.
+    As in Transformers 5, the older key `rope_scaling` overrides the values of layers with full attention.
     """
     given = mapping(config, "rope_parameters")
     if unknown := sorted(set(given) - {"full_attention", "sliding_attention"}):

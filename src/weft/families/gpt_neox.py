@@ -35,7 +35,7 @@ _ALWAYS = {"family": "gpt_neox", "norm": "layernorm", "mlp": "plain", "mlp_bias"
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     keys = read(config, KEYS, DEFAULTS)
-    # Its class ignores head_dim for the heads' size, but uses it for the rotary embedding.
+    # Transformers' class ignores head_dim for the size of heads, but uses head_dim for the rotary embedding.
     refuse(config, head_dim=keys["hidden_size"] // keys["num_attention_heads"])
     config = config | {
         "rope_theta": config.get("rotary_emb_base", 10000.0),

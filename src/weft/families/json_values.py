@@ -1,4 +1,4 @@
-"""Reads and checks single values of a config.json. Torch-free."""
+"""Reads and checks single values of a config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from typing import Any
 
 from weft.errors import UserError
 
-# Far above any model; larger values would overflow PyTorch's sizes, and lists with an entry per layer.
+# Limits far above any model. Larger values would overflow PyTorch's sizes, and lists with an entry per layer.
 MAX_INTEGER, _MAX_FLOAT = 2**31 - 1, 1e38
 
 
 def bounded(value: Any, key: str, most: int = MAX_INTEGER) -> Any:
-    """Returns the value if its numbers are finite and not too large. Raises UserError."""
+    """Returns the value unchanged.
+
+    Raises:
+        UserError: a number in the value is not finite, or is above `most` (for an integer).
+    """
     for one in value if isinstance(value, list) else [value]:
         limit = most if type(one) is int else _MAX_FLOAT
         if isinstance(one, int | float) and not -limit <= one <= limit:
-            raise UserError(f"{key}: {reprlib.repr(one)} is too large for a model; at most {limit:,}")
+            raise UserError(f"{key}: {reprlib.repr(one)} is too large for a model; use at most {limit:,}")
     return value
 
 
 def integer(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-    """A key's integer. Raises UserError."""
+    """Returns the integer value of a key. Raises UserError if the value is not an integer >= `least`, or too large."""
     value = config.get(key, default)
     if type(value) is not int or value < least:
-        raise UserError(f"{key}: {reprlib.repr(value)} is not an integer of at least {least}")
+        raise UserError(f"{key}: must be an integer of at least {least}, not {reprlib.repr(value)}")
     return bounded(value, key)
 
 
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A key's positive number. Raises UserError."""
+    """Returns the positive value of a key. Raises UserError if the value is not a number above 0, or too large."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise UserError(f"{key}: {reprlib.repr(value)} is not a number above 0")
+        raise UserError(f"{key}: must be a number above 0, not {reprlib.repr(value)}")
     return bounded(value, key)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A key's boolean. Raises UserError."""
+    """Returns the boolean value of a key. Raises UserError if the value is neither true nor false."""
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise UserError(f"{key}: {reprlib.repr(value)} is neither true nor false")
+        raise UserError(f"{key}: must be true or false, not {reprlib.repr(value)}")
     return value
 
 
 def mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A key's mapping; empty if missing or null. Raises UserError."""
+    """Returns the mapping under a key, empty if missing or null. Raises UserError if the value is of another type."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{key}: must be a mapping, not {reprlib.repr(value)}")
@@ -54,7 +58,11 @@ def mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
-    """`layer_types`, or None if missing. Raises UserError unless each layer has one of the two types."""
+    """Returns the value of `layer_types`; None if the key is missing or null.
+
+    Raises:
+        UserError: the value is not a list with full_attention or sliding_attention for each layer.
+    """
     types = config.get("layer_types")
     if types is None:
         return None

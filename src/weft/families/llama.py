@@ -42,7 +42,7 @@ _SMOLLM2 = {"family": "llama", "vocab_size": 49152, "max_position_embeddings": 8
 
 
 def _scaled(factor: float) -> dict[str, Any]:
-    """Llama 3's keys with a context of 128k tokens."""
+    """Returns the keys of Llama 3 with RoPE scaling by `factor` to a context of 128k tokens."""
     scaling = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
     return _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": scaling}
 
@@ -50,7 +50,7 @@ def _scaled(factor: float) -> dict[str, Any]:
 PRESETS = {
     # For tests: trains in seconds.
     "llama-tiny": _PLAIN | size(64, 2, 4, 2, 176),
-    # With a vocabulary of 32,000: 22.9M, 58M, 134M and 368M parameters; the first with 8,192: 13.8M.
+    # With a vocabulary of 32,000: 22.9M, 58M, 134M and 368M parameters; llama-14m with a vocabulary of 8,192: 13.8M.
     "llama-14m": _PLAIN | size(384, 6, 6, None, 1024, tie_word_embeddings=True),
     "llama-60m": _PLAIN | size(512, 8, 8, None, 1376),
     "llama-125m": _PLAIN | size(768, 12, 12, None, 2048),

@@ -1,4 +1,4 @@
-"""The tables by which a family maps its config.json keys and tensor names to Weft's. Torch-free."""
+"""Tables that map a family's config.json keys and tensor names to Weft's, and their use. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from weft.families.json_values import MAX_INTEGER, bounded, integer, layer_types
 from weft.families.rope_keys import read_rope, write_rope
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
-# Reads the keys of sliding windows from a config.json and its number of layers; writes them from all keys.
+# Two functions: the first reads the keys of sliding windows from a config.json and a number of layers, the second
+# writes them from all keys.
 Windows = tuple[Callable[[dict[str, Any], int], dict[str, Any]], Translation]
 
-# Keys of `model:` that families compute with, and so must be integers.
+# Keys of `model:` that families compute with; their values must be integers.
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "mla.qk_nope_head_dim", "mla.qk_rope_head_dim",
 )  # fmt: skip
@@ -26,7 +27,7 @@ SAME = (
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "attention_dropout", "initializer_range",
     "pad_token_id",
 )  # fmt: skip
-# Hugging Face's names of activation functions -> Weft's; of two names for one function, the first is written.
+# Hugging Face's names of activation functions -> Weft's names. If a function has several names, the first is written.
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu", "relu2": "relu2",
@@ -41,17 +42,20 @@ _NULLABLE = {
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a module's parameters are in Hugging Face's files.
+    """The name and layout of a module's parameters in Hugging Face's files.
 
     Attributes:
-        name, hf_name: names without `.weight` and `.bias`, or full names of single tensors; `{n}` is the layer. `{e}`
-            in `hf_name` is the expert: the file has a tensor per expert, and Weft's tensor stacks them.
-        transposed: the file's matrix is `[in, out]` (GPT-2).
-        stacked: the file's tensor is `[experts, ...]`; the other attributes apply to each expert's.
-        part: (index, kinds), if the file's tensor is a concatenation of several: Weft's index among them, and the kind
-            of each, in order: "q" and "kv" have the rows of queries or keys, "inner" the MLP's intermediate size.
-        by_head: the concatenated tensors alternate head by head (GPT-NeoX).
-        alternating: the concatenated tensors alternate row by row (gpt-oss).
+        name: Weft's name of the module, without `.weight` and `.bias`, or the full name of a single tensor. `{n}`
+            stands for the layer.
+        hf_name: Hugging Face's name, in the same form. `{e}` stands for the expert: the file then has a tensor per
+            expert, and Weft's tensor stacks these tensors.
+        transposed: whether the file's matrix is `[in, out]` (GPT-2).
+        stacked: whether the file's tensor is `[experts, ...]`; the other attributes then apply to each expert's matrix.
+        part: (index, kinds) if the file's tensor concatenates several tensors: the index of Weft's tensor among the
+            concatenated tensors, and the kind of each tensor, in order. The kind determines the number of rows: "q" for
+            queries, "kv" for keys or values, "inner" for the MLP's intermediate size.
+        by_head: whether the concatenated tensors alternate head by head (GPT-NeoX).
+        alternating: whether the concatenated tensors alternate row by row (gpt-oss).
     """
 
     name: str
@@ -64,10 +68,11 @@ class Weight:
 
 
 def fused(hf_name: str, kinds: Mapping[str, str], **options: bool) -> tuple[Weight, ...]:
-    """The weights that one tensor of the file concatenates.
+    """Returns the table entries of the weights that one tensor of the file concatenates.
 
     Args:
-        kinds: name -> kind, in the file's order.
+        hf_name: Hugging Face's name of the concatenated tensor.
+        kinds: Weft's name of each weight -> kind (`Weight.part`), in the order of concatenation.
         options: further attributes of `Weight`.
     """
     all_kinds = tuple(kinds.values())
@@ -78,7 +83,7 @@ QKV = {f"layers.{{n}}.attention.{name}": kind for name, kind in (("q_proj", "q")
 
 
 def expert_weights(hf_prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """The weights of experts that the file has one tensor each for, `{hf_prefix}.{e}.{gate}.weight` and so on."""
+    """Returns the table entries of experts with separate tensors, such as `{hf_prefix}.{e}.{gate}.weight`."""
     names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     return tuple(
         Weight(f"layers.{{n}}.mlp.experts.{name}", f"{hf_prefix}.{{e}}.{hf_name}.weight")
@@ -87,9 +92,14 @@ def expert_weights(hf_prefix: str, gate: str = "gate_proj", up: str = "up_proj",
 
 
 def same(*more: str, without: tuple[str, ...] = (), **renamed: str) -> dict[str, str]:
-    """A family's table of keys, Weft's -> config.json's: `SAME` and `more` of equal names, and renamed ones.
+    """Returns a family's table of keys: key of `model:` -> key of config.json.
 
-    Keys of a nested section have a dot: `moe.num_experts`.
+    Keys of a nested section have a dot, such as `moe.num_experts`.
+
+    Args:
+        more: keys, in addition to `SAME`, that have the same name in config.json.
+        without: keys of `SAME` that the family does not have.
+        renamed: keys that have another name in config.json.
     """
     return {key: key for key in (*SAME, *more) if key not in without} | renamed
 
@@ -101,13 +111,14 @@ def renaming(
     windows: Windows | None = None,
     **allowed: Any,
 ) -> tuple[Translation, Translation]:
-    """`from_hf` and `to_hf` of a family that needs only its table and a standard rotary embedding.
+    """Returns `from_hf` and `to_hf` of a family that needs only a table and a standard rotary embedding.
 
     Args:
-        always: keys of `model:` that all its models have.
-        table, defaults: as in `read`.
-        windows: reads and writes the keys of sliding windows.
-        allowed: keys of which one value is supported, as in `refuse`.
+        always: keys of `model:` that all models of the family have.
+        table: key of `model:` -> key of config.json (`same`).
+        defaults: default values of config.json's keys (`read`).
+        windows: functions that read and write the keys of sliding windows; None: the table has these keys.
+        allowed: key of config.json -> the only supported value (`refuse`).
     """
 
     def from_hf(config: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +136,7 @@ def renaming(
 def size(
     hidden: int, layers: int, heads: int, kv_heads: int | None = None, intermediate: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The keys of a preset that make up its size; None leaves a key out."""
+    """Returns the keys of `model:` that determine a preset's size, and `more`. None leaves a key out."""
     sizes = {
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "intermediate_size": intermediate,
@@ -134,15 +145,16 @@ def size(
 
 
 def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads keys of `model:` from a config.json. Types other than sizes are checked by the caller.
+    """Reads keys of `model:` from a config.json. The caller checks the types of all values except sizes.
 
     Args:
-        table: Weft's key -> config.json's.
-        defaults: of config.json's keys; a default of None makes null equal to a missing key.
+        config: a config.json.
+        table: key of `model:` -> key of config.json.
+        defaults: default values of config.json's keys. If the default is None, null is equal to a missing key.
 
     Raises:
-        UserError: a key without default is missing, null has no meaning, a number is too large, or `layer_types` does
-            not have a known type for each layer.
+        UserError: a key without default is missing, a key is null without a meaning of null, a number is too large, an
+            activation function is unknown, or `layer_types` does not have a known type for each layer.
     """
     found: dict[str, Any] = {}
     for key, hf_key in table.items():
@@ -166,15 +178,15 @@ def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[
 
 
 def _padding_row(token: Any, rows: Any) -> Any:
-    """The embedding row for a `padding_idx`: negative ones count from the end; None if out of range."""
+    """Returns the embedding row of a padding token. Negative ids count from the end; None if out of range."""
     if type(token) is not int or type(rows) is not int:
-        return token  # the caller's checks report it
+        return token  # the caller's checks report the type
     row = token + rows if token < 0 else token
     return row if 0 <= row < rows else None
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"moe.num_experts": 8}` as `{"moe": {"num_experts": 8}}`."""
+    """Nests keys that have a dot: `{"moe.num_experts": 8}` becomes `{"moe": {"num_experts": 8}}`."""
     found: dict[str, Any] = {}
     for key, value in keys.items():
         section, dot, name = key.partition(".")
@@ -186,7 +198,7 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(keys: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
-    """Writes the config.json keys that `read` reads with the same table. Keys of missing sections are left out."""
+    """Returns the config.json keys that `read` reads with the same table, without the keys of missing sections."""
     written = {}
     for key, hf_key in table.items():
         section, _, name = key.rpartition(".")
@@ -200,14 +212,23 @@ def write(keys: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_window(config: Mapping[str, Any], default: int | None) -> int | None:
-    """`sliding_window`; None if null. Raises UserError."""
+    """Returns `sliding_window`; None if null. Raises UserError if the value is not a positive integer."""
     if config.get("sliding_window", default) is None:
         return None
     return integer(config, "sliding_window", default or 1)
 
 
 def read_layer_types(config: Mapping[str, Any], window: int | None, default: list[bool]) -> dict[str, Any]:
-    """`sliding_window` and `layer_types`; `default`: whether each layer slides. Raises UserError."""
+    """Returns the keys `sliding_window` and `layer_types` of `model:`; empty if no layer has a sliding window.
+
+    Args:
+        config: a config.json.
+        window: sliding window size; None: config.json has none.
+        default: for each layer, whether it has a sliding window if `layer_types` is missing.
+
+    Raises:
+        UserError: `layer_types` is invalid, or has sliding windows although `window` is None.
+    """
     types = layer_types(config, len(default))
     if types is None:
         types = ["sliding_attention" if slides else "full_attention" for slides in default]
@@ -219,22 +240,26 @@ def read_layer_types(config: Mapping[str, Any], window: int | None, default: lis
 
 
 def write_layer_types(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the keys that `read_layer_types` reads."""
+    """Returns the config.json keys that `read_layer_types` reads."""
     slides = "sliding_attention" in keys["layer_types"]
     return {"sliding_window": keys["sliding_window"] if slides else None, "layer_types": keys["layer_types"]}
 
 
 def activation(name: Any, key: str) -> str:
-    """Weft's name of an activation function. Raises UserError for an unknown one."""
+    """Returns Weft's name of an activation function. Raises UserError if the function is unknown."""
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise UserError(f"{key}: unknown activation function {reprlib.repr(name)}; there are {', '.join(_ACTIVATIONS)}")
+        raise UserError(f"{key}: unknown activation function {reprlib.repr(name)}; use {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces activation names of a config.json by the original's, where both name the same function.
+    """Replaces activation names in a written config.json by those of the original, if both name the same function.
 
-    Transformers computes `gelu_new` in another order than `gelu_pytorch_tanh`, so logits differ in the last digits.
+    Transformers computes `gelu_new` and `gelu_pytorch_tanh` in different orders, so logits differ in the last digits.
+
+    Args:
+        written: the written config.json.
+        origin: the config.json that the model was read from.
     """
     names = {key: origin[key] for key in written if key in _ACTIVATION_KEYS and isinstance(origin.get(key), str)}
     equal = {key: name for key, name in names.items() if _ACTIVATIONS.get(name) == _ACTIVATIONS.get(written[key])}
@@ -242,9 +267,13 @@ def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) ->
 
 
 def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
-    """Raises UserError if one of these keys has another value than the given one.
+    """Raises UserError if a key of config.json has an unsupported value.
 
-    Null counts as missing, unless the given value is true: null would mean false.
+    A null counts as missing, unless the supported value is true: there, null would mean false.
+
+    Args:
+        config: a config.json.
+        allowed: key -> the only supported value.
     """
     for key, value in allowed.items():
         given = config.get(key, value)

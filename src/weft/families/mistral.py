@@ -17,7 +17,7 @@ _from_hf, to_hf = renaming({"family": "mistral"}, KEYS, DEFAULTS)
 
 def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     keys = _from_hf(config)
-    if config.get("layer_types") is not None:  # which Transformers' Mistral ignores
+    if config.get("layer_types") is not None:  # Transformers' Mistral ignores layer_types
         kind = "sliding_attention" if "sliding_window" in keys else "full_attention"
         refuse(config, layer_types=[kind] * keys["num_hidden_layers"])
     return keys
@@ -25,8 +25,8 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 _PRESET = {"family": "mistral", "max_position_embeddings": 32768}
 PRESETS = {
-    # Mistral 7B, its first version: 7.24B parameters.
+    # Mistral 7B, the first version: 7.24B parameters.
     "mistral-7b": _PRESET | size(4096, 32, 32, 8, 14336, vocab_size=32000, sliding_window=4096),
-    # Its third version, without the window: 7.25B.
+    # Mistral 7B, the third version, without a sliding window: 7.25B parameters.
     "mistral-7b-v0.3": _PRESET | size(4096, 32, 32, 8, 14336, vocab_size=32768, rope_theta=1000000.0),
 }

@@ -35,7 +35,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     rope = read_rope(config, DEFAULTS, partial=1.0)
     kind = rope["rope_scaling"]["rope_type"] if "rope_scaling" in rope else "longrope"
     if kind != "longrope":
-        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported for Phi-3, only 'longrope'")
+        raise UserError(f"rope_scaling: rope_type {kind!r} is not supported for Phi-3; use 'longrope'")
     return {"family": "phi3", **read(config, KEYS, DEFAULTS), **rope}
 
 
@@ -45,7 +45,7 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
         original = scaling["original_max_position_embeddings"]
         default = keys["max_position_embeddings"] / (original or 1)
         if scaling["attention_factor"] is None and scaling["factor"] == default:
-            # Transformers before 5 accepts exactly these keys, and computes the others.
+            # Transformers before 5 accepts exactly these keys, and computes the other values.
             lists = {key: written["rope_scaling"].get(key) for key in ("short_factor", "long_factor")}
             written["rope_scaling"] = {"type": scaling["rope_type"], **lists}
     return written | {"original_max_position_embeddings": original or keys["max_position_embeddings"]}

@@ -19,7 +19,7 @@ _ALWAYS = {"family": "qwen2", "attention_bias": True, "attention_output_bias": F
 
 
 def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Reads the sliding window: off unless `use_sliding_window`, else in all layers from `max_window_layers` on."""
+    """Reads the sliding window: if `use_sliding_window` is true, the layers from `max_window_layers` on have it."""
     window, first = read_window(config, 4096), integer(config, "max_window_layers", 28, least=0)
     if not flag(config, "use_sliding_window", False):
         window = None
@@ -27,7 +27,7 @@ def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def write_windows(keys: dict[str, Any]) -> dict[str, Any]:
-    """Writes the sliding window, in the older keys too."""
+    """Writes the keys of the sliding window, including the older keys."""
     written = write_layer_types(keys)
     types = [*written["layer_types"], "sliding_attention"]
     return written | {

@@ -28,7 +28,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
     elif not isinstance(rotated, list):
-        raise UserError(f"no_rope_layers: {reprlib.repr(rotated)} is not a list")
+        raise UserError(f"no_rope_layers: must be a list of 0 and 1, not {reprlib.repr(rotated)}")
     elif len(rotated) < layers:
         raise UserError(f"no_rope_layers: {len(rotated)} entries for {layers} layers; give one per layer")
     rotated = rotated[:layers]

@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        self.token_logprobs, self.logits = token_logprobs, F.linear  # replaced if compiled or sharded
+        self.token_logprobs, self.logits = token_logprobs, F.linear  # replaced by compiled or sharded versions
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
         # Set for pipeline stages: whether this stage has the embedding and the head, and the dtype of its computation.
         # Layers that belong to other stages are None.

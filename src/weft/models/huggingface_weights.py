@@ -144,7 +144,7 @@ def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform 
         stem, _, kind = generic.rpartition(".")
         weight, ending = (table[generic], "") if generic in table else (table.get(stem), f".{kind}")
         if weight is None:
-            raise UserError(f"{name}: the family {section.family!r} has no such weight; set model.family to another family")
+            raise UserError(f"{name}: the family {section.family!r} has no such weight; set another model.family")
         transform = _transform(weight, section, is_matrix=kind != "bias" and not kind.endswith("_bias"))
         place = (int(layer) if layer else -1, kind if ending else "", order[weight.name])
         hf_name = weight.hf_name.replace("{n}", layer) + ending

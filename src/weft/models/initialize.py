@@ -62,7 +62,9 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
     value = scheme(name, shape, role, generator, config)
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         given = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UserError(f"model.initialization: {chosen} returned {given} for {name}; return a tensor of {tuple(shape)}")
+        raise UserError(
+            f"model.initialization: {chosen} returned {given} for {name}; it must return a tensor of {tuple(shape)}"
+        )
     return value.to(dtype)
 
 

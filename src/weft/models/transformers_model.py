@@ -139,17 +139,17 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
         with contextlib.nullcontext() if seed is not None else _parameters_on_meta():
             model = kind._from_config(config, dtype=torch.float32, **options)
     except ImportError as error:
-        what = f"model.attn_implementation: {_first_line(error)}; install the package, or set attn_implementation to sdpa"
+        what = f"model.attn_implementation: {_first_line(error)}; install the package, or set the key to sdpa"
         raise UserError(what, section.path) from error
     except (ValueError, TypeError, AttributeError, ZeroDivisionError, RuntimeError) as error:  # raised by constructors
         raise UserError(
-            f"model: {base.__name__}: {_first_line(error)}; fix the key in config.json, or set it in model.config",
+            f"model: {base.__name__}: {_first_line(error)}; fix config.json, or set the key in model.config",
             section.path,
         ) from error
     module = sys.modules[base.__module__]
     model.takes = set(inspect.signature(base.forward).parameters)
     model.takes_cache = "past_key_values" in model.takes
-    # A 4D mask would replace the sliding windows of such a model. The model's own masks restart at each document.
+    # A 4D mask would replace a model's own sliding windows. Its own masks restart where positions do.
     windows = any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_chunked_causal_mask"))
     model.masks = model.config._attn_implementation in ("sdpa", "eager") and not windows
     embedding = model.get_input_embeddings()
@@ -167,7 +167,7 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
     except ImportError as error:
         raise UserError(MISSING) from error
     if int(transformers.__version__.partition(".")[0]) < 5:
-        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update transformers")
+        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update it")
     model_type = section.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in section.config:
@@ -180,7 +180,7 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(section.config))
     except Exception as error:  # its validation raises many types
-        raise UserError(f"model: config.json is invalid for transformers: {_first_line(error)}", section.path) from error
+        raise UserError(f"model: transformers rejects this config.json: {_first_line(error)}", section.path) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"model: transformers has no causal language model of model_type {model_type!r}; choose another model"
         raise UserError(what, section.path)
@@ -196,7 +196,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Puts new parameters on the meta device, but not buffers: constructors compute them, and checkpoints lack them."""
+    """Puts new parameters on the meta device, but not buffers, which constructors compute and checkpoints lack."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -308,7 +308,7 @@ def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
                 )
             except (RuntimeError, ValueError, TypeError, IndexError):  # the model does not take a mask of this form
                 return _CROSSES_DOCUMENTS
-            # Other documents must not change any bit. A single document has other shapes, so its sums round differently.
+            # Other documents must not change any bit. Alone, a document has other shapes: sums round differently.
             single = model(tokens=tokens[:, 4:], positions=restarted[:, 4:])
             separate = _unchanged(model, second, after_change, effect)
             close = bool((second - single).abs().max() <= 0.1 * single.abs().max())

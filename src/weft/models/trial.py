@@ -122,7 +122,7 @@ def try_components(
 
 
 def _small(config: ModelSection) -> ModelSection:
-    """Returns a config with one layer and few parameters. Hidden size and heads, which components see, are unchanged."""
+    """Returns a config with one layer and few parameters. Sizes that custom components see are unchanged."""
     inner, moe = intermediate_size(config), config.moe
     if moe is not None:
         few = min(moe.num_experts, 2)
@@ -150,7 +150,7 @@ class Trial:
     outputs: list[tuple[CustomComponent, list[torch.Tensor]]] = field(default_factory=list)
 
     def run(self, function: Callable[[], Any], *running: CustomComponent) -> Any:
-        """Calls a function. Exceptions raised in a component's file propagate; all other exceptions become a UserError."""
+        """Calls a function. Exceptions raised in a component's file propagate; others become a UserError."""
         self.running = list(running)
         try:
             return function()
@@ -161,9 +161,9 @@ class Trial:
             text = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")[:300]
             if "meta" in text:
                 raise UserError(
-                    f"{who} computes with tensors in __init__, or stores tensors outside of parameters and buffers: the "
-                    "decoder is first built on the meta device; store them in a buffer (register_buffer), a parameter "
-                    f"or an nn.ModuleList of an nn.Module, or compute them when called ({text})"
+                    f"{who} computes with tensors in __init__, or stores tensors outside of parameters and buffers; "
+                    "the decoder is first built on the meta device. Store them in a buffer (register_buffer), a "
+                    f"parameter or an nn.ModuleList of an nn.Module, or compute them when called ({text})"
                 ) from error
             names = {component.type.partition(":")[0] for component in self.components}
             files = {file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))}
@@ -259,8 +259,8 @@ class Trial:
                     hidden = "keys that the mask hides" if segments is not None else "later tokens"
                     mask = "a mask" if segments is not None else "no mask (None), which means causal"
                     raise UserError(
-                        f"{component} depends on {hidden}: with {mask}, its output for a token changes if these change; "
-                        "apply the mask, and a causal mask where it is None"
+                        f"{component} depends on {hidden}: with {mask}, its output for a token changes "
+                        "if these change; apply the mask, and a causal mask where it is None"
                     )
 
 

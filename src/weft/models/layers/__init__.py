@@ -1,1 +1,1 @@
-"""Layers of the decoder."""
+"""The layers of the built-in decoder."""

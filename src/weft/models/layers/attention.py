@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped key/value heads."""
+"""Multi-head attention with grouped key/value heads (grouped-query attention)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm, RMSNorm1p
 
-# Applies the rotary embedding: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
+# Function that applies the rotary embedding: (q, k) -> (q, k), each [batch, heads, seq, head_dim].
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with its projections."""
+    """Grouped-query attention, with the projections of queries, keys, values and output."""
 
     def __init__(self, config: ModelSection, layer: int):
         super().__init__()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=config.output_bias)
-        self.norm_all_heads = config.qk_norm and config.qk_norm_over == "width"  # all heads as one vector
+        self.norm_all_heads = config.qk_norm and config.qk_norm_over == "width"  # normalizes all heads as one vector
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             norm = RMSNorm1p if config.norm == "rmsnorm1p" else RMSNorm
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.clip, self.hidden_dropout = config.clip_qkv, Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`; other arguments as in `Block.forward`."""
+        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; the other arguments are those of `Block.forward`."""
         batch, seq, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
@@ -63,9 +63,9 @@ class Attention(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Attention of projected queries, keys and values, which `parallel/` may wrap.
+    """The attention of projected queries, keys and values; a separate module, so that `parallel/` can wrap it.
 
-    `attention_implementation: module:Class` replaces it by a custom component.
+    With `attention_implementation: module:Class`, a custom component computes this attention.
     """
 
     def __init__(self, config: ModelSection):
@@ -73,16 +73,16 @@ class CoreAttention(nn.Module):
         heads, chosen = config.num_attention_heads, config.attention_implementation
         self.scale, self.softcap = config.attention_multiplier, config.attn_logit_softcapping
         self.dropout = config.attention_dropout
-        # Seams: the heads computed here, as a slice of all heads and of the heads whose parameters this rank has.
+        # Set by `parallel/`: this rank's heads, as a slice of all heads and of the heads whose parameters it has.
         self.num_heads, self.heads, self.local_heads = heads, slice(None), slice(None)
-        # A seam: replaces `dropout` where attention weights are sharded.
+        # Set by `parallel/`: replaces `dropout` if attention weights are sharded.
         self.weights_dropout: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.alibi_bias_max = config.alibi_bias_max if config.position == "alibi" else None
         self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
         self.own = custom_component(chosen, "attention", config) if ":" in chosen else None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask=None) -> torch.Tensor:
-        """`attention` of `[batch, heads, seq, head_dim]`; the mask is as in `Block.forward`."""
+        """Computes `attention` of `[batch, heads, seq, head_dim]`; `mask` is that of `Block.forward`."""
         if self.own is not None:
             return self.own(q, k, v, mask).to(v.dtype)
         slopes = None
@@ -94,6 +94,6 @@ class CoreAttention(nn.Module):
         return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 
     def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
-        """The `dropout` argument in training. Devices other than CPUs have kernels with dropout."""
+        """Returns the `dropout` argument in training: a function only on CPUs, where no fused kernel has dropout."""
         replacement = self.weights_dropout if device.type == "cpu" and self.dropout else None
         return replacement or self.dropout

@@ -15,16 +15,21 @@ from weft.config.components import load_class
 from weft.config.custom_components import CUSTOM_COMPONENT_KEYS
 from weft.errors import UserError
 
-# The call that created each custom module: the decoder is built on the meta device, and initial values come from a
-# second instance.
+# The call that created each custom module. The decoder is built on the meta device, so initial values come from a
+# second instance that the call creates.
 FACTORIES: WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = WeakKeyDictionary()
 
 
 def custom_component(type_: str, kind: str, *arguments: Any) -> Any:
-    """Instantiates the class `module:Class`.
+    """Instantiates the custom class of a component.
+
+    Args:
+        type_: the class, as `module:Class`.
+        kind: kind of the component, such as "norm".
+        arguments: arguments of the constructor.
 
     Raises:
-        UserError: there is no such class, or a norm or position component is not an nn.Module.
+        UserError: the class does not exist, or the class of a norm or position component is not an nn.Module.
     """
     try:
         found = load_class(type_, kind)
@@ -41,9 +46,9 @@ def custom_component(type_: str, kind: str, *arguments: Any) -> Any:
 
 
 def custom_component_value(model: nn.Module, name: str, seed: int) -> torch.Tensor | None:
-    """The initial value of a parameter or buffer of a custom component; None for other parameters.
+    """Returns the initial value of a custom component's parameter or buffer; None for other parameters.
 
-    The component is created again on the CPU, with PyTorch's generator seeded by `seed` and the component's name.
+    The component is created again on the CPU. `seed` and the component's name seed PyTorch's random generator.
     """
     path = name.split(".")
     for depth in range(1, len(path)):
@@ -59,5 +64,5 @@ def custom_component_value(model: nn.Module, name: str, seed: int) -> torch.Tens
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A 64-bit seed that depends on `seed` and `name` only."""
+    """Returns a 64-bit seed that depends on `seed` and `name` only."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Number of local tokens -> (length of the full sequence, positions of the local tokens in it).
+# Number of local tokens -> (length of the full sequence, positions of the local tokens in the full sequence).
 FullSequence = Callable[[int], tuple[int, torch.Tensor]]
 
 
 class Dropout(nn.Module):
-    """In training, sets elements to 0 with probability `p` and divides the others by 1 - p.
+    """Dropout: in training, sets elements to 0 with probability `p` and divides the other elements by 1 - p.
 
     Attributes:
-        full_sequence: a seam for sharded sequences: the mask is drawn for the full sequence, then indexed.
+        full_sequence: function that `parallel/` sets if sequences are sharded: the mask is then drawn for the full
+            sequence, and indexed with the positions of the local tokens.
     """
 
     def __init__(self, p: float):

@@ -10,13 +10,14 @@ from weft.models.layers.attention import CoreAttention, Rotary
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.norm import RMSNorm
 
-EPS = 1e-6  # of the latent norms, as published; independent of the residual stream's
+EPS = 1e-6  # epsilon of the norms of latents, as published; not that of the residual stream's norms
 
 
 class LatentAttention(nn.Module):
-    """Each head projects its keys and values from one latent vector per token; one rotary key is shared by all heads.
+    """Attention in which each head projects its keys and values from one latent vector per token.
 
-    The cache holds only the latent and the rotary key: `kv_lora_rank + qk_rope_head_dim` elements per token.
+    All heads share one rotary key per token. The cache contains only the latent vector and the rotary key:
+    `kv_lora_rank + qk_rope_head_dim` elements per token.
     """
 
     def __init__(self, config: ModelSection, layer: int):
@@ -43,7 +44,7 @@ class LatentAttention(nn.Module):
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`; other arguments as in `Block.forward`."""
+        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; the other arguments are those of `Block.forward`."""
         batch, seq, _ = x.shape
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
         q_nope, q_rope = q.view(batch, seq, self.heads, -1).transpose(1, 2).split((self.nope, self.rope), dim=-1)
@@ -67,9 +68,10 @@ class LatentAttention(nn.Module):
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
 
     def absorbed(self, q_nope, q_rope, latent, k_rope, mask):
-        """Attention of one new token over the latents, as one key/value head for all query heads.
+        """Computes the attention of one new token with the latents as the only key/value head of all query heads.
 
-        q (W c) = (q W) c, and W (sum of c) = sum of (W c): no keys or values of earlier tokens are recomputed.
+        For a query q, a latent c and a projection W, q (W c) = (q W) c, and W (sum of c) = sum of (W c). So the keys
+        and values of earlier tokens need not be recomputed from their latents.
         """
         k_weight, v_weight = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split(
             (self.nope, self.v_head_dim), dim=1

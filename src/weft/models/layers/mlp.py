@@ -1,4 +1,4 @@
-"""The feed-forward layer of a block."""
+"""The feed-forward layer (MLP) of a block, and its activation functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.layers.dropout import Dropout
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2 (So et al., 2021)."""
+    """Returns relu(x)^2 (So et al., 2021)."""
     return F.relu(x).square()
 
 
@@ -29,12 +29,12 @@ ACTIVATIONS = {
 
 
 def make_activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The activation function that `model.hidden_act` names."""
+    """Returns the activation function for a value of `model.hidden_act`: a built-in name or `module:Class`."""
     return ACTIVATIONS[name] if name in ACTIVATIONS else custom_component(name, "activation")
 
 
 class MLP(nn.Module):
-    """down(act(up(x))), or gated (Shazeer, 2020): down(act(gate(x)) * up(x))."""
+    """The MLP of a block: down(act(up(x))), or gated (Shazeer, 2020): down(act(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelSection):
         super().__init__()
@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 def intermediate_size(config: ModelSection) -> int:
-    """The MLP's intermediate size; default: 4 x hidden size or, if gated, 8/3 x hidden size in multiples of 8."""
+    """Returns the MLP's intermediate size. Default: 4 x hidden size; if gated, 8/3 x hidden size, a multiple of 8."""
     if config.intermediate_size is not None:
         return config.intermediate_size
     if config.mlp == "plain":

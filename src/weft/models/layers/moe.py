@@ -1,4 +1,4 @@
-"""Mixture of experts in place of the MLP (Shazeer et al., 2017)."""
+"""A mixture of experts, which replaces the MLP of a block (Shazeer et al., 2017)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
 from weft.torch_private import in_backward
 
-SWIGLU_ALPHA = 1.702  # of gpt-oss: x * sigmoid(1.702 x) approximates gelu
+SWIGLU_ALPHA = 1.702  # in gpt-oss's activation: x * sigmoid(1.702 x) approximates gelu
 
 
 class MixtureOfExperts(nn.Module):
-    """The sum of the chosen experts' outputs, weighted by the router, plus the shared experts' output."""
+    """A mixture of experts: the sum of the chosen experts' outputs, weighted by the router, plus shared experts."""
 
     def __init__(self, config: ModelSection):
         super().__init__()
@@ -31,12 +31,12 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
-        # A seam: experts may be on other ranks. With a capacity, shapes depend on data and cannot be compiled.
+        # `parallel/` replaces it if experts are on other ranks. With a capacity, shapes depend on data: not compiled.
         self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`; `loss_weights` as in `Decoder.forward`."""
+        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; `loss_weights` is that of `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
         dropped = self.router.over_capacity(chosen) if self.training else None
         tokens = (None if tensor is None else tensor.flatten(0, 1) for tensor in (x, weights, chosen, dropped))
@@ -52,12 +52,12 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, in at least float32.
+    """The router, which chooses each token's experts, in at least float32.
 
     Attributes:
-        correction_bias: added to the scores for the choice of experts only (Wang et al., 2024), or None.
-        load: in training, the number of tokens that chose each expert since the last reset.
-        dropped_counts: the number of those that exceeded its capacity.
+        correction_bias: bias that is added to the scores only to choose experts (Wang et al., 2024), or None.
+        load: `[experts]`, number of tokens that were routed to each expert in training since the last reset.
+        dropped_counts: `[experts]`, number of these tokens that exceeded the expert's capacity.
     """
 
     correction_bias: torch.Tensor | None
@@ -73,7 +73,7 @@ class Router(nn.Module):
         self.register_buffer("correction_bias", torch.zeros(experts) if config.correction_bias else None)
         self.register_buffer("load", torch.zeros(experts), persistent=False)
         self.register_buffer("dropped_counts", torch.zeros(experts), persistent=False)
-        # Seams for sharded sequences: sums over the ranks, and calls a function with the full sequence.
+        # `parallel/` replaces these for sharded sequences: a sum over ranks, and a call with the full sequence.
         self.sum_over_sequence, self.sequence_shards = lambda x: x, 1
         self.on_full_sequence = lambda function, chosen: function(chosen)
 
@@ -81,8 +81,8 @@ class Router(nn.Module):
         """Routes `x` `[batch, seq, hidden]`.
 
         Returns:
-            Weights (in `x`'s dtype) and indices of the chosen experts, each `[batch, seq, num_experts_per_tok]`, and
-            all experts' logits `[batch, seq, experts]`.
+            Weights (in the dtype of `x`) and indices of the chosen experts, each `[batch, seq, num_experts_per_tok]`;
+            and the logits of all experts, `[batch, seq, experts]`.
         """
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -99,7 +99,7 @@ class Router(nn.Module):
         return (weights * config.routed_scaling_factor).to(x.dtype), chosen, scores
 
     def choose(self, affinity: torch.Tensor) -> torch.Tensor:
-        """The indices of the experts with the highest affinity, within the best groups if experts are grouped."""
+        """Returns the indices of the experts with the highest affinity; grouped experts: within the best groups."""
         config = self.config
         if self.correction_bias is not None:
             affinity = affinity + self.correction_bias
@@ -114,11 +114,11 @@ class Router(nn.Module):
         return affinity.topk(config.num_experts_per_tok, dim=-1).indices
 
     def over_capacity(self, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Which choices exceed their expert's capacity: bool `[batch, seq, num_experts_per_tok]`; None: no capacity.
+        """Returns a mask of the choices that exceed the expert's capacity; None if experts have no capacity limit.
 
-        Capacity counts within each sequence, earlier tokens first, so results do not depend on the batch's sharding and
-        no token's output depends on later ones. (In Lepikhin et al., 2021, and Fedus et al., 2021, the tokens of one
-        device compete; the former puts all first choices before the second ones.)
+        The mask is bool `[batch, seq, num_experts_per_tok]`. Capacity is counted within each sequence, and earlier
+        tokens take precedence. So results do not depend on the batch's sharding, and no token's output depends on later
+        tokens. (In Lepikhin et al., 2021, and Fedus et al., 2021, the tokens of one device compete for capacity.)
         """
         return None if self.config.capacity_factor is None else self.on_full_sequence(self._over_capacity, chosen)
 
@@ -137,17 +137,17 @@ class Router(nn.Module):
         loss_weights: torch.Tensor,
         dropped: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Updates `load` and `dropped_counts`; returns the auxiliary losses, a scalar, or None if there are none.
+        """Updates `load` and `dropped_counts`; returns the sum of the auxiliary losses, or None if all are disabled.
 
-        The load balancing loss (Fedus et al., 2021) is computed per sequence, as in DeepSeek-V2, so it does not depend
-        on the batch's sharding. Sequences of weight 0 are not counted.
+        The load balancing loss (Fedus et al., 2021) is computed per sequence, as in DeepSeek-V2, so the loss does not
+        depend on the batch's sharding. Sequences whose loss weight is 0 are not counted.
         """
         config, seq = self.config, chosen.shape[1] * self.sequence_shards
         chosen = chosen.flatten(1)
         counts = scores.new_zeros(len(chosen), config.num_experts)
         counts = counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))  # [batch, experts]
-        # Recomputation in backward adds 0. It must run the same operations: selective activation checkpointing
-        # identifies them by their order.
+        # Recomputation in backward adds 0. It must run the same operations as forward, because selective activation
+        # checkpointing identifies operations by their order.
         counted, alpha = (loss_weights > 0).unsqueeze(1), 0 if _recomputing() else 1
         self.load.add_((counts * counted).sum(0), alpha=alpha)
         if dropped is not None:
@@ -166,7 +166,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' gated MLPs, with weights stacked as `[experts, out, in]`."""
+    """The gated MLPs of all experts, with weights stacked as `[experts, out, in]`."""
 
     gate_bias: nn.Parameter | None
     up_bias: nn.Parameter | None
@@ -183,7 +183,15 @@ class Experts(nn.Module):
         self.activation, self.limit = make_activation(hidden_act), config.swiglu_limit
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]`, sorted by expert, with `ends` as `grouped_linear`'s -> `[rows, hidden]`."""
+        """Applies the experts to rows that are sorted by expert.
+
+        Args:
+            x: `[rows, hidden]`.
+            ends: int32 `[experts]`, the index after each expert's last row, as in `grouped_linear`.
+
+        Returns:
+            `[rows, hidden]`.
+        """
         gate, up = grouped_linear(x, self.gate_proj, ends), grouped_linear(x, self.up_proj, ends)
         one_hot = None
         if self.gate_bias is not None and self.up_bias is not None:
@@ -207,13 +215,17 @@ def dispatch(
     chosen: torch.Tensor,
     dropped: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sorts tokens by expert, runs the experts, and sums the weighted outputs of each token: `[tokens, hidden]`.
+    """Sorts tokens by expert, runs the experts, and sums the weighted outputs of each token.
 
     Args:
-        experts: `(rows, ends) -> rows`, with `num_experts`.
+        experts: the experts, called with rows and their ends (`Experts.forward`).
         x: `[tokens, hidden]`.
-        weights, chosen: `[tokens, experts per token]`.
-        dropped: bool, of the same shape, choices that are not computed.
+        weights: `[tokens, experts per token]`, weights of the experts' outputs.
+        chosen: `[tokens, experts per token]`, indices of the experts.
+        dropped: bool `[tokens, experts per token]`, true for choices that are not computed; None: all are computed.
+
+    Returns:
+        `[tokens, hidden]`.
     """
     tokens, per_token = chosen.shape
     if dropped is not None:  # dropped rows are sorted last
@@ -234,12 +246,12 @@ def dispatch(
 
 
 def _recomputing() -> bool:
-    """Whether forward runs within backward, for activation checkpointing. Compiled code runs each forward once."""
+    """Whether activation checkpointing recomputes forward in backward. Compiled code never recomputes this way."""
     return not torch.compiler.is_compiling() and in_backward()
 
 
 class Permute(torch.autograd.Function):
-    """`x[order]` with a gather as its gradient: indexing's own gradient is a nondeterministic scatter-add."""
+    """Returns `x[order]`, with a gather in backward: the gradient of indexing is a nondeterministic scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):
@@ -253,7 +265,7 @@ class Permute(torch.autograd.Function):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Returns `x`; in backward, adds `loss` to the loss."""
+    """Returns `x` unchanged; in backward, adds the gradient of `loss`, as if `loss` were part of the training loss."""
 
     @staticmethod
     def forward(ctx, x, loss):

@@ -1,4 +1,4 @@
-"""Normalization of the residual stream and of queries and keys."""
+"""Norms of the residual stream, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from weft.models.layers.custom import custom_component
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019).
+    """The RMS norm: x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 2019).
 
-    Computed in at least float32 and returned in the weight's dtype: the residual stream may have a wider one.
+    The norm is computed in at least float32. The result has the weight's dtype; the residual stream can have a wider
+    dtype.
     """
 
     initial_weight = 1.0
@@ -30,12 +31,12 @@ class RMSNorm(nn.Module):
         return out.to(self.weight.dtype)
 
     def scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """The factor of the normalized elements."""
+        """Returns the multiplier of the normalized elements."""
         return self.weight.to(dtype)
 
 
 class RMSNorm1p(RMSNorm):
-    """`RMSNorm` scaled by 1 + weight: initial weights are 0, and weight decay pulls the scale to 1."""
+    """An RMS norm that multiplies by 1 + weight. Initial weights are 0, and weight decay pulls the scale to 1."""
 
     initial_weight = 0.0
 
@@ -44,7 +45,7 @@ class RMSNorm1p(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), with dtypes as in `RMSNorm`."""
+    """The layer norm: (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016); dtypes as in `RMSNorm`."""
 
     initial_weight = 1.0
 
@@ -66,7 +67,7 @@ NORMS = {"rmsnorm": RMSNorm, "rmsnorm1p": RMSNorm1p, "layernorm": LayerNorm}
 
 
 def make_norm(config: ModelSection) -> nn.Module:
-    """Creates a norm of the residual stream."""
+    """Creates a norm of the residual stream: a built-in norm or a custom component."""
     size = config.hidden_size, config.rms_norm_eps
     if config.norm in NORMS:
         options = {"bias": config.norm_bias} if config.norm == "layernorm" else {}
@@ -77,7 +78,7 @@ def make_norm(config: ModelSection) -> nn.Module:
 
 
 def _cast_input(norm: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """Casts the input to the weights' dtype: PyTorch's norms require one dtype, the residual stream may be wider."""
+    """Casts a norm's input to the weights' dtype, as PyTorch's norms require; the residual stream may be wider."""
     (x,) = inputs
     weight = next(norm.parameters(), None)
     return (x if weight is None else x.to(weight.dtype),)

@@ -1,4 +1,4 @@
-"""Builds the rotary embedding that a decoder passes to every block's attention."""
+"""Builds the rotary embedding that the decoder passes to the attention of every block."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def rotary_embeddings(
     dtype: torch.dtype,
     lengths: torch.Tensor | None = None,
 ) -> tuple[Rotary | None, Rotary | None]:
-    """The rotary embedding of layers with full attention, and of layers with a sliding window.
+    """Returns the rotary embedding of layers with full attention, and of layers with a sliding window.
 
     Args:
-        custom: the decoder's custom position component. Without a `forward` it only changes the token embeddings.
+        config: the decoder's configuration.
+        custom: the decoder's custom position component, or None. A component without `forward` only changes the token
+            embeddings.
         positions: `[batch or 1, seq]`, each token's position in its document.
-        dtype: of the model's computation.
-        lengths: as `rotary_cos_sin`'s.
+        dtype: dtype of the model's computation.
+        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of sequences.
     """
     if custom is not None:
         rotates = type(custom).forward is not nn.Module.forward
@@ -43,7 +45,8 @@ def rotary_embeddings(
     return rotary, partial(_apply_table, local)
 
 
-# Module-level functions: compiled blocks guard on their identity, and only the tensors change between forward passes.
+# These functions are at module level because compiled blocks guard on the identity of functions. Only their tensor
+# arguments change between forward passes.
 
 
 def _apply_table(table: Pair, q: torch.Tensor, k: torch.Tensor) -> Pair:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), in the half-split layout of Llama's weights."""
+"""The rotary embedding (RoPE; Su et al., 2021), in the half-split layout of Llama's weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ def rotary_cos_sin(
     scaling: RopeScaling | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosines and sines of all positions, each `[batch, 1, seq, rotary_dim / 2]`, computed once per forward pass.
+    """Returns the cosines and sines of all positions, each `[batch, 1, seq, rotary_dim / 2]`.
 
-    The scalings `dynamic` and `longrope` depend on the sequence's length: its largest position, plus 1. The result for
-    a sequence does not depend on the rest of the batch. If documents are packed into one sequence, the longest decides
-    for all of them. Cached keys keep the rotation that they got when the sequence was shorter.
+    The decoder calls this function once per forward pass. The scalings `dynamic` and `longrope` depend on the length of
+    the sequence, which is its largest position plus 1; other sequences of the batch have no effect. If documents are
+    packed into one sequence, the longest document determines the length. Cached keys keep the rotation that they got
+    when the sequence was shorter.
 
     Args:
-        positions: `[batch, seq]`, or `[1, seq]` if equal for all sequences. Full sequences, or their ends.
-        rotary_dim: dimensions of each head that are rotated; even.
-        dtype: of the model's computation; the result is at least float32.
-        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of them.
+        positions: `[batch, seq]`, or `[1, seq]` if the positions are equal for all sequences. `seq` covers the full
+            sequence or its last tokens.
+        rotary_dim: number of dimensions of each head that are rotated; even.
+        theta: base of the frequencies, `rope_theta`.
+        dtype: dtype of the model's computation; the result is at least float32.
+        scaling: RoPE scaling; None: no scaling.
+        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of sequences.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
@@ -43,9 +47,13 @@ def rotary_cos_sin(
 
 
 def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotates the pairs (i, i + rotary_dim / 2) of `x` `[batch, heads, seq, head_dim]` by their position's angle.
+    """Rotates the pairs of dimensions (i, i + rotary_dim / 2) of `x` by the angles of their positions.
 
     Dimensions from `rotary_dim` on are unchanged.
+
+    Args:
+        x: `[batch, heads, seq, head_dim]`.
+        table: the cosines and sines that `rotary_cos_sin` returned.
     """
     cos, sin = table
     rotary_dim = 2 * cos.shape[-1]
@@ -61,10 +69,11 @@ def rotary_depends_on_length(scaling: RopeScaling | None) -> bool:
 
 
 def rotary_changes_at(scaling: RopeScaling | None, length: int) -> bool:
-    """Whether all positions' rotation changes when a sequence grows by one token to `length`.
+    """Whether the rotation of all positions changes when a sequence grows by one token to `length`.
 
-    Cached keys must then be recomputed: longrope is trained with one set of frequencies per sequence, never with both.
-    `dynamic` changes slightly with each token, and its cached keys are kept.
+    This happens with `longrope` beyond the original context length. Cached keys must then be recomputed, because the
+    model is trained with one set of frequencies per sequence. `dynamic` changes slightly with each token; its cached
+    keys are kept.
     """
     if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
         return False
@@ -72,29 +81,29 @@ def rotary_changes_at(scaling: RopeScaling | None, length: int) -> bool:
 
 
 def _original(scaling: RopeScaling) -> int:
-    """The context length before scaling; the config sets it for all scalings that need it."""
+    """Returns the context length before scaling. The config sets this length for all scalings that need it."""
     assert scaling.original_max_position_embeddings is not None
     return scaling.original_max_position_embeddings
 
 
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Position interpolation (Chen et al., 2023)."""
+    """Computes position interpolation (Chen et al., 2023): divides all frequencies by the scaling factor."""
     return frequencies / scaling.factor, 1.0
 
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Scales low frequencies, keeps high ones, interpolates between (Dubey et al., 2024)."""
-    rotations = _original(scaling) * frequencies / (2 * math.pi)  # within the original context
+    """Scales low frequencies, keeps high frequencies, and interpolates between them (Dubey et al., 2024)."""
+    rotations = _original(scaling) * frequencies / (2 * math.pi)  # number of rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies, 1.0
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Interpolates by frequency index, and scales attention scores (Peng et al., 2023)."""
+    """Computes YaRN: scales low frequencies, by index, and attention scores (Peng et al., 2023)."""
     half = frequencies.shape[0]
 
-    def index(rotations: float) -> float:  # of the frequency with this number of rotations in the original context
+    def index(rotations: float) -> float:  # index of the frequency that rotates this often
         wavelength = _original(scaling) / (rotations * 2 * math.pi)
         return half * math.log(wavelength) / math.log(theta)
 
@@ -122,7 +131,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
 def _dynamic(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """A base that grows with the length beyond the original context (NTK-aware; Peng et al., 2023)."""
+    """Computes NTK-aware scaling (Peng et al., 2023): the base grows with the length beyond the original context."""
     original, rotary_dim = _original(scaling), 2 * exponents.shape[0]
     lengths = lengths.clamp(min=original).to(exponents.dtype)
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
@@ -133,7 +142,7 @@ def _dynamic(
 def _longrope(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """A factor per frequency: one set up to the original context length, one beyond (Ding et al., 2024)."""
+    """Divides each frequency by its short or, beyond the original context, long factor (Ding et al., 2024)."""
     original = _original(scaling)
     short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
     factors = torch.where(lengths > original, long, short)  # [batch, 1, rotary_dim / 2]
