@@ -75,8 +75,7 @@ MISTAKES = {
     "more than ten": (lambda p: tensors(p, eleven), "is missing; and 1 more"),
     "unknown": (
         lambda p: change(p, architectures=["LamaForCausalLM"]),
-        "config.json: architectures: .* 'LamaForCausalLM'.*`model: .type: hf, path: ....`.*data parallel only"
-        ".* LlamaForCausalLM\n",
+        "config.json: architectures: .* 'LamaForCausalLM'.* LlamaForCausalLM .*`model: .type: hf, path: ....`",
     ),
     "quantized": (lambda p: change(p, quantization_config={"quant_method": "gptq"}), "quantized .gptq."),
     "no config": (lambda p: (p / "config.json").unlink(), r"config\.json"),
@@ -89,7 +88,7 @@ MISTAKES = {
     ),
     "negative": (
         lambda p: change(p, num_hidden_layers=-1),
-        "config.json: num_hidden_layers: -1 .* at least 1",
+        "config.json: num_hidden_layers: .* at least 1, not -1",
     ),
     "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
     "half": (lambda p: cut(p, -1), r"model.safetensors: truncated file: [\d,]+ bytes of [\d,]+; download it again"),
