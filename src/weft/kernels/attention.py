@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """How attention scores are computed, apart from the mask.
+    """Options for the computation of attention scores, except the mask.
 
     Attributes:
         scale: multiplier of the products of queries and keys; default: `1 / sqrt(head_dim)`.

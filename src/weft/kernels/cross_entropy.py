@@ -66,7 +66,10 @@ def token_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Saves logits in the inputs' dtype and overwrites them with their gradient; only chunks are upcast."""
+    """The autograd function of `token_logprobs`.
+
+    Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only chunks are upcast.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, softcap, compiled, vocabulary):

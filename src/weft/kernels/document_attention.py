@@ -21,7 +21,7 @@ BLOCK = 128  # the tile of flex attention's kernels
 
 
 def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Returns the first key that each token sees, int64 `[batch, seq]`. A token sees all keys from there to its own.
+    """Returns the first key that each token sees, int64 `[batch, seq]`. A token sees this key and all up to its own.
 
     The first key is the start of the token's document, or of its sliding window if the window starts later.
     """
@@ -189,7 +189,7 @@ def _short_documents(
 
 
 def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
-    """`[batch, heads, seq, ...]` -> `[batch x seq, heads, ...]`."""
+    """Flattens batch and sequence: `[batch, heads, seq, ...]` -> `[batch x seq, heads, ...]`."""
     return x.transpose(1, 2).flatten(0, 1)
 
 

@@ -35,7 +35,7 @@ class Cache(Protocol):
     length: int  # number of tokens cached before this forward pass
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values `[batch, kv_heads, seq, head_dim]`; returns all that the queries may see."""
+        """Appends keys and values `[batch, kv_heads, seq, head_dim]`; returns all that queries see."""
         ...
 
     def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
@@ -79,7 +79,7 @@ class Block(nn.Module):
         cache: Cache | None = None,
         loss_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`
+        """Runs the block: `[batch, seq, hidden]` -> `[batch, seq, hidden]`.
 
         Args:
             x: the residual stream.
@@ -109,7 +109,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Maps token ids to logits, or to the log-probabilities of labels.
+    """The built-in decoder: maps token ids to logits, or to the log-probabilities of labels.
 
     Args:
         config: the `model:` section; `vocab_size` must be set. Parameters are created on the current device, which can

@@ -149,7 +149,7 @@ def build_transformers_model(section: TransformersModelSection, *, seed: int | N
     module = sys.modules[base.__module__]
     model.takes = set(inspect.signature(base.forward).parameters)
     model.takes_cache = "past_key_values" in model.takes
-    # A 4D mask would replace a model's own sliding windows. Its own masks restart where positions do.
+    # A 4D mask would replace a model's sliding windows. Such a model's own masks restart where positions restart.
     windows = any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_chunked_causal_mask"))
     model.masks = model.config._attn_implementation in ("sdpa", "eager") and not windows
     embedding = model.get_input_embeddings()
@@ -179,7 +179,7 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
         raise UserError(what, section.path)
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(section.config))
-    except Exception as error:  # its validation raises many types
+    except Exception as error:  # transformers' validation raises many types
         raise UserError(f"model: transformers rejects this config.json: {_first_line(error)}", section.path) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = f"model: transformers has no causal language model of model_type {model_type!r}; choose another model"

@@ -26,7 +26,7 @@ class Dropout(nn.Module):
         self.full_sequence: FullSequence | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`"""
+        """Applies dropout to `[batch, seq, hidden]`."""
         if self.p == 0 or not self.training:
             return x
         if self.full_sequence is None:

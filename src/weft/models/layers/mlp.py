@@ -46,7 +46,7 @@ class MLP(nn.Module):
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, seq, hidden]` -> `[batch, seq, hidden]`"""
+        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`."""
         if self.gate_proj is None:
             inner = self.activation(self.up_proj(x))
         else:

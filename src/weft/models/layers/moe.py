@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
-        # `parallel/` replaces it if experts are on other ranks. With a capacity, shapes depend on data: not compiled.
+        # `parallel/` replaces `dispatch` if experts are on other ranks. With a capacity, shapes depend on data: not compiled.
         self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
@@ -251,7 +251,7 @@ def _recomputing() -> bool:
 
 
 class Permute(torch.autograd.Function):
-    """Returns `x[order]`, with a gather in backward: the gradient of indexing is a nondeterministic scatter-add."""
+    """The indexing `x[order]` with a gather as backward; PyTorch's backward is a nondeterministic scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):
@@ -265,7 +265,7 @@ class Permute(torch.autograd.Function):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Returns `x` unchanged; in backward, adds the gradient of `loss`, as if `loss` were part of the training loss."""
+    """The identity function of `x`, which in backward adds the gradient of `loss` to that of the training loss."""
 
     @staticmethod
     def forward(ctx, x, loss):

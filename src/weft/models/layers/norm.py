@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((size,), self.initial_weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` -> `[..., hidden]`"""
+        """Normalizes `[..., hidden]` along the last dimension."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         out = F.rms_norm(x.to(dtype), self.weight.shape, self.scale(dtype), self.eps)
         return out.to(self.weight.dtype)
@@ -56,7 +56,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden]` -> `[..., hidden]`"""
+        """Normalizes `[..., hidden]` along the last dimension."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         out = F.layer_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), bias, self.eps)
