@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.hidden_size, inner, moe, config.hidden_act)
         shared = config.model_copy(update={"intermediate_size": inner * moe.n_shared_experts, "hidden_dropout": 0.0})
         self.shared = MLP(shared) if moe.n_shared_experts else None
-        # `parallel/` replaces `dispatch` if experts are on other ranks. With a capacity, shapes depend on data: not compiled.
+        # `parallel/` replaces `dispatch` if experts are sharded. A capacity makes shapes depend on data: not compiled.
         self.dispatch: Any = dispatch if moe.capacity_factor is None else torch.compiler.disable(dispatch)
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
