@@ -110,7 +110,7 @@ TOKENS = np.arange(6).reshape(3, 2)
         ({"tokens": TOKENS, "a": 1}, Layout({"a": Field()}, 3), "a has shape (); its first dimension must be"),
         ({"tokens": TOKENS, "a": TOKENS[:, :1]}, Layout({"a": Field(seq_dim=0)}, 3), "dimension 1 must have 2 tokens"),
         ({"tokens": [1, 2], "b": 1, "a": 1}, Layout({"a": Field()}), "unknown key 'b'"),
-        ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has 9 among its labels; ids are 0 to 8"),
+        ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has the id 9 in its labels; ids must be 0 to 8"),
         ({"tokens": [1, -2]}, Layout(), "-2 is neither a token id"),
     ],
 )
@@ -127,8 +127,8 @@ def test_what_does_not_fit_is_one_line_with_the_samples_number(sample, layout, t
     [
         (6, 6, None, None),
         (6, 6, 7, None),
-        (7, 6, 7, r"Given\[7\] has 7 among its tokens; ids are 0 to 6, as model.vocab_size is 7"),
-        (6, -1, None, r"Given\[7\] has -1 among its labels; ids are 0 or more"),
+        (7, 6, 7, r"Given\[7\] has the id 7 in its tokens; ids must be 0 to 6 \(model.vocab_size is 7\)"),
+        (6, -1, None, r"Given\[7\] has the id -1 in its labels; ids must be 0 or more"),
         (6, -100, 7, None),
     ],
 )

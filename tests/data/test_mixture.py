@@ -151,7 +151,7 @@ def test_interleaving_puts_each_item_in_its_own_stretch():
 
 def test_sources_of_unequal_length_and_empty_ones_are_told_by_name():
     joined = ConcatDataset(["web", "books"], [Rows(0, 10), Rows(1, 10, length=8)])
-    with pytest.raises(UserError, match="books has sequences of 8 tokens, others have 4"):
+    with pytest.raises(UserError, match="books has sequences of 8 tokens, but other samples have 4"):
         joined.read(np.array([0, 10]))
     with pytest.raises(UserError, match="the dataset books has no samples"):
         ConcatDataset(["web", "books"], [Rows(0, 10), Rows(1, 0)])

@@ -1,4 +1,4 @@
-"""A batch: samples of a dataset, stacked to one rank's sequences of the global batch."""
+"""Defines `Batch`, the sequences of a global batch that one rank processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Layout
 
 @dataclass
 class Batch:
-    """One rank's sequences of a global batch.
+    """The sequences of a global batch that one rank processes.
 
     Attributes:
-        tokens, labels, positions: int64 `[batch, seq]`.
-        weight: float32 `[batch, seq]`, weight of each label in the loss; 0 for labels without loss and for padding.
-        segments: int64 `[batch, seq]`, the document of each token if attention is limited to documents; or None.
-        samples: int64 `[batch]`, sample numbers over all epochs; -1 for padding. The sequences of one sample are
-            adjacent.
-        extra: fields that the objective declares, each `[batch, ...]`.
-        layout: the fields, and the number of sequences per sample.
-        share: fraction of each sequence's tokens on this rank: 1, or 1 / cp under context parallelism.
-        sum_over_ranks: sums a tensor over the ranks that share these sequences; None without context parallelism.
+        tokens: token ids, int64 `[batch, seq]`.
+        labels: ids of the tokens to predict, int64 `[batch, seq]`.
+        positions: position of each token in its document or sequence, int64 `[batch, seq]`.
+        weight: weight of each label in the loss, float32 `[batch, seq]`; 0 for labels without loss and for padding.
+        segments: number of each token's document, int64 `[batch, seq]`; None if attention is not limited to documents.
+        samples: sample number of each sequence, counted over all epochs, int64 `[batch]`; -1 for padding. The sequences
+            of one sample are adjacent.
+        extra: values of the fields that the objective declares, each `[batch, ...]`.
+        layout: the declared fields, and the number of sequences per sample.
+        share: fraction of each sequence's tokens on this rank: 1, or 1 / cp with context parallelism.
+        sum_over_ranks: function that sums a tensor over the ranks among which these sequences are sharded; None without
+            context parallelism.
     """
 
     tokens: torch.Tensor
@@ -41,35 +44,36 @@ class Batch:
 
     @property
     def sequence_weight(self) -> torch.Tensor:
-        """Weight of each sequence in a sum over sequences, float64 `[batch]`: 1, or 0 for padding.
+        """The weight of each sequence in a sum over sequences, float64 `[batch]`: 1, or 0 for padding.
 
-        Under context parallelism each rank that shares a sequence has the weight 1 / cp.
+        With context parallelism the weight is 1 / cp on each of the `cp` ranks that process the sequence.
         """
         return (self.samples >= 0).to(torch.float64) * self.share
 
     def sum_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums `[batch, seq]` over all tokens of each sequence, on all its ranks: `[batch]`, equal on these ranks.
+        """Returns the sum of `values` `[batch, seq]` over all tokens of each sequence, `[batch]`.
 
-        Differentiable. Weight the result with `sequence_weight`, so that each sequence counts once.
+        With context parallelism, this includes the tokens on other ranks, and all ranks get the same sum. Objectives
+        must multiply the result by `sequence_weight`, so that each sequence counts once. Differentiable.
         """
         total = values.sum(1)
         return total if self.sum_over_ranks is None else self.sum_over_ranks(total)
 
     def by_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """Reshapes `[batch, ...]` to `[samples, sequences, ...]`."""
+        """Reshapes `values` from `[batch, ...]` to `[samples, sequences per sample, ...]`."""
         return values.unflatten(0, (-1, self.layout.sequences))
 
     # ---- for the training loop
 
     def split(self, size: int) -> list[Batch]:
-        """Splits into micro-batches of at most `size` sequences, a multiple of the sequences per sample."""
+        """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample."""
         return [self._map(lambda t, a=a: t[a : a + size]) for a in range(0, len(self.tokens), size)]
 
     def split_sequences(self, length: int) -> Batch:
-        """Splits sequences into shorter ones, in order: `[batch x seq / length, length]`.
+        """Splits sequences into slices of `length` tokens, in order: `[batch x seq / length, length]`.
 
-        Positions restart at 0 in each sequence, for the document in which it begins. Labels and weights do not change.
-        The n-th slices of a sample's sequences stay together as a shorter sample.
+        If a slice begins within a document, that document's positions in the slice start at 0. Labels and weights do
+        not change. The n-th slices of all sequences of a sample stay together as a shorter sample.
 
         Raises:
             ValueError: `length` does not divide the sequence length.
@@ -89,12 +93,12 @@ class Batch:
         short = self.map_tokens(slices, lambda t: slices(t, None))
         in_first = torch.ones_like(short.tokens, dtype=torch.bool)
         if short.segments is not None:
-            in_first = (short.segments != short.segments[:, :1]).cumsum(1) == 0  # in the sequence's first document
+            in_first = (short.segments != short.segments[:, :1]).cumsum(1) == 0  # in the slice's first document
         short.positions = torch.where(in_first, short.positions - short.positions[:, :1], short.positions)
         return short
 
     def pad(self, count: int) -> Batch:
-        """Appends `count` sequences of weight 0, which are complete samples."""
+        """Appends `count` sequences of weight 0. `count` must be a multiple of the sequences per sample."""
         sequences = self.layout.sequences
         copies = torch.arange(count, device=self.tokens.device) % sequences
         padded = self._map(lambda t: torch.cat((t, t[copies])))
@@ -103,11 +107,11 @@ class Batch:
         return padded
 
     def to(self, device: torch.device) -> Batch:
-        """Copies to another device."""
+        """Returns a copy of the batch on another device."""
         return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """Copies to page-locked memory, for faster copies to a GPU."""
+        """Returns a copy of the batch in page-locked memory, which is faster to copy to a GPU."""
         return self._map(torch.Tensor.pin_memory)
 
     def map_tokens(
@@ -115,7 +119,12 @@ class Batch:
         along: Callable[[torch.Tensor, int], torch.Tensor],
         others: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
     ) -> Batch:
-        """Maps every tensor: `along(tensor, dim)` for a tensor whose dimension `dim` is its tokens, else `others`."""
+        """Returns a batch in which every tensor is replaced by the result of a function.
+
+        Args:
+            along: function of a tensor and its dimension of tokens, for tensors with one value per token.
+            others: function of a tensor, for all other tensors.
+        """
         tensors = {name: getattr(self, name) for name in TOKEN_KEYS}
         dims = {name: field.seq_dim for name, field in self.layout.fields.items()}
         return replace(

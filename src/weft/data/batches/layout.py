@@ -1,4 +1,4 @@
-"""The layout of a sample: extra fields that an objective declares, and sequences per sample."""
+"""Defines the layout of samples: the extra fields that an objective declares, and the sequences per sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-# Keys of every batch, each one value per token. An extra field cannot have one of these names.
+# Keys of every batch, with one value per token. An extra field must have another name.
 TOKEN_KEYS = ("tokens", "labels", "weight", "positions", "segments")
 
 
@@ -17,23 +17,27 @@ class Field:
     """An extra field of a batch, such as a reward, an image or reference log-probabilities.
 
     Attributes:
-        seq_dim: the dimension of one sequence's value that has an entry for each token; None if there is none. In a
-            batch, all dimensions come after the batch dimension.
-        dtype: of the tensor, as NumPy names it.
+        seq_dim: dimension of a sequence's value that has one entry per token; None if no dimension has. The batch
+            dimension is not counted.
+        dtype: name of the tensor's dtype in NumPy.
     """
 
     seq_dim: int | None = None
     dtype: str = "float32"
 
     def convert(self, value: Any, seq: int, lead: tuple[int, ...]) -> np.ndarray:
-        """Converts one sample's value to an array of this dtype, `[*lead, ...]`.
+        """Converts one sample's value of the field to an array `[*lead, ...]` of the declared dtype.
+
+        Args:
+            seq: number of tokens of the sample.
+            lead: dimensions before those of a sequence (`Layout.lead`).
 
         Raises:
-            ValueError: the value does not match the declaration.
+            ValueError: the value's shape or dtype does not match the declaration.
         """
         array, wanted = np.asarray(value), np.dtype(self.dtype)
         if array.dtype.kind not in "biuf" or (wanted.kind in "biu" and array.dtype.kind == "f"):
-            raise ValueError(f"must be {self.dtype}, and is {array.dtype}")
+            raise ValueError(f"must be {self.dtype}, but is {array.dtype}")
         if array.shape[: len(lead)] != lead:
             raise ValueError(f"has shape {array.shape}; its first dimension must be the sample's {lead[0]} sequences")
         inner = array.shape[len(lead) :]
@@ -44,12 +48,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Contents of a sample.
+    """The contents of a sample.
 
     Attributes:
         fields: extra fields by name.
-        sequences: sequences per sample, adjacent in a batch and never separated: 2 for a pair, more for a group.
-        vocab_size: ids must be below it; None if unknown.
+        sequences: number of sequences per sample: 2 for a pair, more for a group. The sequences are adjacent in a batch
+            and never separated.
+        vocab_size: size of the vocabulary, below which all ids must be; None if unknown.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -58,7 +63,7 @@ class Layout:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Dimensions of a sample before those of a sequence."""
+        """The dimensions of a sample before those of a sequence: none, or the number of sequences."""
         return (self.sequences,) if self.sequences > 1 else ()
 
 

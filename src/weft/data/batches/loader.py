@@ -1,4 +1,4 @@
-"""Batches as a stateless function of the step, with the same order for any number of ranks."""
+"""Computes the batch of any step without state. The order of samples is the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from weft.errors import UserError
 
 
 class BatchSource:
-    """The batches of a run. `batch(step)` depends on the step alone.
+    """The training batches of a run. `batch(step)` depends only on the step.
 
-    Step `s` has the samples `s * batch_size` to `(s + 1) * batch_size - 1` of the run. `order` maps them to indices of
-    the dataset. Only then are they distributed over ranks.
+    Step `s` has the samples `s * batch_size` to `(s + 1) * batch_size - 1` of the run, which `order` maps to indices of
+    the dataset. These samples are distributed over the ranks.
 
     Args:
-        batch_size: samples of the global batch.
-        rank, ranks: this rank and the number of ranks. A rank with fewer samples than others gets padding.
-        seed: of the default order, a permutation for each epoch; None keeps the dataset's order.
+        batch_size: number of samples in the global batch.
+        rank, ranks: index of this rank, and number of ranks among which a batch is distributed. A rank with fewer
+            samples than other ranks gets padding.
+        seed: seed of the default order, which shuffles each epoch; None keeps the dataset's order.
         order: maps sample numbers to indices of the dataset.
-        length_warmup: splits the sequences of early steps.
+        length_warmup: sequence lengths of early steps, whose sequences are split.
         layout: contents of a sample.
     """
 
@@ -52,20 +53,20 @@ class BatchSource:
         self.length_warmup = length_warmup
 
     def samples(self, step: int) -> np.ndarray:
-        """Returns the sample numbers of a step's global batch, over all epochs `[batch_size]`."""
+        """Returns the sample numbers of a step's global batch, counted over all epochs, `[batch_size]`."""
         return np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
 
     def rank_samples(self, step: int) -> np.ndarray:
-        """Returns the sample numbers of this rank in a step."""
+        """Returns the sample numbers of this rank's part of a step's global batch."""
         return self.samples(step)[self.rank * self.samples_per_rank : (self.rank + 1) * self.samples_per_rank]
 
     def read(self, step: int) -> np.ndarray:
-        """Returns the sample numbers that this rank reads. A rank without samples reads one, for its shape."""
+        """Returns the sample numbers that this rank reads. A rank without samples reads one sample, as padding."""
         mine = self.rank_samples(step)
         return mine if len(mine) else self.samples(step)[:1]
 
     def batch(self, step: int) -> Batch:
-        """Returns this rank's part of the global batch of `step`, counted from 0."""
+        """Returns this rank's part of the global batch of `step` (counted from 0)."""
         read, real = self.read(step), len(self.rank_samples(step))
         batch = collate(
             self.dataset, self.order(read), read, batch_size=self.samples_per_rank, real=real, layout=self.layout
@@ -93,10 +94,13 @@ class BatchSource:
         return f"samples {samples[0]:,} to {samples[-1]:,}{among}: the first is {first}, the last {last}"
 
     def iterate(self, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
-        """Yields the batches of steps `start` to `stop - 1`, prefetched by `workers` processes if there are any.
+        """Yields the batches of steps `start` to `stop - 1`.
+
+        Args:
+            workers: number of processes that prefetch batches; 0 reads them in this process.
 
         Raises:
-            UserError: an invalid sample (with its number), or a killed worker (with the samples it was reading).
+            UserError: a sample is invalid, or a worker was killed. The message names the sample.
         """
         if workers > 0:
             yield from prefetch(self, start, stop, workers)
@@ -106,9 +110,11 @@ class BatchSource:
 
 
 class ValidationBatches:
-    """Every sample once, in order, in global batches of `batch_size`; the last batch is padded.
+    """The batches of a validation pass. They contain every sample once, in order; the last batch is padded.
 
     Args:
+        batch_size: number of samples in the global batch.
+        rank, ranks: index of this rank, and number of ranks among which a batch is distributed.
         limit: maximum number of samples.
         layout: contents of a sample.
     """

@@ -1,4 +1,4 @@
-"""Concatenates datasets, and maps the samples of a mixture to them. `weft.mixing` computes the shares."""
+"""Concatenates the datasets of a mixture, and maps the samples of a run to them. `weft.mixing` computes the shares."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from weft.mixing import Phase
 
 
 class ConcatDataset:
-    """Concatenated datasets: the samples of the first, then those of the second, and so on.
+    """A dataset that concatenates several datasets, in order.
 
     Args:
-        names: of the datasets, for messages and to key their orders.
+        names: names of the datasets, for messages and as keys of their shuffled orders.
+        datasets: the datasets to concatenate.
         layout: contents of the samples.
     """
 
@@ -40,12 +41,12 @@ class ConcatDataset:
         return {key: array[0] for key, array in self.read(np.array([index])).items()}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads samples, stacked `[n, seq]` or `[n, sequences, seq]`, with their fields.
+        """Returns samples and their extra fields, stacked `[n, seq]` or `[n, sequences, seq]`.
 
-        If only some datasets have `segments`, each sequence of the others is one document.
+        If only some datasets have `segments`, each sequence of the other datasets is treated as one document.
 
         Raises:
-            UserError: datasets with sequences of different lengths.
+            UserError: the sequences of the datasets have different lengths.
         """
         sources = self._sources_of(indices)
         result: dict[str, np.ndarray] = {}
@@ -61,7 +62,7 @@ class ConcatDataset:
         return result
 
     def sources(self, indices: np.ndarray) -> list[str]:
-        """Returns the names of the datasets of these samples, in the order of the datasets."""
+        """Returns the names of the datasets that contain the samples `indices`, in the order of the datasets."""
         return [self.names[source] for source in np.unique(self._sources_of(indices))]
 
     def where(self, index: int) -> str:
@@ -76,16 +77,18 @@ class ConcatDataset:
 
 
 class MixtureOrder:
-    """Maps each sample of a run to a sample of a `ConcatDataset`, by the phases of a mixture.
+    """The order of a mixture: maps each sample of a run to a sample of a `ConcatDataset`.
 
-    Each block has the number of samples of each source that its phase says (`Phase`). The samples of a source are
-    spread evenly over the block, each at a random position in its own interval, so shares are exact over blocks and
-    close to exact over any few samples. The `k`-th sample of a source in the run is the `k`-th sample of the source's
-    own shuffled epochs, independent of the other sources.
+    The phase of a block gives the number of samples of each source in the block (`Phase`). The samples of a source are
+    spread evenly over the block, each at a random position in its own interval. So shares are exact in each block, and
+    nearly exact in any short range of samples. The `k`-th sample of a source in the run is the `k`-th sample of that
+    source's shuffled epochs, independent of other sources.
 
     Args:
-        seed: keys all orders; a source's epochs are also keyed by its name.
-        shuffle: False keeps the order within each source.
+        dataset: the sources of the mixture.
+        phases: phases of the run, from `weft.mixing.phases`.
+        seed: seed of all orders. The order of a source also depends on the source's name.
+        shuffle: whether to shuffle each source; False keeps the order within each source.
     """
 
     def __init__(self, dataset: ConcatDataset, phases: Sequence[Phase], *, seed: int = 0, shuffle: bool = True):
@@ -106,10 +109,10 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each sample's source, and its number among the source's samples in the run, both `[n]`.
+        """Returns the source of each sample, and the sample's number among the source's samples in the run, both `[n]`.
 
         Raises:
-            UserError: a sample beyond the sources' limits.
+            UserError: a sample lies beyond the last phase, because the sources are exhausted.
         """
         samples = np.asarray(samples, np.int64)
         sources, numbers = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
@@ -129,7 +132,7 @@ class MixtureOrder:
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each slot of a block, and its number among the source's slots in it, `[block]`."""
+        """Returns the source of each slot of a block, and the slot's number among that source's slots in the block."""
         first = phase.start + block * phase.block
         if first not in self._blocks:
             if len(self._blocks) >= 4:
@@ -141,10 +144,14 @@ class MixtureOrder:
 def interleave(counts: Sequence[int], *key: int) -> tuple[np.ndarray, np.ndarray]:
     """Spreads `counts[s]` items of each source `s` evenly over one block, with random jitter.
 
-    Item `k` of `count` gets a random position in the `k`-th of `count` equal intervals of the block.
+    The block is divided into `counts[s]` equal intervals for each source; item `k` gets a random position in interval
+    `k`.
+
+    Args:
+        key: seed of the random positions.
 
     Returns:
-        Source of each slot, and its ascending number among that source's items; both int64 `[sum(counts)]`.
+        Source of each slot, and the slot's ascending number among that source's items; both int64 `[sum(counts)]`.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts]).astype(np.int64)

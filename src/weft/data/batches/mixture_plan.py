@@ -1,6 +1,6 @@
-"""A summary of what a run reads from each source of a mixture, for the console and the manifest.
+"""Summarizes how much a run reads from each source of a mixture, for the console and the manifest.
 
-Does not import numpy, because `weft config check` prints the plan.
+The module does not import numpy, because `weft config check`, which prints the plan, must be fast.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from weft.mixing import BLOCK, largest_remainders
 
 @dataclass(frozen=True)
 class MixturePlan:
-    """What a run reads from each source.
+    """The number of samples that a run reads from each source.
 
     Attributes:
-        names: of the sources.
-        sizes: sequences in each source.
-        length: tokens per sequence.
-        stages: first sample, and samples of each source, for each stage that the run reaches.
-        block: sequences over which the shares are exact; None if the sources are read as one dataset.
+        names: names of the sources.
+        sizes: number of sequences in each source.
+        length: number of tokens per sequence.
+        stages: for each stage that the run reaches, the number of the stage's first sample, and the number of samples
+            of each source.
+        block: number of sequences in a block, within which shares are exact; None if the sources are read as one
+            dataset.
     """
 
     names: tuple[str, ...]
@@ -33,11 +35,11 @@ class MixturePlan:
 
     @property
     def total(self) -> tuple[int, ...]:
-        """Samples of each source in the run."""
+        """The number of samples of each source in the run."""
         return tuple(sum(counts[i] for _, counts in self.stages) for i in range(len(self.names)))
 
     def as_dict(self) -> dict:
-        """Returns the plan for the manifest."""
+        """Returns the plan as JSON values, for the manifest."""
 
         def describe(counts: Sequence[int]) -> dict:
             total = sum(counts) or 1
@@ -50,7 +52,7 @@ class MixturePlan:
         return {"block": self.block, "sources": describe(self.total), "stages": stages}
 
     def lines(self) -> list[str]:
-        """Returns the plan as text: a title, a line for each source and, with a curriculum, for each stage."""
+        """Returns lines of text: a title, one line per source and, with a curriculum, one line per stage."""
         exact = f"shares exact over every {self.block:,} sequences" if self.block else "read as one"
         lines = [f"{len(self.names)} sources in sequences of {self.length:,}, {exact}:"]
         widest = max(map(len, self.names))
@@ -69,7 +71,12 @@ class MixturePlan:
 
 
 def plan_mixture(data: DataSection, sizes: Sequence[int], length: int, samples: int) -> MixturePlan:
-    """Plans a run of `samples` sequences over the sources of `data.train`."""
+    """Returns the plan of a run of `samples` sequences from the sources of `data.train`.
+
+    Args:
+        sizes: number of sequences in each source.
+        length: number of tokens per sequence.
+    """
     names = tuple(source.label for source in data.sources)
     if not data.weighted:
         return MixturePlan(names, tuple(sizes), length, ((0, tuple(largest_remainders(samples, sizes))),), None)

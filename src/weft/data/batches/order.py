@@ -1,4 +1,4 @@
-"""The order in which a run reads a dataset: shuffled epochs, as a stateless function of the sample number."""
+"""Defines the order in which a run reads a dataset: shuffled epochs, computed from the sample number without state."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ import numpy as np
 
 from weft.data.permutation import Permutation
 
-CHUNK = 2048  # positions of an order that are computed together
+CHUNK = 2048  # number of positions of an order that are computed together
 
 
 class Order(Protocol):
-    """Maps the samples of a run to its dataset. A pure function, so any sample is reached without the others."""
+    """A function that maps the samples of a run to indices of its dataset.
+
+    The function is pure, so any sample can be computed without the samples before it.
+    """
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """Maps sample numbers over all epochs, int64 `[n]`, to indices of the dataset, int64 `[n]`."""
+        """Maps sample numbers, counted over all epochs (int64 `[n]`), to indices of the dataset (int64 `[n]`)."""
         ...
 
 
 class Epochs:
-    """Maps sample `k` of a stream over `size` items to the `k % size`-th item of epoch `k // size`.
+    """The order of shuffled epochs: sample `k` of the run is the `k % size`-th sample of epoch `k // size`.
 
     Args:
-        key: keys the permutation of each epoch, with the epoch's number.
-        shuffle: False keeps the order of the items.
+        size: number of items of the dataset.
+        key: seed of the permutations; each epoch combines it with the epoch's number.
+        shuffle: whether to shuffle each epoch; False keeps the order of the dataset.
     """
 
     def __init__(self, size: int, *key: int | str, shuffle: bool = True):
@@ -45,7 +49,7 @@ class Epochs:
         return result
 
     def _chunk(self, epoch: int, chunk: int) -> np.ndarray:
-        """Returns a chunk of an epoch's order. Cached, because consecutive steps read the same chunk."""
+        """Returns the chunk number `chunk` of an epoch's order. Cached, because consecutive steps share chunks."""
         if (epoch, chunk) not in self._chunks:
             if len(self._chunks) >= 2:
                 self._chunks.pop(next(iter(self._chunks)))

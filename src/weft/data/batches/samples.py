@@ -1,4 +1,4 @@
-"""Reads and checks samples of a dataset, and stacks them to batches."""
+"""Reads and checks samples of a dataset, and stacks the samples to batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.layout import PLAIN, TOKEN_KEYS, Layout
 from weft.errors import UserError
 
-IGNORED = -100  # a label without loss, as in PyTorch's `ignore_index`
+IGNORED = -100  # a label without loss, the default `ignore_index` of PyTorch
 
 Arrays = dict[str, np.ndarray]
 
@@ -22,19 +22,20 @@ Arrays = dict[str, np.ndarray]
 class Dataset(Protocol):
     """A map-style dataset to train on.
 
-    A class with `complete = True` returns all keys as arrays of one length, of which only the ids are checked. It may
-    also have `read(indices)`, which returns several samples stacked `[n, ...]`. Any dataset may have `where(index)`,
-    which describes the origin of a sample for messages.
+    Optional members:
+
+    - `complete = True`: samples already have all keys, as arrays of equal length. Only the token ids are checked.
+    - `read(indices)`, if `complete` is true: returns several samples, stacked `[n, ...]`.
+    - `where(index)`: describes the origin of a sample, for messages.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns `tokens` `[seq]`, and optionally `labels` (default: the next token), `weight`, `positions` and
-        `segments`.
+        """Returns a sample: `tokens`, and the fields that the objective declares.
 
-        In a sample of several sequences, each of these is `[sequences, seq]`. The mapping also has the fields that the
-        objective declares.
+        Optional keys are `labels` (default: the next token), `weight`, `positions` and `segments`. Each value is an
+        array `[seq]`, or `[sequences, seq]` if a sample has several sequences.
         """
         ...
 
@@ -48,10 +49,15 @@ def collate(
     real: int,
     layout: Layout = PLAIN,
 ) -> Batch:
-    """Reads samples and stacks them to a batch of `batch_size` samples. Only the first `real` have a weight.
+    """Reads samples, and stacks them to a batch of `batch_size` samples. Missing samples are padding.
+
+    Args:
+        indices: indices of the dataset.
+        samples: number of each sample, counted over all epochs.
+        real: number of samples that are trained on; samples from this position on have weight 0.
 
     Raises:
-        UserError: an invalid sample, with its index.
+        UserError: a sample is invalid; the message names its index.
     """
     arrays = read_samples(dataset, np.asarray(indices, np.int64), layout)
     if missing := batch_size - len(indices):
@@ -68,13 +74,14 @@ def collate(
 
 
 def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) -> Arrays:
-    """Reads samples: tokens, labels, weight, positions, segments (if any sample has them) and the layout's fields.
+    """Reads and stacks samples.
 
     Returns:
-        Arrays `[n, seq]`, or `[n, sequences, seq]`.
+        Arrays `[n, seq]` or `[n, sequences, seq]` of tokens, labels, weight, positions and segments (only if a sample
+        has segments), and the layout's fields.
 
     Raises:
-        UserError: an invalid sample, or samples of different lengths, with the index.
+        UserError: a sample is invalid, or the samples have different lengths; the message names the index.
     """
     if getattr(dataset, "complete", False) and (read := getattr(dataset, "read", None)) is not None:
         return _check_ids(dataset, indices, read(indices), layout)
@@ -91,19 +98,23 @@ def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) 
 
 
 def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarray) -> None:
-    """Raises UserError if two samples' arrays differ in shape. `subject` begins the message."""
+    """Raises UserError if the arrays of two samples have different shapes. The message begins with `subject`."""
     if array.shape == other.shape:
         return
     if key == "tokens":
-        raise UserError(f"{subject} {array.shape[-1]} tokens, others have {other.shape[-1]}; all must have one length")
-    raise UserError(f"{subject} {key} of shape {array.shape}, others have {other.shape}; all must have one shape")
+        raise UserError(
+            f"{subject} {array.shape[-1]} tokens, but other samples have {other.shape[-1]}; give all the same length"
+        )
+    raise UserError(f"{subject} {key} of shape {array.shape}, but others have {other.shape}; give all the same shape")
 
 
 def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
-    """Checks on the host that the model has an embedding for each id: on a GPU, another id breaks the device.
+    """Checks on the CPU that all ids are in the vocabulary, because an invalid id would crash a GPU kernel.
+
+    Also sets the weight of ignored labels to 0.
 
     Raises:
-        UserError: an id outside the vocabulary, with its sample.
+        UserError: an id is outside the vocabulary; the message names its sample.
     """
     limit = layout.vocab_size or 2**63  # as unsigned numbers, negative ids are above every limit
     for key in ("tokens", "labels"):
@@ -114,15 +125,15 @@ def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: La
             wrong &= ~ignored
         if wrong.any():
             place, size = tuple(np.argwhere(wrong)[0]), layout.vocab_size
-            ids = f"ids are 0 to {size - 1}, as model.vocab_size is {size}" if size else "ids are 0 or more"
+            ids = f"ids must be 0 to {size - 1} (model.vocab_size is {size})" if size else "ids must be 0 or more"
             raise UserError(
-                f"{type(dataset).__name__}[{indices[place[0]]}] has {arrays[key][place]} among its {key}; {ids}"
+                f"{type(dataset).__name__}[{indices[place[0]]}] has the id {arrays[key][place]} in its {key}; {ids}"
             )
     return arrays
 
 
 def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
-    """Reads one sample and completes it to arrays of one length."""
+    """Reads and checks one sample, and adds default values for missing keys."""
     if getattr(dataset, "complete", False):
         return dataset[index]
     name = type(dataset).__name__
@@ -133,15 +144,17 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
     except Exception as error:
         raise UserError(*_describe_error(error, dataset, index)) from error
     if not isinstance(given, dict) or "tokens" not in given:
-        raise UserError(f"{name}[{index}] is not a dict with 'tokens'; return {{'tokens': integers [seq], ...}}")
+        raise UserError(f"{name}[{index}] is not a dict with 'tokens'; return a dict {{'tokens': integers [seq], ...}}")
     if unknown := given.keys() - {*TOKEN_KEYS, *layout.fields}:
-        declared = f", and the objective's {', '.join(layout.fields)}" if layout.fields else ""
+        declared = f", and the declared {', '.join(layout.fields)}" if layout.fields else ""
         raise UserError(
-            f"{name}[{index}] has the unknown key {sorted(unknown)[0]!r}; a sample has tokens and optionally "
-            f"labels, weight, positions and segments{declared}; an objective declares further keys in `fields`"
+            f"{name}[{index}] has the unknown key {sorted(unknown)[0]!r}; use tokens and optionally labels, weight, "
+            f"positions and segments{declared}, or declare the key in the objective's `fields`"
         )
     if missing := layout.fields.keys() - given.keys():
-        raise UserError(f"{name}[{index}] has no {sorted(missing)[0]!r}, which the objective declares in `fields`")
+        raise UserError(
+            f"{name}[{index}] has no {sorted(missing)[0]!r}, which the objective declares in `fields`; add this key"
+        )
     try:
         sample = _complete(given, layout)
         for key, declared_field in layout.fields.items():
@@ -155,7 +168,11 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
 
 
 def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
-    """Returns the arrays of `TOKEN_KEYS` with defaults; `segments` only if given. Raises ValueError."""
+    """Returns arrays for all `TOKEN_KEYS`, with default values for missing keys except `segments`.
+
+    Raises:
+        ValueError: an array has the wrong dtype or shape, or an invalid value.
+    """
     tokens, lead = np.asarray(given["tokens"]), layout.lead
     if tokens.ndim == 0 or tokens.shape[:-1] != lead or tokens.dtype.kind not in "iu" or tokens.size == 0:
         raise ValueError(f"tokens must be integers of shape [{''.join(f'{size}, ' for size in lead)}seq]")
@@ -164,25 +181,25 @@ def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
     sample |= {key: np.asarray(given[key]) for key in TOKEN_KEYS if key in given and key != "weight"}
     for key, array in sample.items():
         if array.dtype.kind not in "iu":
-            raise ValueError(f"{key} must be integers, and are {array.dtype}")
+            raise ValueError(f"{key} must be integers, but their dtype is {array.dtype}")
     sample = {key: array.astype(np.int64) for key, array in sample.items()}
     sample["weight"] = np.array(given.get("weight", np.ones(tokens.shape)), np.float32)
     for key, array in sample.items():
         if array.shape != tokens.shape:
-            raise ValueError(f"{key} has shape {array.shape}, tokens {tokens.shape}")
+            raise ValueError(f"{key} has shape {array.shape}, but tokens has {tokens.shape}")
     if not (sample["weight"] >= 0).all():
-        raise ValueError("a weight must be 0 or more")
+        raise ValueError("every weight must be 0 or more")
     if "labels" not in given:
         sample["weight"][..., -1] = 0  # the token after the last one is unknown
     ignored = sample["labels"] == IGNORED
     sample["weight"][ignored] = sample["labels"][ignored] = 0
     if (lowest := min(sample["tokens"].min(), sample["labels"].min())) < 0:
-        raise ValueError(f"{lowest} is neither a token id nor {IGNORED}, a label without loss")
+        raise ValueError(f"{lowest} is neither a token id nor {IGNORED} (which marks a label without loss)")
     return sample
 
 
 def _describe_error(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
-    """Describes an exception of a custom dataset in one line, with the file and line of the dataset."""
+    """Returns the arguments of a UserError for an exception of a custom dataset: message, file and line."""
     name = type(dataset).__name__
     frames = traceback.extract_tb(error.__traceback__)
     custom = [frame for frame in frames if frame.filename == inspect.getsourcefile(type(dataset))]

@@ -1,4 +1,4 @@
-"""Worker processes that prefetch batches, and the report when one of them dies."""
+"""Prefetches batches in worker processes, and reports when a worker dies."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Batches as a function of the step (`weft.data.batches.loader.BatchSource`)."""
+    """A source of batches by step, such as `weft.data.batches.loader.BatchSource`."""
 
     def batch(self, step: int) -> Batch: ...
 
     def where(self, step: int) -> str: ...
 
 
-# A socket's path has at most 107 bytes; in the temporary folder it is /pymp-xxxxxxxx/listener-xxxxxxxx.
+# The path of a socket has at most 107 bytes. In the temporary folder the socket is pymp-xxxxxxxx/listener-xxxxxxxx.
 LONGEST_TMPDIR = 107 - 32
 
 
@@ -40,12 +40,13 @@ def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Ba
     """Yields the batches of steps `start` to `stop - 1` in order, read by `workers` processes.
 
     Raises:
-        UserError: an error of a worker; or a worker was killed, with the signal and the samples it was reading.
+        UserError: reading a batch raised a UserError, or a worker was killed; the message then names the signal and the
+            samples that the worker was reading.
     """
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:  # the first batch would never arrive
         raise UserError(
             f"the path of the temporary folder, {tempfile.gettempdir()}, is too long for the sockets of data workers; "
-            f"set TMPDIR to one of at most {LONGEST_TMPDIR} bytes, or data.workers to 0"
+            f"set TMPDIR to a path of at most {LONGEST_TMPDIR} bytes, or data.workers to 0"
         )
     reading = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()  # process id and step of each worker
     loader = DataLoader(
@@ -76,7 +77,7 @@ def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Ba
         died = _describe_death(source, reading, watch.dead)
     finally:
         watch.end()
-        batches = iter(())  # ends the workers now, not when the frames of an exception are freed
+        batches = iter(())  # stops the workers now, not when the frames of an exception are freed
     if died is not None:
         raise UserError(died)
     if isinstance(batch, UserError):
@@ -88,9 +89,9 @@ class _WorkerDied(Exception):
 
 
 class _WorkerWatch:
-    """Detects the death of a worker, but raises only while a batch is being waited for.
+    """Detects dead workers, but raises an exception only while the main process waits for a batch.
 
-    PyTorch's own SIGCHLD handler raises anywhere in the main process, for example in the middle of an update.
+    PyTorch's own SIGCHLD handler raises at any point of the main process, for example during an optimizer update.
     """
 
     def __init__(self) -> None:
@@ -101,11 +102,11 @@ class _WorkerWatch:
 
     @property
     def dead(self) -> list[multiprocessing.process.BaseProcess]:
-        """Workers that crashed, were killed, or exited with an error."""
+        """The workers that crashed, were killed, or exited with an error."""
         return [child for child in self.children if not child.is_alive() and child.exitcode]
 
     def begin(self, children: list[multiprocessing.process.BaseProcess]) -> None:
-        """Replaces the SIGCHLD handler."""
+        """Starts to watch the workers `children`, and replaces the SIGCHLD handler."""
         self.children = children
         if self.main:
             signal.signal(signal.SIGCHLD, self._on_sigchld)
@@ -116,7 +117,7 @@ class _WorkerWatch:
             signal.signal(signal.SIGCHLD, self.before or signal.SIG_DFL)
 
     def wait(self, function: Callable[[], T]) -> T:
-        """Calls a function that waits for workers.
+        """Returns the result of a function that waits for workers.
 
         Raises:
             _WorkerDied: a worker has died.
@@ -127,7 +128,7 @@ class _WorkerWatch:
                 raise _WorkerDied
             return function()
         except (RuntimeError, OSError, EOFError):
-            # Raised by PyTorch, or because a batch's shared memory went away with its worker.
+            # Raised by PyTorch, or because a batch's shared memory was freed when its worker died.
             self.waiting = False
             ended = multiprocessing.connection.wait([child.sentinel for child in self.children], timeout=1)
             for child in self.children:
@@ -158,8 +159,8 @@ class _Steps(TorchDataset):
 
 
 def _initialize_worker(worker: int) -> None:
-    # Ctrl-C and SIGTERM may reach the process group. The trainer needs batches until it has saved a checkpoint, and
-    # ends its workers itself.
+    # Ctrl-C and SIGTERM can reach all processes of the group. The trainer needs batches until it has saved a
+    # checkpoint, and then stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -168,14 +169,14 @@ def _initialize_worker(worker: int) -> None:
 
 
 def _exit_at_sigterm(trainer: int) -> None:
-    """Exits at a SIGTERM of the trainer only, which is how the trainer ends a worker that is stuck in a sample."""
+    """Waits for a SIGTERM from the trainer, and exits. The trainer stops a worker that hangs in this way."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)
 
 
 def _print_unless_disconnected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints no traceback if the training process exits while a worker sends a batch."""
+    """Prints a traceback, unless the training process exited while this worker was sending a batch."""
     if not isinstance(error, (OSError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 

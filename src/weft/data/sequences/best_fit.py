@@ -1,9 +1,9 @@
 """Best-fit decreasing bin packing of documents into sequences, computed on counts of document sizes.
 
-Ding et al., "Fewer Truncations Improve Language Modeling", 2024: places documents, longest first, each into the fullest
-sequence with enough room. Documents of one size are interchangeable, so equal sequences are one pattern with a count
-(Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021). The work grows with the number of sizes,
-not of documents, and the result is the same as placing documents one by one.
+Ding et al., "Fewer Truncations Improve Language Modeling", 2024: documents are placed from the longest to the shortest,
+each into the fullest sequence with enough room. Documents of one size are interchangeable, so equal sequences are
+stored as one pattern with a count (Krell et al., "Efficient Sequence Packing without Cross-contamination", 2021). The
+result is the same as placing documents one by one, but the time grows with the number of sizes, not of documents.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A growing pattern as a linked list: the previous pattern, and the size and number of the items added to it.
+# A growing pattern as a linked list: the previous pattern, and the size and number of the items that were added.
 _Pattern = tuple["_Pattern | None", int, int]
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """Packed sequences, grouped by pattern. A pattern has one entry for each size of item in it.
+    """Packed sequences, grouped by pattern. Sequences of one pattern contain the same number of items of each size.
 
-    The `b`-th sequence of pattern `p` holds, for each entry `t` in `offsets[p] .. offsets[p + 1] - 1`, the items
-    `firsts[t] + b * repeats[t]` to `firsts[t] + (b + 1) * repeats[t] - 1` of size `sizes[t]`.
+    A pattern has one entry for each size of item. The `b`-th sequence of pattern `p` contains, for each entry `t` in
+    `offsets[p] .. offsets[p + 1] - 1`, the items `firsts[t] + b * repeats[t]` to
+    `firsts[t] + (b + 1) * repeats[t] - 1` of size `sizes[t]`.
 
     Attributes:
         bins: number of sequences of each pattern, int64 `[patterns]`.
-        offsets: first entry of each pattern, int64 `[patterns + 1]`.
-        sizes, repeats, firsts: int64 `[entries]`; the sizes of a pattern are descending.
+        offsets: number of the first entry of each pattern, int64 `[patterns + 1]`.
+        sizes: item size of each entry, int64 `[entries]`; descending within a pattern.
+        repeats: number of items of that size per sequence, int64 `[entries]`.
+        firsts: number of the entry's first item among the items of that size, int64 `[entries]`.
     """
 
     bins: np.ndarray
@@ -39,10 +42,11 @@ class Patterns:
 
 
 def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Patterns:
-    """Packs items into sequences of at most `capacity`.
+    """Packs items into sequences with a total size of at most `capacity`.
 
     Args:
-        counts: number of items of each size; items of size 0 are ignored. No size is above `capacity`.
+        counts: `counts[size]` is the number of items of `size`; items of size 0 are ignored. The largest size must be
+            at most `capacity`.
     """
     spaces: list[int] = []  # ascending free spaces of the open sequences
     open_: dict[int, list[tuple[_Pattern, int]]] = {}
@@ -89,7 +93,7 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
 
 
 def _number_items(patterns: list[tuple[_Pattern, int]], sizes: int) -> Patterns:
-    """Flattens the patterns, and numbers the items of each size in the order of the patterns."""
+    """Converts linked lists to `Patterns`. The items of each size are numbered in the order of the patterns."""
     offsets, entries, used = [0], [], [0] * sizes
     for pattern, bins in patterns:
         reverse = []

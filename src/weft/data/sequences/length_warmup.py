@@ -1,4 +1,4 @@
-"""Sequence-length warm-up: begins with short sequences, for a more stable start at high learning rates.
+"""Sequence-length warm-up: training begins with short sequences, which is more stable at high learning rates.
 
 Li, Zhang & He, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022.
 """
@@ -9,40 +9,41 @@ from weft.errors import UserError
 
 
 class LengthWarmup:
-    """The sequence length of each step, `length(step)`, which grows to `sequence_length` in stages.
+    """A schedule of the sequence length: `length(step)` grows to `sequence_length` in stages.
 
-    The target length grows linearly over the first `steps` steps, as in the paper. A step has the longest stage that is
-    not above the target. Full sequences are split into sequences of that length (`Batch.split_sequences`), so a step
-    keeps its tokens.
+    A target length grows linearly over the first `steps` steps, as in Li, Zhang & He (2022). The length of a step is
+    the target, rounded down to a length in `stages`. Full sequences are split into sequences of this length
+    (`Batch.split_sequences`), so the number of tokens per step does not change.
 
     Args:
-        sequence_length: of the full sequences.
+        sequence_length: number of tokens of full sequences.
         start: minimum length of the first stage.
-        steps: the first step (counted from 0) with full sequences.
+        steps: number of steps of the warm-up. Step `steps` (counted from 0) is the first one with full sequences.
 
     Attributes:
-        stages: ascending lengths, each a divisor of the next; the last is `sequence_length`. For a power of two, each
-            is twice the previous one.
+        stages: ascending lengths, of which each divides the next; the last is `sequence_length`. If that is a power of
+            two, each length is twice the previous length.
 
     Raises:
-        UserError: `start` or `steps` out of range, or no stage below `sequence_length`.
+        UserError: `start` or `steps` is out of range, or there is no length from `start` to `sequence_length` that
+            divides `sequence_length`.
     """
 
     def __init__(self, sequence_length: int, start: int, steps: int):
         if not 1 <= start <= sequence_length:
             raise UserError(
-                f"data.length_warmup.start: {start} is not between 1 and the sequence length, {sequence_length}; "
-                "set it lower"
+                f"data.length_warmup.start: {start} is not between 1 and data.sequence_length ({sequence_length}); "
+                "set a number in this range"
             )
         if steps < 0:
-            raise UserError(f"data.length_warmup.steps: {steps} is negative; set the number of steps of the warm-up")
+            raise UserError(f"data.length_warmup.steps: {steps} is negative; set 0 or more steps")
         stages = [sequence_length]
         while (shorter := stages[0] // _smallest_factor(stages[0])) >= start and shorter < stages[0]:
             stages.insert(0, shorter)
         if len(stages) == 1 and start < sequence_length:
             raise UserError(
-                f"data.length_warmup.start: no length from {start} on divides the sequence length, {sequence_length}; "
-                "set it lower, or data.sequence_length to a power of two"
+                f"data.length_warmup.start: no length from {start} on divides data.sequence_length, {sequence_length}; "
+                "lower the start, or set data.sequence_length to a power of two"
             )
         self.sequence_length, self.start, self.steps, self.stages = sequence_length, start, steps, stages
 

@@ -1,4 +1,4 @@
-"""A token store as samples of complete documents, packed by best fit, with attention limited to documents."""
+"""Defines the dataset of complete documents, which are packed into sequences by best fit."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from weft.observe.console import Console
 
 
 class PackedDataset:
-    """Sequences of complete documents (Ding et al., 2024). Only documents longer than a sequence are split.
+    """A dataset of packed sequences of complete documents (Ding et al., 2024).
 
-    A document of n tokens has n - 1 inputs, each with the next token as its label. Every token except the document's
-    first is a label exactly once an epoch, also at a split. Documents of one token have no labels and are left out. A
-    sample has `segments` (the number of the document in the sequence; padding has the next number) and `positions` that
-    restart at each document or slice of one. Padding is the end-of-document token, with weight 0.
+    Attention is limited to documents. Only documents longer than a sequence are split, into slices. A document of n
+    tokens has n - 1 inputs, each with the next token as its label. Every token except the document's first is a label
+    exactly once per epoch, even where a document is split. Documents of one token have no labels and are left out.
+
+    A sample has `segments` (the number of the document in the sequence; padding has the next number), and `positions`
+    that restart at each document or slice of a document. Padding is the end-of-document token, with weight 0.
 
     Args:
-        store: of texts or conversations. The weight of a label is its token's loss mask, or 1.
-        sequence_length: inputs of a sample.
-        console: shows the progress of building the index, and then `describe`.
+        store: a store of texts or conversations. The weight of a label is its token's loss mask, or 1 without a mask.
+        sequence_length: number of inputs per sample.
+        console: shows the progress of building the index, and then the text of `describe`.
 
     Attributes:
-        inputs: tokens in all samples without padding.
-        efficiency: their fraction of all tokens, 0 .. 1.
-        unlearnable: documents of at most one token.
+        inputs: number of tokens in all samples, without padding.
+        efficiency: fraction of the tokens of all samples that are not padding, 0 .. 1.
+        unlearnable: number of documents of at most one token.
 
     Raises:
-        UserError: no labels in the store, preference pairs, or no room for the index.
+        UserError: the store has no labels or contains preference pairs, or the index cannot be written.
     """
 
     complete = True
@@ -40,20 +42,22 @@ class PackedDataset:
     def __init__(self, store: TokenStore, sequence_length: int, *, console: Console | None = None):
         if store.info.kind == "preferences":
             raise UserError(
-                "holds preference pairs, which cannot be packed into sequences; give a store of texts or conversations",
+                "preference pairs cannot be packed into sequences; use a store of texts or conversations",
                 store.path,
             )
         self.store, self.length = store, sequence_length
         self.index = packing_index(store, sequence_length, console)
         self.samples, self.inputs, self.unlearnable = self.index.sequences, self.index.inputs, self.index.unlearnable
         if self.samples < 1:
-            raise UserError("no document of two or more tokens: there is nothing to learn; pack more text", store.path)
+            raise UserError(
+                "no document has two or more tokens, so there is nothing to learn; pack more text", store.path
+            )
         self.efficiency = self.inputs / (self.samples * sequence_length)
         if console is not None:
             console.line(self.describe())
 
     def describe(self) -> str:
-        """Summarizes the packing in one line."""
+        """Returns a summary of the packing in one line."""
         left_out = f", {self.unlearnable:,} of one token left out" if self.unlearnable else ""
         return (
             f"{self.store.path}: {counted(self.store.num_documents, 'document')}{left_out}, packed into "

@@ -1,7 +1,7 @@
-"""The packing index: assigns documents to sequences. Built once per store and sequence length, and memory-mapped.
+"""The packing index, which assigns documents to sequences. It is built once per store and sequence length.
 
 A document of n tokens has n - 1 inputs, each with the next token as its label. A document with more inputs than a
-sequence holds is split into full-length slices and a remainder. Remainders are packed by best fit.
+sequence is split into full-length slices and a remainder. Remainders are packed by best fit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,26 @@ from weft.files import hidden_folder, publish, sync_tree
 from weft.observe.console import Console
 
 VERSION = 1
-BLOCK = 1 << 22  # documents processed at once: about 200 MB
+BLOCK = 1 << 22  # documents processed at a time: about 200 MB
 
 
 @dataclass(frozen=True)
 class PackingIndex:
-    """Sequences `0 .. full - 1` are full-length slices of long documents; the others hold remainders.
+    """A memory-mapped packing index.
+
+    Sequences `0 .. full - 1` are full-length slices of long documents; sequences from `full` on contain remainders.
 
     Attributes:
         documents: number of documents of the store.
-        unlearnable: documents of at most one token, which are in no sequence.
-        inputs: tokens in all sequences without padding.
-        full, sequences: number of full-length slices, and of all sequences.
-        long, long_firsts: documents with full-length slices, and the number of slices before each; int64.
-        order: documents with a remainder, sorted by its size and then by number.
-        bin_firsts: first sequence of each pattern, counted from `full`, and their total, int64.
-        patterns: of `best_fit_decreasing`, but with `firsts` as positions in `order`.
+        unlearnable: number of documents of at most one token, which are in no sequence.
+        inputs: number of tokens in all sequences, without padding.
+        full, sequences: number of full-length slices, and number of all sequences.
+        long: numbers of the documents with full-length slices, int64.
+        long_firsts: number of slices before those of each document in `long`, int64.
+        order: numbers of the documents with a remainder, sorted by the remainder's size and then by number.
+        bin_firsts: number of each pattern's first sequence (counted from `full`), and the number of sequences with
+            remainders as the last item, int64.
+        patterns: the result of `best_fit_decreasing`, but with positions in `order` as `firsts`.
     """
 
     documents: int
@@ -57,8 +61,12 @@ class PackingIndex:
     patterns: Patterns
 
     def documents_of(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns the documents of a sequence, the number of inputs of each (its last ones), and the slice number of a
-        long document's full-length slice (else -1)."""
+        """Returns the contents of a sequence.
+
+        Returns:
+            The numbers of its documents; the number of inputs of each document in this sequence; and the slice number
+            if the sequence is a full-length slice, otherwise -1 (the inputs are then the last ones of each document).
+        """
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1
             return self.long[at : at + 1], np.array([length]), sequence - int(self.long_firsts[at])
@@ -73,11 +81,11 @@ class PackingIndex:
 
 
 def packing_index(store: TokenStore, length: int, console: Console | None = None) -> PackingIndex:
-    """Opens the store's index for sequences of `length`, and builds it first if there is none.
+    """Opens the store's index for sequences of `length` tokens, and builds the index first if it does not exist.
 
-    Writes it to `STORE/packing/best_fit-<length>`, or to the user's cache folder if the store is read-only. The index
-    appears by one rename. Of several processes, one builds it and the others wait. On a file system without locks, each
-    builds the same index, and the first one is kept.
+    The index is written to `STORE/packing/best_fit-<length>`, or to the user's cache folder if the store is read-only.
+    It gets this name by a rename when it is complete. Of several processes, one builds the index and the others wait.
+    On a file system without locks, each process builds the same index, and the first index is kept.
 
     Raises:
         UserError: the index cannot be written.
@@ -96,7 +104,7 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or place is places[-1]:
                 raise UserError(
-                    f"the index of packed sequences cannot be written: {error.strerror}; make room, or set "
+                    f"the index of packed sequences cannot be written: {error.strerror}; free disk space, or set "
                     "data.packing to concatenate, which needs no index",
                     place,
                 ) from None
@@ -105,7 +113,7 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Waits for a lock and holds it. Yields whether the file system has locks."""
+    """Waits for a file lock and holds it in the block. Yields whether the file system supports locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -119,7 +127,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
-    """Opens the index in `folder` if it is complete and of this store."""
+    """Returns the index in `folder`, or None if it is missing, incomplete or that of another store."""
     try:
         about = json.loads((folder / "index.json").read_bytes())
         if (about["version"], about["store"], about["length"]) != (VERSION, store.info.idx_sha256, length):
@@ -137,26 +145,29 @@ def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
 
 
 def _build(place: Path, store: TokenStore, length: int, locked: bool, console: Console) -> PackingIndex:
-    """Writes the index to a temporary folder and renames it."""
+    """Writes the index to a temporary folder, renames the folder to `place`, and opens the index."""
     if locked:  # no other process is writing, so partial folders were left by killed processes
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
     with hidden_folder(place, uuid.uuid4().hex) as partial:
         _write(partial, store, length, console)
         sync_tree(partial)
-        try:  # an existing index that cannot be opened is damaged, or of another store
+        try:  # an existing index that cannot be opened is damaged, or is that of another store
             publish(partial, place, replace=_open(place, store, length) is None)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process has published the same index
                 raise
     index = _open(place, store, length)
     if index is None:
-        raise OSError(errno.EIO, "it was changed while it was being built")
+        raise OSError(errno.EIO, "the index was changed while it was being built")
     return index
 
 
 def _write(folder: Path, store: TokenStore, length: int, console: Console) -> None:
-    """Writes the index in two passes over the documents' lengths: counts the sizes, then sorts documents by size."""
+    """Writes the index in two passes over the documents' lengths.
+
+    The first pass counts the documents of each size; the second sorts the documents by size.
+    """
     documents = store.num_documents
     counts = np.zeros(length, np.int64)
     long = full = unlearnable = 0
@@ -206,7 +217,12 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console) -> No
 
 
 def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields for each block its first document, all remainders, the long documents, and their full-length slices."""
+    """Splits the lengths of documents into full-length slices and remainders, in blocks.
+
+    Yields:
+        The number of the block's first document; the remainder of each document; the positions of long documents in the
+        block; and the number of full-length slices of each long document.
+    """
     for start in range(0, store.num_documents, BLOCK):
         remainders = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
         at = np.flatnonzero(remainders >= length)
@@ -216,7 +232,7 @@ def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarra
 
 
 class _DocumentsBySize:
-    """A file of document numbers sorted by size, filled in blocks."""
+    """A file of document numbers sorted by the documents' sizes. It is filled block by block."""
 
     def __init__(self, path: Path, dtype: str, count: int):
         self.path, self.dtype, self.count = path, dtype, count
@@ -228,7 +244,12 @@ class _DocumentsBySize:
                 file.truncate(size)
 
     def put(self, start: int, sizes: np.ndarray, begins: np.ndarray) -> None:
-        """Writes the documents `start, start + 1, ...` and advances `begins`, the next position of each size."""
+        """Writes the numbers of the documents `start, start + 1, ...` to their positions in the file.
+
+        Args:
+            sizes: size of each document; documents of size 0 are left out.
+            begins: position of the next document of each size, which is advanced.
+        """
         if len(begins) <= 1 << 16:
             sizes = sizes.astype(np.uint16)  # radix sort, ten times faster
         counts = np.bincount(sizes, minlength=len(begins))

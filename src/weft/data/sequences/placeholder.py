@@ -1,4 +1,4 @@
-"""Samples without content, for pipeline ranks that have neither the embedding nor the head."""
+"""Defines a dataset without content, for pipeline ranks that have neither the embedding nor the output head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class PlaceholderDataset:
-    """A dataset of the same size as another one, without reading it: all ids are 0, all weights are 1.
+    """A dataset with the size of another dataset, which is not read: all ids are 0, and all weights are 1.
 
     Args:
-        dataset: provides the number and the origin of samples.
-        sequence_length: of every sample.
+        dataset: dataset that is replaced; only its size is used.
+        sequence_length: number of tokens of every sample.
     """
 
     complete = True

@@ -1,4 +1,4 @@
-"""A token store as samples: consecutive windows of its concatenated tokens."""
+"""Defines the dataset of consecutive windows over the concatenated tokens of a token store."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from weft.formatting import counted
 
 
 class StoreDataset:
-    """The windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`.
+    """A dataset of the windows of a token store: sample `i` is `tokens[i * length : (i + 1) * length + 1]`.
 
-    The weight of a label is its token's loss mask, or 1 without a mask.
+    The weight of a label is its token's loss mask, or 1 if the store has no mask.
 
     Args:
-        document_attention: limit attention to documents. Samples also have `segments` (the number of the document in
-            the window, from 0), positions restart at each document, and the label of a document's last token, which is
-            the first token of the next document, has weight 0. A document that a window splits counts as separate
-            documents, with positions from 0.
+        sequence_length: number of tokens of a window without its last label, `length` above.
+        document_attention: whether attention is limited to documents. If so, samples also have `segments` (the
+            number of the document in the window, from 0), and positions restart at each document. The label of a
+            document's last token, which is the first token of the next document, has weight 0. The pieces of a document
+            in several windows are treated as separate documents, with positions from 0.
 
     Raises:
         UserError: the store is shorter than one window.
@@ -60,7 +61,7 @@ class StoreDataset:
         return sample | {"segments": segments, "positions": positions - np.concatenate(([0], inside))[segments]}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads samples, stacked `[n, seq]`."""
+        """Returns samples, stacked `[n, seq]`."""
         if self.document_attention:
             samples = [self[index] for index in indices.tolist()]
             return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
@@ -86,9 +87,9 @@ class StoreDataset:
 
 
 def document_starts(store: TokenStore, begin: int, end: int) -> np.ndarray:
-    """Returns the unique ascending numbers of the tokens in `begin .. end - 1` that begin a document, int64.
+    """Returns the positions of the tokens in `begin .. end - 1` that begin a document, ascending and unique, int64.
 
-    Two binary searches in the index, so the time hardly grows with the store.
+    Uses two binary searches in the index, so the time hardly depends on the size of the store.
     """
     size = store.tokens.dtype.itemsize
     first, last = (first_at_or_after(store.offsets, place * size) for place in (begin, end))
@@ -97,9 +98,9 @@ def document_starts(store: TokenStore, begin: int, end: int) -> np.ndarray:
 
 
 def first_at_or_after(values: np.ndarray, least: int) -> int:
-    """Returns the number of ascending `values` below `least`.
+    """Returns the index of the first of the ascending `values` that is at least `least`.
 
-    `np.searchsorted` would copy the entire memory map first, because numbers are not aligned in an index file.
+    `np.searchsorted` would first copy the entire memory map, because the numbers in an index file are not aligned.
     """
     low, high = 0, len(values)
     while low < high:
