@@ -89,8 +89,8 @@ def test_validation_covers_every_sample_once(dataset, rows, ranks, limit):
         ({"tokens": [1, 2], "positions": [0.0, 1.5]}, "positions must be integers, but their dtype is float64"),
         ({"tokens": [1, -2]}, "-2 is neither a token id nor -100"),
         ({"tokens": [1, 2], "labels": [-1, 2]}, "-1 is neither a token id nor -100"),
-        ({"tokens": [1, 2], "weight": [1, -1]}, "a weight must be 0 or more"),
-        ({"tokens": [1, 2], "weight": [1, float("nan")]}, "a weight must be 0 or more"),
+        ({"tokens": [1, 2], "weight": [1, -1]}, "every weight must be 0 or more"),
+        ({"tokens": [1, 2], "weight": [1, float("nan")]}, "every weight must be 0 or more"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
