@@ -110,7 +110,7 @@ TOKENS = np.arange(6).reshape(3, 2)
         ({"tokens": TOKENS, "a": 1}, Layout({"a": Field()}, 3), "a has shape (); its first dimension must be"),
         ({"tokens": TOKENS, "a": TOKENS[:, :1]}, Layout({"a": Field(seq_dim=0)}, 3), "dimension 1 must have 2 tokens"),
         ({"tokens": [1, 2], "b": 1, "a": 1}, Layout({"a": Field()}), "unknown key 'b'"),
-        ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has the id 9 in its labels; ids must be"),
+        ({"tokens": [1, 2], "labels": [2, 9]}, Layout(vocab_size=9), "Given[5] has the id 9 in its labels; ids must"),
         ({"tokens": [1, -2]}, Layout(), "-2 is neither a token id"),
     ],
 )
