@@ -269,16 +269,16 @@ def test_a_folders_templates_are_found_as_transformers_finds_them(folder, tmp_pa
     assert find_template(tmp_path, "tool_use").source == "c"
     (tmp_path / "chat_template.jinja").write_text("d")
     assert (found(), found([{}])) == ("d", "d")
-    with pytest.raises(UserError, match="--chat-template chatlm: neither a file nor one of chatml"):
+    with pytest.raises(UserError, match="--chat-template chatlm: not found; use a file, or one of chatml"):
         find_template(tmp_path, "chatlm")
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"chat_template.jinja:1: not a chat template"):
+    with pytest.raises(UserError, match=r"chat_template.jinja:1: not a valid chat template"):
         find_template(tmp_path)
 
 
 def test_templates_run_in_a_sandbox_and_what_they_refuse_is_a_reject(folder):
     refusing = {
-        "{{ raise_exception('only weavers') }}": "the chat template refuses it: only weavers",
+        "{{ raise_exception('only weavers') }}": "the chat template cannot render the messages: only weavers",
         "{{ messages.append(1) }}": "SecurityError",
         "{{ ''.__class__.__mro__ }}": "refuses",
         "{% set n = namespace(__class__=1) %}{{ n }}": "SecurityError",

@@ -141,7 +141,7 @@ def test_keys_can_be_stated(folder):
     assert encode(encoder(folder, WORDS, layout), [record])[0] == encode(encoder(folder, WORDS), [ONE])[0]
     with pytest.raises(UserError, match=r"no known layout.*'q', 'a'"):
         choose_layout([record])
-    with pytest.raises(UserError, match="the layout pairs has input, target"):
+    with pytest.raises(UserError, match="the layout pairs has the fields input, target"):
         choose_layout([record], "pairs", {"question": "q"})
 
 

@@ -1,1 +1,1 @@
-"""Instruction data: converts records to messages, to text by a chat template, and to tokens with a loss mask."""
+"""Instruction data: converts records to messages, messages to text with a chat template, and text to masked tokens."""

@@ -1,4 +1,4 @@
-"""Encodes conversations to tokens with a loss mask on assistant messages, and preferences to two documents each."""
+"""Encodes conversations to tokens with a loss mask of assistant messages. A preference becomes two documents."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
 
-REMEDY = "; use a --chat-template with {% generation %} marks, or try --train-on last"
+REMEDY = "; use a --chat-template with {% generation %} marks, or set --train-on last"
 
 
 @dataclass(frozen=True)
 class ConversationSpec:
-    """Settings of a `ConversationEncoder`, cheap to pickle.
+    """The settings of a `ConversationEncoder`, which are cheap to pickle.
 
     Attributes:
-        tokenizer: its folder.
-        train_on: every assistant message, the `last` one, or `all` tokens.
-        max_tokens: limit of a document's length, including its end-of-document token.
-        overlong: drop longer documents (both of a preference), truncate them, or keep them.
-        variables: of the template besides the messages.
-        date: current date for the template, in ISO format.
-        exact: encode every text with the `tokenizers` library.
+        tokenizer: folder of the tokenizer.
+        layout: layout of the records.
+        template: source of the chat template.
+        train_on: what is trained on: every `assistant` message, the `last` assistant message, or `all` tokens.
+        max_tokens: maximum number of tokens of a document, including its end-of-document token; None: no limit.
+        overlong: whether longer documents are dropped, truncated or kept. If one document of a preference is dropped,
+            so is the other.
+        variables: variables of the template besides the messages.
+        date: date that the template uses as the current date, in ISO format.
+        exact: whether to encode every text with the `tokenizers` library.
     """
 
     tokenizer: Path
@@ -50,7 +53,13 @@ class ConversationSpec:
 
 
 class _Draft(NamedTuple):
-    """A rendered conversation: text, trained character spans, and whether the end-of-document token is trained on."""
+    """A rendered conversation.
+
+    Attributes:
+        text: rendered text.
+        spans: character spans that are trained on.
+        learn_end: whether the end-of-document token is trained on.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -58,10 +67,13 @@ class _Draft(NamedTuple):
 
 
 class ConversationEncoder:
-    """An `Encoder` of records. A preference is two documents, the chosen one first. Loads the tokenizer at first use.
+    """An encoder of conversations and preferences (see `weft.data.packing.encoder.Encoder`).
+
+    A preference becomes two documents, first the chosen and then the rejected one. The tokenizer is loaded at first
+    use.
 
     Raises:
-        UserError: incompatible settings.
+        UserError: the settings are incompatible.
     """
 
     has_mask = True
@@ -70,7 +82,9 @@ class ConversationEncoder:
         self.spec = spec
         self.kind = "preferences" if spec.layout.name == "preferences" else "conversations"
         if self.kind == "preferences" and spec.train_on == "all":
-            raise UserError("--train-on all: preferences are trained on the answers only; leave it out, or set last")
+            raise UserError(
+                "--train-on all: preferences can only be trained on the answers; omit --train-on, or set it to last"
+            )
         if spec.max_tokens is not None and spec.max_tokens < 2:
             raise UserError(f"--max-tokens {spec.max_tokens}: must be at least 2")
         self._tokenizer: Tokenizer | None = None
@@ -83,10 +97,10 @@ class ConversationEncoder:
         return ConversationEncoder(replace(self.spec, exact=True))
 
     def open(self) -> Tokenizer:
-        """Returns the tokenizer, loaded once.
+        """Loads the tokenizer and the template at the first call. Returns the tokenizer.
 
         Raises:
-            UserError: the tokenizer is missing or broken, or names no end-of-document token.
+            UserError: the tokenizer is missing or invalid, or has no end-of-document token.
         """
         if self._tokenizer is None:
             spec = self.spec
@@ -105,7 +119,7 @@ class ConversationEncoder:
         return self._tokenizer
 
     def identity(self) -> dict[str, Any]:
-        """Returns everything on which ids and masks depend, as JSON."""
+        """Returns everything on which ids and masks depend, as JSON values."""
         spec = self.spec
         template = hashlib.sha256()
         for source in (spec.template.source, spec.template.with_tools or ""):
@@ -131,19 +145,20 @@ class ConversationEncoder:
         split = [marker for marker in spec.template.markers if marker not in self._spans.added]
         if split:
             lines.append(
-                f"{', '.join(split)}: not in this tokenizer's vocabulary; {spec.template.origin} splits each up"
+                f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to the "
+                f"tokenizer, or replace {spec.template.origin} with another --chat-template"
             )
         if self._undefined:
             lines.append(
-                f"{', '.join(self._undefined)}: not defined by this tokenizer; {spec.template.origin} writes nothing "
-                "for it (define it in tokenizer_config.json)"
+                f"{', '.join(self._undefined)}: not defined by this tokenizer, so {spec.template.origin} omits it; "
+                "define it in tokenizer_config.json"
             )
         if spec.template.uses_date and spec.date is not None:
-            lines.append(f"the chat template may write the current date: {spec.date} is used; --date sets another")
+            lines.append(f"the chat template can write the current date: {spec.date} is used; set another with --date")
         return lines
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Returns the ids and masks of records, in order."""
+        """Returns the ids and loss masks of records, in order, and the rejected records."""
         tokenizer = self.open()
         drafts: list[_Draft] = []
         lines: list[int | None] = []
@@ -166,7 +181,7 @@ class ConversationEncoder:
         return encoded
 
     def _size(self, text: str) -> int:
-        """Returns the bytes of a text without a final end-of-document token."""
+        """Returns the number of bytes of a text, without an end-of-document token at its end."""
         return len(text.removesuffix(self._end).encode())
 
     def _draft(self, conversation: Conversation) -> _Draft:
@@ -187,15 +202,16 @@ class ConversationEncoder:
                 else:  # some messages have several marks, or none
                     ranges = [self._message_span(conversation, number, text) for number in learned]
                     spans = [(a, b) for a, b in spans if any(start <= a and b <= end for start, end in ranges)]
-        # If the text ends with the end-of-document token and white space, the added token does not end an answer.
+        # If the text ends with the end-of-document token and white space, another end-of-document token is added after
+        # the white space; it does not end an answer.
         learn_end = learned[-1] == len(messages) - 1 and not text.rstrip().endswith(self._end)
         return _Draft(text, spans, learn_end)
 
     def _message_span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """Returns the span of the assistant message `number` in the text, without its header.
+        """Returns the span of the assistant message `number` in the text, without the message's header.
 
-        The span is what the message adds to the rendered messages before it. It ends with the end-of-turn token, where
-        a model stops; white space after that token is not part of it.
+        The span is the text that the message adds to the rendered messages before it. The span ends with the
+        end-of-turn token, where a model stops; white space after that token is not part of the span.
 
         Raises:
             Unfit: the span cannot be determined.
@@ -217,7 +233,7 @@ class ConversationEncoder:
             end = len(closed) if token and len(closed) > (start or 0) else len(after)
         elif token and token not in json.dumps(messages[number], ensure_ascii=False, default=str):
             # Some templates write reasoning only in the last messages, so this answer is rendered differently if more
-            # messages follow. It still ends with the same token.
+            # messages follow. The answer still ends with the same token.
             end = text.find(token, start) + len(token)
         else:
             end = 0
@@ -226,14 +242,14 @@ class ConversationEncoder:
         return start, end
 
     def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:
-        """Applies `overlong` to the documents in `encoded`.
+        """Applies `max_tokens` and `overlong` to the documents in `encoded`.
 
         Args:
-            lines: of the records.
-            sizes: of the documents, in bytes.
+            lines: line number of each record in its file.
+            sizes: size of each document's text in bytes.
 
         Returns:
-            Sizes of the remaining documents.
+            The sizes of the remaining documents.
         """
         limit, lengths = self.spec.max_tokens, encoded.lengths
         assert limit is not None
@@ -252,7 +268,9 @@ class ConversationEncoder:
             for number in np.flatnonzero(long).tolist():
                 start, end = int(ends[number] - lengths[number]), int(ends[number])
                 keep[start + limit - 1 : end - 1] = False
-                encoded.mask[end - 1] = 0  # the end-of-document token stays, but does not end the answer
+                encoded.mask[end - 1] = (
+                    0  # the end-of-document token stays, but is not trained on: it does not end the answer
+                )
                 bad[number] = not encoded.mask[start : start + limit - 1].any()
                 sizes[number] = len(self.open().decode(encoded.ids[start : start + limit - 1].tolist()).encode())
         each = 2 if self.kind == "preferences" else 1  # a pair is dropped together
@@ -268,12 +286,13 @@ class ConversationEncoder:
 
 
 def _find_start(base: str, before: str, text: str) -> int | None:
-    """Returns the start of an answer whose header is only partly in the text, or None if no line of it is.
+    """Returns the start of an answer whose header is only partly in the text, or None if no line of the header is.
 
-    Some templates end the header with the beginning of the reasoning, which is not in the text without reasoning.
+    Some templates end the header with the beginning of the reasoning, which is missing in answers without reasoning.
 
     Args:
-        base, before: the messages before the answer, without and with the answer's header.
+        base, before: rendered messages before the answer, without and with the answer's header.
+        text: rendered conversation.
     """
     if not (text.startswith(base) and before.startswith(base)):
         return None
@@ -286,7 +305,7 @@ def _find_start(base: str, before: str, text: str) -> int | None:
 
 
 def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Joins content parts to one text, for templates that do not support parts."""
+    """Joins the text parts of a message's content to one text, for templates that do not support parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -296,7 +315,11 @@ def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _close(
     ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray, eod_id: int, learned: list[bool]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Appends the end-of-document token to each document that does not end with it; `learned`: its mask."""
+    """Appends the end-of-document token to each document that does not end with it.
+
+    Args:
+        learned: whether the appended token is trained on, for each document.
+    """
     ends = np.cumsum(lengths)
     last = np.full(len(lengths), -1, np.int64)
     last[lengths > 0] = ids[ends[lengths > 0] - 1]

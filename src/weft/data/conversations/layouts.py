@@ -1,4 +1,4 @@
-"""Converts records of several layouts to messages: OpenAI, ShareGPT, Alpaca, prompt and completion, preferences.
+"""Converts records to messages. Layouts are OpenAI, ShareGPT, Alpaca, prompt and completion, and preferences.
 
 Invalid records raise `Unfit`.
 """
@@ -13,7 +13,7 @@ from weft.data.conversations.messages import Record, convert_messages, parse_jso
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 
-# Layout -> field -> possible keys, the most likely first. `--fields` names other keys.
+# Layout -> field -> keys that can contain it, from the most likely to the least. `--fields` sets other keys.
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     "preferences": {
         "chosen": ("chosen",),
@@ -57,7 +57,12 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """A layout of records: its name, and the key of each of its fields."""
+    """A layout of records.
+
+    Attributes:
+        name: name of the layout, a key of `LAYOUTS`.
+        keys: key in the records of each field of the layout.
+    """
 
     name: str
     keys: dict[str, str]
@@ -75,12 +80,12 @@ class RecordLayout:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation, and which of its messages are trained on.
+    """A conversation, and the messages that are trained on.
 
     Attributes:
         learned: indices of the assistant messages that are trained on; never empty.
-        tools: JSON schemas for the template.
-        variables: of the record for the template (`chat_template_kwargs`).
+        tools: JSON schemas of tools, for the template.
+        variables: variables for the template, from the record's `chat_template_kwargs`.
     """
 
     messages: list[dict[str, Any]]
@@ -95,13 +100,15 @@ class Conversation:
 def choose_layout(
     records: Sequence[Record], name: str | None = None, fields: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """Returns the layout `name`, or detects it from the first records, with the keys that they have.
+    """Returns the layout of records, with the keys that the records have.
 
     Args:
-        fields: the user's keys by field: `{"input": "question", "target": "answer"}`.
+        records: the first records.
+        name: name of the layout; None to detect the layout from the records.
+        fields: custom keys of fields, such as `{"input": "question", "target": "answer"}`.
 
     Raises:
-        UserError: an unknown layout or field, or records of no known layout.
+        UserError: the layout or a field is unknown, or the layout cannot be detected.
     """
     fields = dict(fields or {})
     if name is None:
@@ -112,14 +119,16 @@ def choose_layout(
     if name is None:
         seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
         raise UserError(
-            f"the first records have no known layout (their keys: {seen}); give --layout ({', '.join(LAYOUTS)}) and, "
+            f"the first records have no known layout (their keys: {seen}); set --layout ({', '.join(LAYOUTS)}) and, "
             "for other keys, --fields input=KEY,target=KEY"
         )
     if name not in LAYOUTS:
-        raise UserError(f"--layout {name}: not one of {', '.join(LAYOUTS)}")
+        raise UserError(f"--layout {name}: unknown layout; use one of {', '.join(LAYOUTS)}")
     unknown = sorted(set(fields) - set(LAYOUTS[name]))
     if unknown:
-        raise UserError(f"--fields {unknown[0]}=...: the layout {name} has {', '.join(LAYOUTS[name])}")
+        raise UserError(
+            f"--fields {unknown[0]}=...: unknown field; the layout {name} has the fields {', '.join(LAYOUTS[name])}"
+        )
     keys = {}
     for field_name, candidates in LAYOUTS[name].items():
         found = [key for record in records for key in candidates if record.get(key) is not None]
@@ -154,10 +163,10 @@ def _detect(record: Record, fields: Mapping[str, str]) -> str | None:
 
 
 def read_record(record: Record, layout: RecordLayout) -> list[Conversation]:
-    """Returns the conversation of a record, or the chosen and the rejected conversation of a preference.
+    """Returns the conversation in a record, or the chosen and the rejected conversation of a preference.
 
     Raises:
-        Unfit: the record is not a conversation of this layout.
+        Unfit: the record does not contain a conversation in this layout.
     """
     variables = record.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
@@ -183,7 +192,7 @@ def read_record(record: Record, layout: RecordLayout) -> list[Conversation]:
 
 
 def _learned(messages: list[dict], start: int) -> tuple[int, ...]:
-    """Returns the indices of assistant messages from `start` on, without those of weight 0 (as in OpenAI's format)."""
+    """Returns the indices of the assistant messages from `start` on whose weight (as in OpenAI's format) is not 0."""
     answers = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
         raise Unfit("no assistant message" if start == 0 else "no assistant message after the prompt")
@@ -205,14 +214,14 @@ def _alpaca(record: Record, layout: RecordLayout) -> list[dict]:
 
 
 def _preferences(record: Record, layout: RecordLayout) -> list[tuple[list[dict], int]]:
-    """Returns the chosen and the rejected messages, each with the number of messages of its prompt."""
+    """Returns the chosen and the rejected messages, each with the number of messages in the prompt."""
     keys = layout.keys
     answers = [
         text_or_messages(required(record, keys[name]), "assistant", keys[name]) for name in ("chosen", "rejected")
     ]
     if any(not messages for messages in answers):
         raise Unfit("no messages")
-    # Both may hold the full conversation; a separate prompt then only repeats its beginning.
+    # Both can contain the full conversation; a separate prompt then only repeats its beginning.
     if all(messages[0]["role"] in ("system", "developer", "user") for messages in answers):
         last = min(_last_answer(messages) for messages in answers)
         shared = 0
@@ -256,7 +265,7 @@ def _tools(record: Record, layout: RecordLayout) -> list[Any] | None:
 
 
 def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[dict]:
-    """Returns the record's system text as a message, unless the messages begin with a system message."""
+    """Returns the record's system message in a list, which is empty if `messages` already have a system message."""
     key = layout.keys["system"]
     text = record.get(key)
     if text is None or text == "" or (messages and messages[0]["role"] in ("system", "developer")):
@@ -265,7 +274,7 @@ def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[
 
 
 def _history(record: Record, key: str) -> list[dict]:
-    """Converts Alpaca's history, a list of [question, answer]."""
+    """Returns the messages of Alpaca's history, a list of [question, answer]."""
     messages = []
     pairs = record.get(key) or []
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:

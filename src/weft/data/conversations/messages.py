@@ -1,7 +1,7 @@
-"""Converts messages of different formats to those that chat templates expect.
+"""Converts messages of different formats to the format that chat templates expect.
 
-A message is `{"role": "user", "content": "..."}` with its other keys (`tool_calls`, `name`, `reasoning_content`, ...).
-Invalid messages raise `Unfit`.
+A converted message is `{"role": "user", "content": "..."}`, and keeps other keys of the original message, such as
+`tool_calls`, `name` and `reasoning_content`. Invalid messages raise `Unfit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def text_or_messages(value: Any, role: str, key: str) -> list[dict]:
-    """Converts a text to a message of `role`; converts a message, or a list of messages, of either format."""
+    """Converts the value at a record's `key` to a list of messages.
+
+    Args:
+        value: a text, which becomes one message of `role`; or a message or list of messages with the keys role and
+            content, or from and value.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, dict) else value
@@ -37,7 +42,11 @@ def text_or_messages(value: Any, role: str, key: str) -> list[dict]:
 
 
 def convert_messages(messages: Any, key: str, role_key: str, content_key: str) -> list[dict]:
-    """Converts the list of messages at a record's `key`."""
+    """Converts the list of messages at a record's `key`.
+
+    Args:
+        role_key, content_key: keys of the role and the content in each message.
+    """
     if not isinstance(messages, list):
         raise Unfit(f"field {key!r} is not a list of messages")
     if not messages:
@@ -94,7 +103,7 @@ def _convert_call(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def required(record: Record, key: str) -> Any:
-    """Returns the value at a required key."""
+    """Returns the value at `key`. Raises `Unfit` if the key is missing or the value is null."""
     if key not in record:
         raise Unfit(f"no field {key!r}")
     if record[key] is None:
@@ -103,7 +112,7 @@ def required(record: Record, key: str) -> Any:
 
 
 def text_of(record: Record, key: str) -> str:
-    """Returns the text at a required key."""
+    """Returns the text at `key`. Raises `Unfit` if the key is missing or the value is not text."""
     value = required(record, key)
     if not isinstance(value, str):
         raise Unfit(f"field {key!r} is not text")
@@ -111,7 +120,7 @@ def text_of(record: Record, key: str) -> str:
 
 
 def parse_json(text: Any, reason: str) -> Any:
-    """Parses JSON; raises `Unfit` with `reason` if it is invalid."""
+    """Parses JSON. Raises `Unfit` with `reason` if the text is not valid JSON."""
     try:
         return orjson.loads(text)
     except (orjson.JSONDecodeError, TypeError):

@@ -1,4 +1,4 @@
-"""Named chat templates, for tokenizers without a template. Each marks the assistant's text with `{% generation %}`."""
+"""Defines named chat templates, which mark the assistant's text with `{% generation %}`, for `--chat-template`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from typing import NamedTuple
 
 
 class NamedTemplate(NamedTuple):
-    """A named template, and the special tokens in it, which the tokenizer should have."""
+    """A named template.
+
+    Attributes:
+        source: source of the template.
+        markers: special tokens in the source, which the tokenizer should have.
+    """
 
     source: str
     markers: tuple[str, ...]
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Variables of special tokens that the template uses (`bos_token`, `eos_token`)."""
+        """The variables of special tokens that the template uses (`bos_token`, `eos_token`)."""
         return tuple(name for name in ("bos_token", "eos_token") if name in self.source)
 
 
-# Formats without tools refuse records with tools.
+# Formats that do not support tools refuse records with tools.
 _NO_TOOLS = """\
 {%- if tools -%}{{- raise_exception('this format knows no tools') -}}{%- endif -%}
 {%- for message in messages if message['tool_calls'] -%}
@@ -25,7 +30,7 @@ _NO_TOOLS = """\
 {%- endfor -%}
 """
 
-# White space after the end of a message is outside the marks: a model stops before it.
+# White space after the end of a message is outside the marks, because a model stops before that white space.
 _CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -151,8 +156,8 @@ _VICUNA = (
 """
 )
 
-# Contents only, for messages with their own markers. Adds a line end between an answer and the next message if there is
-# none: otherwise a token could span both, and training on it would train on the user's text.
+# Contents only, for messages that already contain markers. Adds a line end between an answer and the next message if
+# there is no line end. Otherwise a token could span both, and training on it would train on the user's text.
 _PLAIN = """\
 {%- for message in messages -%}
     {%- if message['role'] == 'assistant' -%}

@@ -8,11 +8,12 @@ import numpy as np
 
 
 def render_mask(ids: np.ndarray, mask: np.ndarray, decode: Callable[[Sequence[int]], str]) -> str:
-    """Returns the text of a document, with `{+` and `+}` around trained tokens (as in `git diff --word-diff`).
+    """Returns the text of a document, with `{+` and `+}` around trained tokens, as in `git diff --word-diff`.
 
     Args:
-        ids, mask: of the document, `[tokens]`.
-        decode: of a tokenizer. Called for each run of tokens, so a character that is split between runs is U+FFFD.
+        ids, mask: token ids and loss mask of the document, `[tokens]`.
+        decode: function that decodes ids to text. It is called for each run of tokens with the same mask, so a
+            character that is split between two runs becomes U+FFFD.
     """
     learned = np.asarray(mask) != 0
     edges = np.flatnonzero(np.diff(learned)) + 1

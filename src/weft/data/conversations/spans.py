@@ -1,7 +1,7 @@
-"""Tokenizes text with marked character spans, and marks the tokens of the spans.
+"""Tokenizes text with marked character spans, and computes which tokens belong to the spans.
 
-The `tokenizers` library maps characters to tokens, but slowly. In a byte-level vocabulary each token is its bytes, so
-the position of a token follows from the bytes of the tokens before it, and the fast encoder can compute the ids.
+The `tokenizers` library maps characters to tokens, but is slow. With a byte-level vocabulary, the position of a token
+follows from the bytes of the tokens before it, so the fast encoder can compute the ids.
 """
 
 from __future__ import annotations
@@ -23,38 +23,41 @@ Spans = Sequence[tuple[int, int]]  # [start, end) in characters of a text
 class SpanEncoder:
     """Encodes texts to ids, and maps character spans to tokens.
 
+    Args:
+        exact: whether to encode every text with the `tokenizers` library.
+
     Attributes:
-        fast: whether it uses the fast encoder and the bytes of tokens.
-        added: added token -> id, including special tokens.
+        fast: whether the fast encoder is used, with positions from the bytes of tokens.
+        added: id of each added token, including special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, exact: bool = False):
         file = tokenizer_file(tokenizer.path)
         self._tokenizer = tokenizer
         self._reference = tokenizers.Tokenizer.from_file(str(file))
-        self._reference.no_truncation()  # tokenizer.json may have these settings
+        self._reference.no_truncation()  # tokenizer.json can contain these settings
         self._reference.no_padding()
         tokens = self._reference.get_added_tokens_decoder()
         self.added = {token.content: id for id, token in tokens.items()}
         self.fast = not exact and _is_byte_level(orjson.loads(file.read_bytes()), list(tokens.values()))
         if self.fast:
             words = self._reference.get_vocab(with_added_tokens=False)
-            self._bytes = np.zeros(max([*words.values(), *tokens, 0]) + 1, np.int64)  # of each id
+            self._bytes = np.zeros(max([*words.values(), *tokens, 0]) + 1, np.int64)  # number of bytes of each id
             for token, id in words.items():
                 self._bytes[id] = len(token)  # byte-level BPE spells each byte as one character
             for token, id in self.added.items():
                 self._bytes[id] = len(token.encode())
 
     def encode(self, texts: Sequence[str], spans: Sequence[Spans]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encodes texts; the ids of a text do not depend on the other texts.
+        """Encodes texts. The ids of a text do not depend on the other texts.
 
         Args:
-            spans: marked characters of each text.
+            spans: marked character spans of each text.
 
         Returns:
-            Concatenated ids, uint32 `[tokens]`; the length of each text, int64 `[texts]`; and the mask, bool
-            `[tokens]`. A span's tokens are those from the token of its first character to the token in which its last
-            character begins, as in Transformers' assistant masks.
+            The concatenated ids, uint32 `[tokens]`; the number of tokens of each text, int64 `[texts]`; and the mask of
+            marked tokens, bool `[tokens]`. A span marks all tokens from the token of its first character to the token
+            in which its last character begins, as in Transformers' assistant masks.
         """
         if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64), np.zeros(0, bool)
@@ -101,10 +104,14 @@ class SpanEncoder:
 
 
 def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) -> int | None:
-    """Returns the token of a character, or of the next character towards `stop` if the tokenizer drops it.
+    """Returns the index of a character's token, or of the next character's token if the tokenizer drops the character.
 
-    Differs from Transformers, which ignores the rest of the conversation if a span begins with such a character, and
-    marks everything to the end of the text if a span ends with one, or in the first token.
+    Transformers behaves differently: it ignores the rest of the conversation if a span begins with a dropped character,
+    and marks everything up to the end of the text if a span ends with a dropped character or in the first token.
+
+    Args:
+        stop: position at which the search ends; the result is None if it is reached.
+        step: direction of the search, 1 or -1.
     """
     while character != stop:
         token = encoding.char_to_token(character) if character >= 0 else None
@@ -115,7 +122,7 @@ def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) 
 
 
 def _is_byte_level(content: dict[str, Any], added: list[tokenizers.AddedToken]) -> bool:
-    """Whether the concatenated tokens of every text are exactly its bytes."""
+    """Whether the concatenated tokens of a text are always exactly the bytes of the text."""
     if content.get("normalizer") is not None or content["model"].get("type") != "BPE":
         return False
     model = content["model"]

@@ -1,7 +1,8 @@
 """Renders messages with a tokenizer's chat template, and returns the spans of the assistant's text.
 
-Follows Hugging Face: sandboxed jinja2 with trimmed blocks, the helpers `raise_exception`, `tojson` and `strftime_now`,
-`break` and `continue`, and `{% generation %}...{% endgeneration %}` around the assistant's text.
+Templates work as in Hugging Face Transformers: jinja2 in a sandbox, with trimmed blocks, the functions
+`raise_exception`, `tojson` and `strftime_now`, the statements `break` and `continue`, and
+`{% generation %}...{% endgeneration %}` around the assistant's text.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from weft.errors import UserError
 from weft.files import read_json
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Exceptions of a template that does not fit a record. The message is reported as the reason.
+# Exceptions that a template raises if it cannot render a record. The message becomes the reason of rejection.
 FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """A template's source, which can be pickled, unlike a compiled template.
+    """The source of a chat template, which can be pickled, unlike a compiled template.
 
     Attributes:
-        origin: the file or format, for messages.
-        with_tools: source for conversations with tools, if it differs.
-        markers: special tokens of a named format.
-        tokens: variables of special tokens (`bos_token`) that a named format uses.
+        origin: file or named format of the template, for messages.
+        source: source of the template.
+        with_tools: source for conversations with tools, if the template has a separate one.
+        markers: special tokens in a named format.
+        tokens: variables of special tokens (such as `bos_token`) that a named format uses.
     """
 
     origin: str
@@ -55,18 +57,19 @@ class TemplateSource:
 
     @property
     def uses_date(self) -> bool:
-        """Whether the template may write the current date."""
+        """Whether the template can write the current date."""
         return any("strftime_now" in source for source in (self.source, self.with_tools) if source is not None)
 
 
 def find_template(folder: Path, name: str | None = None) -> TemplateSource:
-    """Returns the template of a tokenizer's folder, or the one that the user names.
+    """Returns the chat template in a tokenizer's folder, or the template `name`.
 
     Args:
-        name: a named format (`chatml`, ...), a file, or the name of one of the folder's templates.
+        name: a named format such as `chatml`, a file, or the name of a template in the folder; None: the folder's
+            default.
 
     Raises:
-        UserError: there is no such template, it cannot be read, or its syntax is wrong.
+        UserError: the template does not exist, cannot be read, or has invalid syntax.
     """
     if name in NAMED:
         named = NAMED[name]
@@ -78,13 +81,13 @@ def find_template(folder: Path, name: str | None = None) -> TemplateSource:
     for source in (template.source, template.with_tools):
         error = None if source is None else _syntax_error(source)
         if error is not None:
-            what = f"not a chat template: {error.message}; fix it, or give another with --chat-template"
+            what = f"not a valid chat template: {error.message}; fix it, or choose another with --chat-template"
             raise UserError(what, template.origin, error.lineno)
     return template
 
 
 def template_problems(folder: Path) -> list[str]:
-    """Returns descriptions of the problems of a folder's chat templates.
+    """Returns descriptions of the problems of the chat templates in a folder.
 
     Raises:
         UserError: a file cannot be read.
@@ -99,7 +102,9 @@ def template_problems(folder: Path) -> list[str]:
     for name in () if named else ("tokenizer_config.json", "chat_template.json"):
         found = read_json(folder / name) if (folder / name).is_file() else None
         if isinstance(found, dict) and found.get("chat_template") is not None:
-            problems.append(f"chat_template in {name} is neither a text nor a list of named templates; it is ignored")
+            problems.append(
+                f"chat_template in {name} is neither a text nor a list of named templates; it is ignored; fix it"
+            )
     return problems
 
 
@@ -112,7 +117,7 @@ def _syntax_error(source: str) -> jinja2.TemplateSyntaxError | None:
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, str], Path]:
-    """Returns the templates of a tokenizer's folder by name, and their file or folder."""
+    """Returns the templates in a tokenizer's folder by name, and the file or folder that contains them."""
     named: dict[str, str] = {}
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if (folder / "chat_template.jinja").is_file():
@@ -137,14 +142,16 @@ def _find_in_folder(folder: Path, name: str | None) -> TemplateSource:
     if name is not None:
         if name in named:
             return TemplateSource(f"{origin} ({name})", named[name])
-        also = f", or of {folder}: {', '.join(named)}" if len(named) > 1 else ""
-        raise UserError(f"--chat-template {name}: neither a file nor one of {', '.join(NAMED)}{also}")
+        also = f", or a template in {folder}: {', '.join(named)}" if len(named) > 1 else ""
+        raise UserError(f"--chat-template {name}: not found; use a file, or one of {', '.join(NAMED)}{also}")
     if "default" in named:
         return TemplateSource(str(origin), named["default"], named.get("tool_use"))
     if named:
-        raise UserError(f"several chat templates and no default; choose one: --chat-template {'|'.join(named)}", origin)
+        raise UserError(
+            f"several chat templates, but no default; set --chat-template to one of {', '.join(named)}", origin
+        )
     raise UserError(
-        f"no chat template in this folder; give one: --chat-template FILE, or a named format ({', '.join(NAMED)})",
+        f"no chat template in this folder; set --chat-template to a file or a named format ({', '.join(NAMED)})",
         folder,
     )
 
@@ -153,18 +160,18 @@ def _read(file: Path) -> str:
     if file.suffix == ".json":
         found = read_json(file)
         if not isinstance(found, dict) or not isinstance(found.get("chat_template"), str):
-            raise UserError('not a chat template: no "chat_template" in it', file)
+            raise UserError('not a chat template: it has no key "chat_template"; check the path', file)
         return found["chat_template"]
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", file) from None
+        raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", file) from None
     except UnicodeDecodeError:
-        raise UserError("not UTF-8; a chat template is a text file", file) from None
+        raise UserError("not UTF-8 text; a chat template must be a UTF-8 file", file) from None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the special tokens (`bos_token`, `eos_token`, ...) of a tokenizer's folder, variables of templates."""
+    """Returns the special tokens in a tokenizer's folder by name, such as `eos_token`, as template variables."""
     tokens: dict[str, str] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         stated = read_json(file) if file.is_file() else {}
@@ -182,11 +189,12 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        variables: of the template besides the messages, including special tokens.
+        source: source of the template.
+        variables: variables of the template besides the messages, including special tokens.
         now: time for `strftime_now`; default: the current time.
 
     Attributes:
-        takes_parts: whether it renders a list of text parts like the joined text.
+        takes_parts: whether the template renders a list of text parts in the same way as the joined text.
     """
 
     def __init__(self, source: TemplateSource, variables: Mapping[str, Any], now: datetime | None = None):
@@ -204,10 +212,10 @@ class ChatTemplate:
         *,
         prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text, and the character ranges [start, end) of the template's generation blocks.
+        """Renders messages. Returns the text, and the character spans [start, end) of its generation blocks.
 
         Args:
-            prompt: append the beginning of an assistant message (`add_generation_prompt`).
+            prompt: whether to append the beginning of an assistant message (`add_generation_prompt`).
 
         Raises:
             Unfit: the template raises an error.
@@ -238,7 +246,7 @@ class ChatTemplate:
                 ) from None
             message = " ".join(str(getattr(error, "message", None) or error).split())[:200]
             kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
-            raise Unfit(f"the chat template refuses it: {kind}{message}") from None
+            raise Unfit(f"the chat template cannot render the messages: {kind}{message}") from None
         return "".join(chunks), marks.spans
 
     def _renders_parts(self) -> bool:
@@ -253,13 +261,13 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Adds the reasoning under both names that templates read."""
+    """Returns the message with its reasoning under both keys that templates use: thinking and reasoning_content."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Marks(Extension):
-    """The block `{% generation %}`: writes its content and records its span in the text."""
+    """The jinja2 extension for `{% generation %}`: the block writes its content, and records the content's span."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 requires it)
 
@@ -273,7 +281,7 @@ class _Marks(Extension):
         self.written, self.spans = 0, []
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Parses the block to a call of `_mark` with its body."""
+        """Converts the block to a call of `_mark` with the block's content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -285,9 +293,9 @@ class _Marks(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's `namespace()` that refuses attributes with a leading underscore, which could escape the sandbox."""
+    """The `namespace()` of templates. It refuses names with a leading underscore, which could escape the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any):  # `self` may be one of the keywords
+    def __init__(*args: Any, **kwargs: Any):  # `self` can be one of the keywords
         values = dict(*args[1:], **kwargs)
         for name in values:
             _require_public(name)
@@ -300,7 +308,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _require_public(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace's attribute may not begin with an underscore: {name}")
+        raise SecurityError(f"the name of a namespace's attribute must not begin with an underscore: {name}")
 
 
 def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
