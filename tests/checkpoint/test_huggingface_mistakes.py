@@ -192,8 +192,8 @@ def test_export_of_what_cannot_be(tmp_path, whole, capsys):
         (["--dtype", "float8"], "dtype 'float8': give one of float32, "),
         (["--to", "gguff"], "there is no export 'gguff'; choose from hf, "),
         (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
-        (["--to", "weft.errors:__doc__"], "is not an export target"),
-        (["quantization=q8"], "quantization: no option of the export to hf; it has dtype, max_shard_size"),
+        (["--to", "weft.errors:__doc__"], "is not an export format"),
+        (["quantization=q8"], "quantization: not an option of the format hf; its options are dtype, max_shard_size"),
         (["q8"], "'q8': SRC and OUT are followed by options of the target, each as key=value"),
     ):
         assert weft_command("export", whole, tmp_path / "out", *words) == 2

@@ -91,15 +91,15 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
     [
         ([], "there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE"),
         (["-", "-"], "standard input is read once; give - once"),
-        (["a", "--top-p", "0"], "top_p is 0.0; give more than 0 and at most 1"),
+        (["a", "--top-p", "0"], "top_p is 0.0; set it to a number above 0, at most 1"),
         *(
             (
                 ["a", "--temperature", value],
-                f"temperature is {value}; give 0 (greedy decoding) or a finite number above",
+                f"temperature is {value}; set it to 0 (greedy decoding) or a finite number above 0",
             )
             for value in ("nan", "inf", "-1.0")
         ),
-        (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; give at least 1"),
+        (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; set it to at least 1"),
         (["--prompts", "none.txt"], "none.txt: the file of prompts cannot be read: No such file or directory"),
         (["--prompts", "blank.txt"], "blank.txt: there is no prompt in it; write one per line"),
         (["--prompts", "odd.txt"], "odd.txt:2: this prompt is not UTF-8 text; convert the file to UTF-8"),

@@ -117,7 +117,7 @@ def test_mistakes_of_generate(here):
         (bare, "text", {}, "texts need a tokenizer"),
         (bare, [], {"temperature": math.inf}, "temperature is inf"),
         (bare, [16], {}, "the model's vocabulary ends at 15"),
-        (bare, [[]], {}, "a prompt without tokens"),
+        (bare, [[]], {}, "a prompt has no tokens"),
         ("nowhere", "text", {}, "there is no such run"),
     ):
         with pytest.raises(UserError, match=what):

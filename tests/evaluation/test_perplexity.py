@@ -167,8 +167,8 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
     shutil.copytree(folder, own)
     shutil.copy(tiny_tokenizer / "tokenizer.json", own)
     assert "another tokenizer" in told(capsys, own, "--store", store.path)
-    assert "name a token store with --store" in told(capsys, folder)
-    with pytest.raises(UserError, match="name a token store with `store`"):
+    assert "set --store to a token store" in told(capsys, folder)
+    with pytest.raises(UserError, match="set `store` to a token store"):
         weft.evaluate(folder)
     assert "limit has an effect only with tasks" in told(capsys, folder, "--store", store.path, "--limit", 3)
     assert "stride has an effect only with store" in told(capsys, folder, "--tasks", "x", "--stride", 3)

@@ -88,5 +88,5 @@ def test_targets_from_outside(tmp_path, monkeypatch, capsys):
     assert weft_command("export", "ours", "b.txt", "--to", "table")[0] == 0
     assert {line.split(" ")[0] for line in (tmp_path / "b.txt").read_text().splitlines()} == names
     done = weft_command("export", source, "c.txt", "--to", "table", "--dtype", "bfloat16")
-    assert done == (2, "", "dtype: no option of the export to table; it has separator\n")
+    assert done == (2, "", "dtype: not an option of the format table; its options are separator\n")
     plugins._installed.cache_clear()

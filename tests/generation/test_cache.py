@@ -63,7 +63,7 @@ def test_logits_of_a_text_in_pieces(family, shape):
         for piece in tokens.split(pieces, dim=1):
             got.append(ours(piece, cache=cache))
         assert (torch.cat(got, 1) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
-    with pytest.raises(ValueError, match="60 tokens cannot hold 61"):
+    with pytest.raises(ValueError, match="60 tokens is too small for 61"):
         ours(tokens[:, :1], cache=cache)
 
 

@@ -1,4 +1,4 @@
-"""`weft.evaluate`: evaluates a model on token stores and on benchmark tasks."""
+"""Defines `weft.evaluate`, which evaluates a model on token stores and on benchmark tasks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Evaluation:
     """The results of `evaluate`.
 
     Attributes:
-        model: the checkpoint; None for a module that was not loaded from one.
-        stores: one result per token store.
-        tasks: task -> `questions`, `shots`, `version` and `scores`.
-        windows: sequence_length, stride and documents as used.
+        model: path of the checkpoint; None if the model was a module that was not loaded from a checkpoint.
+        stores: result of each token store.
+        tasks: for each task, a dict with `questions`, `shots`, `version` and `scores`.
+        windows: the settings `sequence_length`, `stride` and `documents` that were used.
     """
 
     model: Path | None
@@ -42,25 +42,26 @@ class Evaluation:
 
     @property
     def all(self) -> StoreResult:
-        """All stores combined."""
+        """The combined result of all stores."""
         return combine(self.stores)
 
     @property
     def loss(self) -> float:
-        """Nats per token over all stores."""
+        """The loss over all stores, in nats per token."""
         return self.all.loss
 
     @property
     def perplexity(self) -> float:
+        """The perplexity over all stores."""
         return self.all.perplexity
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None if the number of bytes of a store is unknown."""
+        """The bits per byte over all stores; None if the number of bytes of a store is unknown."""
         return self.all.bits_per_byte
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the results as JSON values."""
         found: dict[str, Any] = {"model": None if self.model is None else str(self.model)} | self.windows
         if self.stores:
             found |= {"stores": [one.as_dict() for one in self.stores], "all": self.all.as_dict()}
@@ -84,18 +85,19 @@ def evaluate(
     True
 
     Args:
-        model: a run directory, a checkpoint or a Hugging Face folder; or a module from `weft.load_model`.
-        store: one or several token stores. Default, without tasks: the run's validation data.
-        tasks: names, as a list or separated by commas.
+        model: path of a run directory, a checkpoint or a Hugging Face folder; or a module that `weft.load_model`
+            returned.
+        store: one or several token stores. Default: the validation data of the run if `tasks` is None, otherwise none.
+        tasks: names of tasks, as a list or separated by commas.
         console: prints warnings and progress. Default: no output.
         settings: fields of `weft.evaluation.settings.Settings`: `sequence_length`, `stride`, `documents` ("apart" or
             "joined") and `max_tokens` for stores; `include_path`, `num_fewshot`, `limit` and `apply_chat_template` for
             tasks; `batch_size`, `tokenizer`, `device` and `dtype`.
 
     Raises:
-        UserError: there is no model or store, a store does not fit the model, a task is unknown, or a setting is out of
-            range or has no effect. Stores and tasks are checked before the model is loaded.
-        TypeError: an unknown setting.
+        UserError: the model or a store does not exist, a store does not fit the model, a task is unknown, or a setting
+            is out of range or has no effect. Stores and tasks are checked before the model is loaded.
+        TypeError: a setting is unknown.
     """
     how = Settings(**settings)
     given = [store] if isinstance(store, str | Path | TokenStore) else list(store or ())
@@ -115,8 +117,8 @@ def evaluate(
     how = how.with_windows(model, _run_data(checkpoint))
     if stores and how.tokenizer is None:
         console.warning(
-            f"{'the model' if checkpoint is None else checkpoint} has no tokenizer: it cannot be checked that the "
-            "store's ids are the model's"
+            f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so it is not checked whether the "
+            "store was packed with the model's tokenizer; set --tokenizer"
         )
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: console.warning(str(message))
@@ -134,27 +136,27 @@ def _run_data(checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _held_out_stores(checkpoint: Path | None) -> list[str]:
-    """Returns the token stores of a run's validation. Raises UserError if there is none, or one is missing."""
+    """Returns the token stores of a run's validation data. Raises UserError if there is none or a folder is missing."""
     data = _run_data(checkpoint)
     if not data:
-        raise UserError("this model has no validation data; name a token store with `store`", checkpoint)
+        raise UserError("this model has no validation data; set `store` to a token store", checkpoint)
     assert checkpoint is not None
     run, stores = checkpoint.absolute().parent.parent, list(held_out_sets(data.get("validation")).values())
     named = [store for store in stores if isinstance(store, str)]
     if not named or len(named) < len(stores):
-        raise UserError("this run's validation uses no token store; name one with `store`", run)
+        raise UserError("this run's validation data is not only token stores; set `store` to a token store", run)
     for store in named:
         if not Path(store).exists():
             raise UserError(
-                f"its validation data {store} does not exist; change to the folder in which it was trained, or name a "
-                "token store with `store`",
+                f"the validation data {store} of this run does not exist; change to the folder in which the run was "
+                "started, or set `store` to a token store",
                 run,
             )
     return named
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Raises UserError if the device does not exist."""
+    """Returns the device `device`; None: a GPU if available. Raises UserError if the device does not exist."""
     if device is None:
         return local_device(Console())
     try:
@@ -162,4 +164,4 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device(device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
         what = str(error).splitlines()[0]
-        raise UserError(f"`device` {device}: {what}; give cpu or a device that exists") from None
+        raise UserError(f"`device` {device}: {what}; use cpu or an existing device") from None

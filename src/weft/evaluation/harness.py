@@ -1,4 +1,4 @@
-"""A model of EleutherAI's lm-evaluation-harness (Gao et al., 2023). Imported only if the harness is installed."""
+"""Adapts a model to EleutherAI's lm-evaluation-harness (Gao et al., 2023), which must be installed."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ from weft.generation.sample import Sampling, generate_steps
 from weft.models.forward import forward_of
 from weft.observe.console import Console
 
-LOGITS = 1 << 28  # maximum logits of a batch, unless a single text has more
-DEFAULT_LENGTH = 2048  # for a model without max_position_embeddings
+LOGITS = 1 << 28  # maximum number of logits of a batch, unless a single text has more
+DEFAULT_LENGTH = 2048  # maximum length of a model without max_position_embeddings
 GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # of generation_kwargs
 
 
 class WeftLM(TemplateLM):
-    """Answers the harness's requests, with the same scores as its `hf` model.
+    """A model that answers the harness's requests, with the same scores as the harness's own `hf` model.
 
-    As there, the tokenizer adds its special tokens to a text (such as a beginning-of-text token), and a text longer
-    than the model's maximum is truncated on the left.
+    Like the `hf` model, it adds the tokenizer's special tokens to a text (such as a beginning-of-text token), and
+    truncates a text longer than the model's maximum on the left.
 
     Args:
-        model: a module from `weft.load_model`, in eval mode.
-        tokenizer: the model's.
-        batch_size: texts per batch; fewer if their logits would take more than a gigabyte.
+        model: a module that `weft.load_model` returned, in eval mode.
+        tokenizer: the model's tokenizer.
+        batch_size: maximum number of texts per batch. Batches are smaller if their logits would take more than a
+            gigabyte.
         console: prints progress.
 
     Attributes:
-        requested: whether there has been a request; exceptions before that come from building the tasks.
+        requested: whether the harness has made a request. Exceptions before the first request come from building the
+            tasks.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, *, batch_size: int = 8, console: Console | None = None):
@@ -60,41 +62,47 @@ class WeftLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
+        """The id of the end-of-document token."""
         return self._tokenizer.eod_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text: the beginning-of-text token, or without one the end-of-document token."""
+        """The id of the token before a text: beginning-of-text or, if there is no such token, end-of-document."""
         return self.eot_token_id if self._bos_id is None else self._bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Key under which the harness caches requests."""
+        """The key under which the harness caches requests."""
         return self._tokenizer.digest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encodes a text, by default with special tokens unless it begins with the beginning-of-text token."""
+        """Encodes a text. By default, adds special tokens unless the text begins with the beginning-of-text token."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode([self.prefix_token_id]))
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Selects a chat template and returns its source; None if none is requested."""
+        """Selects a chat template, and returns the template's source.
+
+        Args:
+            chat_template: name of the template; True: the tokenizer's default; False: no template (returns None).
+        """
         if chat_template is False or chat_template is None:
             return None
         try:
             text = find_template(self._folder, chat_template if isinstance(chat_template, str) else None)
-        except UserError as error:  # its remedy is an option of packing
+        except UserError as error:  # the remedy in this message is an option of packing
             what = error.what.partition("; ")[0]
-            raise UserError(f"{what}; put its chat_template.jinja next to tokenizer.json", error.where) from None
+            raise UserError(f"{what}; put a chat_template.jinja next to tokenizer.json", error.where) from None
         self._template = ChatTemplate(text, self._special)
         return text.source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Formats messages. The text ends with the beginning of an answer, or otherwise within the last message.
+        """Formats messages with the chat template. If the template refuses a system message, that message is left out.
 
-        If the template rejects a system message, that message is left out.
+        Args:
+            add_generation_prompt: whether the text ends with the beginning of an answer. If False, the text ends after
+                the content of the last message, so that the model can continue it.
         """
         if self._template is None:
             self.chat_template(True)
@@ -110,17 +118,19 @@ class WeftLM(TemplateLM):
         return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each (context, continuation): the continuation's log-probability, and whether it is greedy."""
+        """Scores (context, continuation) pairs.
+
+        Returns:
+            For each pair, the continuation's log-probability, and whether greedy decoding gives the continuation.
+        """
         self.requested = True
         for request in requests:
             if not request.args[1]:
-                raise UserError(
-                    f"the task {request.task_name} asks for the probability of an empty answer; fix the task"
-                )
+                raise UserError(f"the task {request.task_name} has a question with an empty answer; fix the task")
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """For each text: its log-probability, in disjoint windows of the model's maximum length."""
+        """Returns the log-probability of each text, computed in disjoint windows of the model's maximum length."""
         self.requested = True
         owners, pieces = [], []
         for number, request in enumerate(requests):
@@ -134,15 +144,15 @@ class WeftLM(TemplateLM):
         return sums
 
     def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
-        """For each (anything, context ids, continuation ids): as `loglikelihood`.
+        """Scores requests (unused, context ids, continuation ids), with results like `loglikelihood`.
 
-        Texts that differ only in the last token are computed once.
+        Texts that differ only in the last token are computed only once.
         """
         by_inputs: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise UserError(
-                    f"an answer of {len(continuation):,} tokens, where the model takes 1 to {self.max_length:,}; fix "
+                    f"an answer has {len(continuation):,} tokens, but the model allows 1 to {self.max_length:,}; fix "
                     "the task"
                 )
             by_inputs[tuple((context + continuation)[-(self.max_length + 1) : -1])].append(number)
@@ -162,7 +172,7 @@ class WeftLM(TemplateLM):
         return found
 
     def _batches(self, texts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Yields batches of similar lengths, long ones first."""
+        """Yields batches of texts with similar lengths, from long to short."""
         texts = sorted(texts, key=lambda text: (-len(text), text))
         while texts:
             count = max(1, min(self.batch_size, LOGITS // (len(texts[0]) * self.vocab_size)))
@@ -170,7 +180,7 @@ class WeftLM(TemplateLM):
             texts = texts[count:]
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
-        """For each (context, settings): the generated text, up to the first stop string."""
+        """Returns the generated text for each (context, settings), up to the first stop string."""
         self.requested = True
         by_settings: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
@@ -183,8 +193,8 @@ class WeftLM(TemplateLM):
                 room = self.max_length - settings["max_gen_toks"]
                 if room < 1:
                     raise UserError(
-                        f"max_gen_toks is {settings['max_gen_toks']:,}, and the model takes {self.max_length:,} tokens "
-                        "including the question; ask for fewer in the task's generation_kwargs"
+                        f"max_gen_toks is {settings['max_gen_toks']:,}, but the model allows {self.max_length:,} "
+                        "tokens including the question; lower max_gen_toks in the task's generation_kwargs"
                     )
                 prompts = {n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers}
                 numbers = sorted(numbers, key=lambda n: (-len(prompts[n]), prompts[n]))
@@ -209,7 +219,7 @@ class WeftLM(TemplateLM):
 
     def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
         stops = [stop for stop in settings["until"] if stop]
-        reach = max(len(stop.encode()) for stop in stops)  # a token of text has at least one byte
+        reach = max(len(stop.encode()) for stop in stops)  # a stop string has at most one token per byte
         written: list[list[int]] = [[] for _ in prompts]
         open_rows = set(range(len(prompts)))
         sampling = Sampling(settings["max_gen_toks"], temperature=0.0)
@@ -230,7 +240,7 @@ class WeftLM(TemplateLM):
         return [postprocess_generated_text(self._decode(ids), stops, None) for ids in written]
 
     def _stopped(self, ids: Sequence[int], stops: list[str], reach: int) -> bool:
-        """Whether a stop string has been written. The end, where a new one would be, is searched first."""
+        """Whether the ids contain a stop string. The last `reach` tokens are searched first, which is faster."""
         tail = self._decode(ids[-reach:])
         return any(stop in tail for stop in stops) and any(stop in self._decode(ids) for stop in stops)
 
@@ -239,7 +249,14 @@ class WeftLM(TemplateLM):
 
 
 def _score(logits: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
-    """Scores the continuation by the last logits of `[seq, vocab]`: its log-probability, and whether it is greedy."""
+    """Scores a continuation.
+
+    Args:
+        logits: logits `[seq, vocab]`, the last of which predict the continuation.
+
+    Returns:
+        The continuation's log-probability, and whether each of its tokens has the highest logit.
+    """
     logprobs = logits[-len(continuation) :].log_softmax(-1)
     chosen = torch.tensor(continuation, device=logits.device)
     return logprobs.gather(1, chosen.unsqueeze(1)).sum().item(), bool((logprobs.argmax(-1) == chosen).all())

@@ -1,4 +1,4 @@
-"""`weft.perplexity`: loss, perplexity and bits per byte of a model on a token store."""
+"""Defines `weft.perplexity`, which computes loss, perplexity and bits per byte of a model on a token store."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from weft.observe.console import Console
 
 @dataclass(frozen=True)
 class StoreResult:
-    """The result on one store, or on several combined.
+    """The result of an evaluation on one store, or on several stores combined.
 
     Attributes:
-        store: its path, or "all".
-        nats: the negative log-probability of all predicted tokens.
-        tokens: predicted tokens that the store's loss mask, if any, keeps.
-        bytes: UTF-8 bytes of the text of the predicted tokens, by the store's mean; None if unknown.
+        store: path of the store; "all" for combined stores.
+        nats: negative log-probability of all predicted tokens, in nats.
+        tokens: number of predicted tokens. If the store has a loss mask, only tokens with mask 1 are counted.
+        bytes: number of UTF-8 bytes of the predicted tokens' text, estimated by the store's mean bytes per token; None
+            if unknown.
     """
 
     store: str
@@ -41,21 +42,21 @@ class StoreResult:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """The loss in nats per token."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """e^loss; infinite if that overflows."""
+        """The perplexity, e^loss; infinity if it overflows."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None if the number of bytes is unknown."""
+        """The bits per byte; None if the number of bytes is unknown."""
         return bits_per_byte(self.nats, self.bytes) if self.bytes else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns JSON values."""
+        """Returns the result as JSON values."""
         return {
             "store": self.store,
             "loss": self.loss,
@@ -67,7 +68,7 @@ class StoreResult:
 
 
 def combine(results: Iterable[StoreResult]) -> StoreResult:
-    """Combines several stores; every token has the same weight."""
+    """Combines the results of several stores. Every token has the same weight."""
     results = list(results)
     sizes = [one.bytes for one in results if one.bytes is not None]
     size = sum(sizes) if len(sizes) == len(results) else None
@@ -85,7 +86,7 @@ def perplexity(
     max_tokens: int | None = None,
     tokenizer: str | Path | None = None,
 ) -> StoreResult:
-    """Evaluates a model on a token store. Each token except the first of its document is predicted exactly once.
+    """Evaluates a model on a token store. Every token except the first one of each document is predicted exactly once.
 
     >>> model = weft.load_model("runs/run")
     >>> found = weft.perplexity(model, "heldout", sequence_length=64, stride=32)
@@ -93,21 +94,23 @@ def perplexity(
     True
 
     Args:
-        model: a module from `weft.load_model`, on any device. It is in eval mode during the call.
-        store: of texts or conversations; of a conversation, the tokens that the loss mask keeps count.
-        sequence_length: maximum input tokens of a window. Default: 1024, or the model's maximum if less.
-        stride: distance of consecutive windows of a longer document, in 1 .. `sequence_length`. Every token then has at
-            least `sequence_length - stride` tokens before it, if its document does. Default: `sequence_length`, so that
-            no token is read twice.
-        documents_apart: evaluate each document separately; False: concatenate them, and predict all tokens but the
-            store's first.
-        batch_size: full-length sequences per batch; of shorter ones there are more. Affects only rounding.
-        max_tokens: predict at most this many tokens.
-        tokenizer: the model's, to compare with the store's. None: compare only the vocabulary sizes.
+        model: a module that `weft.load_model` returned, on any device. It is in eval mode during the call.
+        store: a store of texts or conversations. If it has a loss mask, only tokens with mask 1 count.
+        sequence_length: maximum number of input tokens of a window. Default: 1024, or the model's maximum if smaller.
+        stride: distance in tokens between consecutive windows of a document longer than one window, in
+            1 .. `sequence_length`. A predicted token then has at least `sequence_length - stride` tokens of context,
+            except near the start of its document. Default: `sequence_length`, so that no token is read twice.
+        documents_apart: whether to evaluate each document separately. If False, documents are concatenated, and all
+            tokens except the first token of the store are predicted.
+        batch_size: number of sequences of full length per batch. Shorter sequences form larger batches. The batch size
+            affects only rounding.
+        max_tokens: maximum number of tokens to predict.
+        tokenizer: the model's tokenizer, which is compared with that of the store. If None, only the vocabulary sizes
+            are compared.
 
     Raises:
-        UserError: the store does not fit the model, a setting is out of range, there is nothing to predict, or the loss
-            is not finite.
+        UserError: the store does not fit the model, a setting is out of range, the store has no token to predict, or
+            the loss is not finite.
     """
     settings = Settings(
         sequence_length=sequence_length,
@@ -123,18 +126,18 @@ def perplexity(
 def evaluate_store(
     model: nn.Module, store: str | Path | TokenStore, settings: Settings, console: Console | None = None
 ) -> StoreResult:
-    """As `perplexity`, with the result of `Settings.with_windows`."""
+    """Evaluates a model on a token store, like `perplexity`. `settings` is a result of `Settings.with_windows`."""
     console = console or Console(speaks=False)
     length, stride, apart = settings.sequence_length, settings.stride, settings.documents == "apart"
     assert length is not None
     assert stride is not None
-    check_length(model, length, "windows of", "give a shorter sequence length")
+    check_length(model, length, "windows of", "set a shorter sequence length")
     opened = store if isinstance(store, TokenStore) else TokenStore(store)
     _check_fit(model, opened, settings.tokenizer)
     total = count_predictions(opened, apart=apart)
     total = total if settings.max_tokens is None else min(total, settings.max_tokens)
     if total == 0:
-        raise UserError("no token to predict: no document of two tokens or more; pack more text", opened.path)
+        raise UserError("no token to predict: no document has two or more tokens; pack more text", opened.path)
     info = opened.info
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
     call, device = forward_of(model), next(model.parameters()).device
@@ -145,24 +148,39 @@ def evaluate_store(
         for batch in scoring_batches(opened, windows, settings.batch_size * length):
             ids, labels, weight = (torch.from_numpy(batch[key]) for key in ("tokens", "labels", "weight"))
             logprobs = call({"tokens": ids.to(device), "labels": labels.to(device)})
-            # `where` rather than a product with 0: log-probabilities of padding may not be finite.
+            # `where` instead of a product with 0, because log-probabilities of padding can be infinite.
             nats -= torch.where(weight.to(device) > 0, logprobs, 0.0).sum(dtype=torch.float64).item()
             tokens += weight.sum(dtype=torch.float64).item()
             text += weight[labels != info.eod_id].sum(dtype=torch.float64).item()
             done += batch["predicted"]
             bar.update(done, loss=nats / max(tokens, 1))
     if not math.isfinite(nats):
-        raise UserError("the model's loss is not finite; its weights may be damaged, or try --dtype float32")
+        raise UserError("the model's loss is not finite; try --dtype float32, or use another checkpoint")
     if tokens == 0:
-        raise UserError("no token to predict: the store's loss mask keeps none of them", opened.path)
+        raise UserError(
+            "no token to predict: the store's loss mask is 0 for all of them; pack it again, or use another store",
+            opened.path,
+        )
     return StoreResult(str(opened.path), nats, int(tokens), text * each.mean if each is not None and text else None)
 
 
 def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
-    """Raises UserError if the store's ids are not the model's; warns if that cannot be checked."""
+    """Checks that a store was packed with the model's tokenizer.
+
+    Warns if the store does not name its tokenizer.
+
+    Args:
+        tokenizer: the model's tokenizer; if None, only the vocabulary sizes are compared.
+
+    Raises:
+        UserError: the tokenizers or vocabulary sizes do not match, or the store contains preference pairs.
+    """
     info = store.info
     if info.kind == "preferences":
-        raise UserError("holds pairs of answers; name a store of texts or conversations", store.path)
+        raise UserError(
+            "is a store of preference pairs, which cannot be evaluated; use a store of texts or conversations",
+            store.path,
+        )
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if size is not None and info.vocab_size > size:
         raise UserError(
@@ -174,7 +192,9 @@ def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None
         return
     digest = read_tokenizer_header(tokenizer).digest
     if info.tokenizer_digest is None:
-        warnings.warn(f"{store.path} does not name its tokenizer: its ids may not be the model's", stacklevel=3)
+        warnings.warn(
+            f"{store.path} does not name its tokenizer; check that it was packed with the model's", stacklevel=3
+        )
     elif digest != info.tokenizer_digest:
         raise UserError(
             f"was packed with another tokenizer ({info.tokenizer_digest[:16]}) than the model's ({digest[:16]}, in "

@@ -1,4 +1,4 @@
-"""Windows over a token store in which each token is predicted once, and their batches."""
+"""Splits a token store into windows in which each token is predicted exactly once, and batches the windows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from weft.data.stores.store import TokenStore
 
-BLOCK = 1 << 16  # documents whose offsets are read at a time
-POOL = 16  # batches among which windows are grouped by length
+BLOCK = 1 << 16  # number of documents whose offsets are read at a time
+POOL = 16  # number of batches among which windows are sorted by length
 
 
 class Window(NamedTuple):
-    """Tokens `begin .. end - 1` of a store, of which those from `first` on are predicted."""
+    """A window over the tokens `begin .. end - 1` of a store. The tokens from `first` on are predicted."""
 
     begin: int
     first: int
@@ -24,15 +24,16 @@ class Window(NamedTuple):
 def scoring_windows(
     store: TokenStore, length: int, stride: int, *, apart: bool, limit: int | None = None
 ) -> Iterator[Window]:
-    """Yields windows in which each token except the first of its document (or of the store) is predicted once.
+    """Yields windows over a store. Every token except the first token of each document is predicted exactly once.
 
-    A document's first window predicts up to `length` tokens. Each later one begins `stride` tokens after the previous
-    one and predicts the tokens after that one's end, so that each has at least `length - stride` tokens before it.
+    A document's first window predicts up to `length` tokens. Each later window begins `stride` tokens after the
+    previous window and predicts the tokens after the previous window's end. So each of these tokens has at least
+    `length - stride` tokens of context.
 
     Args:
-        length: maximum inputs of a window.
-        stride: in 1 .. `length`; with `length` no token is read twice.
-        apart: treat every document separately; otherwise the store is one document.
+        length: maximum number of inputs of a window.
+        stride: distance in tokens between windows, in 1 .. `length`; if it is `length`, no token is read twice.
+        apart: whether to treat every document separately. If False, the store is treated as one document.
         limit: maximum number of predictions.
     """
     left = count_predictions(store, apart=apart) if limit is None else limit
@@ -48,7 +49,11 @@ def scoring_windows(
 
 
 def count_predictions(store: TokenStore, *, apart: bool) -> int:
-    """Returns the number of tokens that all `scoring_windows` of a store predict."""
+    """Returns the number of tokens that all windows of a store predict.
+
+    Args:
+        apart: whether documents are treated separately.
+    """
     if not apart:
         return max(store.num_tokens - 1, 0)
     starts = range(0, store.num_documents, BLOCK)
@@ -56,21 +61,21 @@ def count_predictions(store: TokenStore, *, apart: bool) -> int:
 
 
 def _documents(store: TokenStore) -> Iterator[tuple[int, int]]:
-    """Yields the first token of every document and the one after its last."""
+    """Yields the token positions (start, end) of every document; `end` is exclusive."""
     for start in range(0, store.num_documents, BLOCK):
         begins = store.offsets[start : start + BLOCK] // store.tokens.dtype.itemsize
         yield from zip(begins.tolist(), (begins + store.lengths[start : start + BLOCK]).tolist(), strict=True)
 
 
 def scoring_batches(store: TokenStore, windows: Iterator[Window], tokens: int) -> Iterator[dict[str, Any]]:
-    """Yields right-padded batches of windows of similar lengths. Causal attention needs no mask for the padding.
+    """Yields right-padded batches of windows with similar lengths. With causal attention, padding needs no mask.
 
     Args:
-        tokens: maximum inputs of a batch, including padding; a longer window is a batch of its own.
+        tokens: maximum number of inputs of a batch, including padding. A longer window forms a batch by itself.
 
     Yields:
-        `tokens`, `labels`: int64 `[batch, seq]`. `weight`: float32 `[batch, seq]`, the loss mask where a label is
-        predicted, otherwise 0. `predicted`: the number of predictions.
+        A dict with `tokens` and `labels`, int64 `[batch, seq]`; `weight`, float32 `[batch, seq]`, the loss mask of
+        predicted labels and 0 for other labels; and `predicted`, the number of predictions.
     """
     pool: list[Window] = []
     size = 0

@@ -1,4 +1,4 @@
-"""The settings of an evaluation."""
+"""Defines the settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ class Settings:
     """The settings of an evaluation.
 
     Attributes:
-        sequence_length: maximum input tokens of a window. Default: as in training, otherwise at most 1024.
-        stride: distance of consecutive windows. Default: the sequence length.
-        documents: "apart": each document separately; "joined": concatenated. Default: as in training, otherwise apart.
-        max_tokens: predict at most this many tokens of each store.
-        include_path: a folder with custom tasks.
-        num_fewshot: examples before each question. Default: the task's.
-        limit: use only the first questions of each task.
-        apply_chat_template: format questions with the tokenizer's chat template.
-        batch_size: sequences per batch.
-        tokenizer: the model's. Default: the one next to the model.
-        device, dtype: for a model that is given by its path. Default: a GPU if there is one; as saved.
+        sequence_length: maximum number of input tokens of a window. Default: as in training; if unknown, 1024 or the
+            model's maximum, whichever is smaller.
+        stride: distance in tokens between consecutive windows. Default: the sequence length.
+        documents: "apart" evaluates each document separately; "joined" concatenates documents. Default: as in training;
+            if unknown, "apart".
+        max_tokens: maximum number of tokens to predict in each store.
+        include_path: folder with custom tasks.
+        num_fewshot: number of examples before each question. Default: the task's own number.
+        limit: maximum number of questions of each task; the first ones are used.
+        apply_chat_template: whether to format questions with the tokenizer's chat template.
+        batch_size: number of sequences per batch.
+        tokenizer: tokenizer of the model. Default: the tokenizer in the model's folder.
+        device: device for a model that is loaded from a path. Default: a GPU if available.
+        dtype: dtype for a model that is loaded from a path. Default: as saved.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     sequence_length: int | None = None
@@ -56,15 +59,16 @@ class Settings:
         for name, least in _LEAST.items():
             number = getattr(self, name)
             if number is not None and number < least:
-                raise UserError(f"{name} is {number}; give at least {least}")
+                raise UserError(f"{name} is {number}; set it to at least {least}")
         length, stride = self.sequence_length, self.stride
         if length is not None and stride is not None and not 1 <= stride <= length:
-            raise UserError(f"stride is {stride}; give 1 to {length:,}, the sequence length")
+            raise UserError(f"stride is {stride}; set it to a number from 1 to {length:,} (the sequence length)")
 
     def with_windows(self, model: nn.Module, data: Mapping[str, Any]) -> Settings:
-        """Fills in `sequence_length`, `stride` and `documents`.
+        """Returns settings in which defaults replace None for `sequence_length`, `stride` and `documents`.
 
         Args:
+            model: the model to evaluate.
             data: the `data` section of the run that trained the model; {} if unknown.
         """
         length = self.sequence_length
@@ -81,7 +85,12 @@ class Settings:
         )
 
     def refuse_unused(self, *, stores: bool, tasks: bool, loaded: bool) -> None:
-        """Raises UserError for a setting that would have no effect."""
+        """Raises UserError if a setting would have no effect.
+
+        Args:
+            stores, tasks: whether the model is evaluated on stores and on tasks.
+            loaded: whether the model is already loaded, so that `device` and `dtype` have no effect.
+        """
         for names, used, needed in (
             (OF_STORES, stores, "store"),
             (OF_TASKS, tasks, "tasks"),
@@ -89,4 +98,4 @@ class Settings:
         ):
             given = [name for name in names if getattr(self, name) not in (None, False)]
             if given and not used:
-                raise UserError(f"{given[0]} has an effect only with {needed}; leave it out, or add that")
+                raise UserError(f"{given[0]} has an effect only with {needed}; omit {given[0]}, or add {needed}")

@@ -1,4 +1,4 @@
-"""Benchmark tasks of EleutherAI's lm-evaluation-harness."""
+"""Evaluates models on benchmark tasks of EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from weft.errors import UserError
 from weft.evaluation.settings import Settings
 from weft.observe.console import Console
 
-DRAWS = 1000  # bootstrap samples for standard errors without a formula
+DRAWS = 1000  # number of bootstrap samples for standard errors without a formula
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
-    """Returns a TaskManager that has all these tasks. The harness's tasks take seconds to index, so they are included
-    only if one of them is needed.
+    """Returns a TaskManager of the harness that contains all `tasks`.
+
+    Indexing the tasks of the harness takes seconds, so they are included only if one of them is needed.
 
     Args:
-        tasks: names, as the harness or the YAML files in `include_path` define them.
-        include_path: a folder with custom tasks.
+        tasks: names of tasks that the harness or the YAML files in `include_path` define.
+        include_path: folder with custom tasks.
 
     Raises:
         UserError: the harness is not installed, the folder does not exist, or a task is unknown.
     """
     if find_spec("lm_eval") is None:
-        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; pip install 'weft-train[eval]'")
+        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; run `pip install 'weft-train[eval]'`")
     from lm_eval.tasks import TaskManager
 
     if not tasks:
-        raise UserError("--tasks names no task; give one or several, separated by commas")
+        raise UserError("--tasks is empty; set it to one or several tasks, separated by commas")
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError("no such folder of tasks; name one with YAML files in it", include_path)
+        raise UserError("no such folder of tasks; set --include-path to a folder with YAML files", include_path)
     manager = None
     if include_path is not None:
         manager = TaskManager(include_path=str(include_path), include_defaults=False)
-    if manager is None or not set(tasks) <= set(manager.all_subtasks):  # a group may name tasks of the harness
+    if manager is None or not set(tasks) <= set(manager.all_subtasks):  # a group can contain tasks of the harness
         manager = TaskManager(include_path=None if include_path is None else str(include_path))
     for name in tasks:
         if name not in manager.all_tasks:
             where = "" if include_path is None else f" nor in {include_path}"
-            hint = did_you_mean(name, manager.all_tasks) or "; `lm-eval ls tasks` lists those of the harness"
+            hint = did_you_mean(name, manager.all_tasks) or "; list the harness's tasks with `lm-eval ls tasks`"
             raise UserError(f"no task {name!r} in the harness{where}{hint}")
     return manager
 
@@ -57,18 +58,19 @@ def evaluate_tasks(
     """Evaluates a model on tasks.
 
     Args:
-        model: a module from `weft.load_model`.
-        manager: from `find_tasks`.
+        model: a module that `weft.load_model` returned.
+        tasks: names of the tasks.
+        manager: the TaskManager that `find_tasks` returned.
 
     Returns:
-        For each task and group: `questions`, `shots`, `version` and `scores`, each with `metric`, `filter` (applied to
-        answers by the harness), `value` and `stderr` (or None).
+        For each task and group, a dict with `questions`, `shots`, `version` and `scores`. Each score has `metric`,
+        `filter` (which the harness applied to the answers), `value` and `stderr` (the standard error, or None).
 
     Raises:
-        UserError: there is no tokenizer, or a task cannot be built.
+        UserError: the model has no tokenizer, or a task cannot be built.
     """
     if settings.tokenizer is None:
-        raise UserError("tasks need a tokenizer, and this model has none; name it with --tokenizer")
+        raise UserError("tasks need a tokenizer, but this model has none; set --tokenizer")
     import lm_eval
 
     from weft.data.tokenizers.tokenizer import Tokenizer
@@ -78,7 +80,10 @@ def evaluate_tasks(
     if settings.apply_chat_template:
         lm.chat_template(True)
     try:
-        with contextlib.redirect_stdout(sys.stderr), _without_environment():  # standard output is for the results
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            _without_environment(),
+        ):  # standard output is reserved for the results
             results: Any = lm_eval.simple_evaluate(
                 lm,
                 tasks=[*tasks],
@@ -96,14 +101,14 @@ def evaluate_tasks(
             raise
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(
-            f"the harness cannot build {', '.join(tasks)}: {what}; fix the task, or provide its data"
+            f"the harness cannot build {', '.join(tasks)}: {what}; fix the task, or provide the task's data"
         ) from error
     return {task: _scores(task, results) for task in results["results"]}
 
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Keeps the harness from inspecting the machine, which takes seconds, and the git repository."""
+    """Prevents the harness from inspecting the machine (which takes seconds) and the git repository, in the block."""
     from lm_eval import evaluator
 
     names = ("get_git_commit_hash", "add_env_info")

@@ -1,4 +1,4 @@
-"""`weft.export_model`: writes a trained model in the format of another tool."""
+"""Defines `weft.export_model`, which writes a trained model in the format of another tool."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ def export_model(
     1
 
     Args:
-        source: a run (its newest checkpoint), a checkpoint, an imported folder, or a Hugging Face folder.
-        out: the path to write; it must not exist.
-        to: the target: "hf" (`weft.export.hf`), a plugin's name, or `module:function`.
+        source: a run directory (whose newest checkpoint is used), a checkpoint, an imported folder, or a Hugging Face
+            folder.
+        out: path of the output, which must not exist.
+        to: the format: "hf" (`weft.export.hf`), the name of a plugin's format, or `module:function`.
         console: prints warnings and progress. Default: no output.
-        options: of the target. For "hf": `dtype` (default: as saved), and `max_shard_size` of one file, in bytes or as
-            "5GB" (the default).
+        options: options of the format. For "hf": `dtype`, the dtype of the weights (default: as saved), and
+            `max_shard_size`, the maximum size of a file, in bytes or as a text such as "5GB" (the default).
 
     Returns:
-        The result of the target; for "hf" an object with the numbers `tensors`, `files` and `bytes`.
+        The return value of the export function; for "hf" an object with the numbers `tensors`, `files` and `bytes`.
 
     Raises:
-        UserError: there is no model, it is damaged or not supported by the target; no such target or option; or `out`
-            cannot be written.
+        UserError: the model does not exist, is damaged or is not supported by the format; the format or an option is
+            unknown; or `out` cannot be written.
     """
     found = plugins.find("export", to, targets, "export")
     target = getattr(found, "export", None) if isinstance(found, ModuleType) else found
     if not callable(target):
-        raise UserError(f"{to!r} is not an export target; name a module with a function export, or module:function")
+        raise UserError(f"{to!r} is not an export format; use hf, the name of a plugin's format, or module:function")
     known = {name for name, one in inspect.signature(target).parameters.items() if one.kind is one.KEYWORD_ONLY}
     for name in options:
         if name not in known:
-            raise UserError(f"{name}: no option of the export to {to}; it has {', '.join(sorted(known)) or 'none'}")
+            raise UserError(
+                f"{name}: not an option of the format {to}; its options are {', '.join(sorted(known)) or 'none'}"
+            )
     return target(resolve(source), Path(out), console or Console(speaks=False), **options)

@@ -1,4 +1,4 @@
-"""Export to a Hugging Face folder for AutoModelForCausalLM and AutoTokenizer, tensor by tensor."""
+"""Exports models to Hugging Face folders, which AutoModelForCausalLM and AutoTokenizer load."""
 
 from __future__ import annotations
 
@@ -42,16 +42,18 @@ def export(
     dtype: str | torch.dtype | None = None,
     max_shard_size: str | int = SHARD_BYTES,
 ) -> WrittenModel:
-    """Writes config.json, safetensors and tokenizer files.
+    """Writes config.json, safetensors files and tokenizer files.
 
-    Sharded checkpoints are assembled one tensor at a time. `out` appears by one rename, or not at all.
+    Sharded checkpoints are assembled one tensor at a time. The folder is renamed to `out` when it is complete; if the
+    export fails, nothing is left.
 
     Args:
-        dtype: of the weights. Default: as saved.
-        max_shard_size: of one file, in bytes or as "5GB" (a tensor is never split).
+        source: path of a checkpoint or of a Hugging Face folder.
+        dtype: dtype of the weights. Default: as saved.
+        max_shard_size: maximum size of a file, in bytes or as a text such as "5GB". A tensor is never split.
 
     Raises:
-        UserError: a damaged checkpoint, or a model that no Hugging Face family can express.
+        UserError: the checkpoint is damaged, or no Hugging Face model family has this architecture.
     """
     kind, limit = parse_dtype(dtype), _parse_size(max_shard_size)
     section, tokenizer = architecture(source), tokenizer_folder(source)
@@ -70,8 +72,8 @@ def export(
         config_files = _config_files(source, section, tokenizer, entries)
     else:
         raise UserError(
-            f"transformers does not know a custom model ({section.type}); only the built-in decoder and type: hf can "
-            "be exported",
+            f"a custom model ({section.type}) cannot be exported, because Transformers has no such architecture; "
+            "export a model of the built-in decoder or of type: hf",
             source / files.MODEL,
         )
     warnings = [*weights.warnings, *tokenizer_warnings(tokenizer, section, config_files[CONFIG])]
@@ -107,8 +109,8 @@ def _config_files(
 
 
 def _parse_size(size: str | int) -> int:
-    """Returns the bytes of `5GB`, `500 MB`, `2GiB` or a plain number. Raises UserError for anything else."""
+    """Converts a size such as `5GB`, `500 MB`, `2GiB` or a number to bytes. Raises UserError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise UserError(f"--max-shard-size {size}: not a size; write it as 5GB or 500MB")
+        raise UserError(f"--max-shard-size {size}: not a size; use a size such as 5GB or 500MB")
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))

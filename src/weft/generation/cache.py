@@ -1,4 +1,4 @@
-"""A key-value cache, so that each new token costs one row of attention."""
+"""Defines the key-value cache of generation."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from weft.config.model import ModelSection
 
 
 class KVCache:
-    """One contiguous buffer per layer for keys and one for values, allocated at the first write.
+    """A key-value cache of all layers.
 
-    A layer with full attention has `capacity` slots. One with a sliding window has at most `window + window // 4`; when
-    they are full, the latest `window - 1` move to the front. Keys and values may differ in size. Latent attention
-    caches one short vector and one rotary key per token.
+    Each layer has one contiguous buffer for keys and one for values, which are allocated at the first write. The
+    buffers of a layer with full attention have `capacity` slots. Those of a layer with a sliding window have at most
+    `window + window // 4` slots; when all are full, the latest `window - 1` tokens move to the front. Keys and values
+    can have different sizes. Latent attention caches one short vector and one rotary key per token.
 
     Args:
-        capacity: maximum tokens per sequence, including padding.
-        starts: `[batch]`, the number of padding tokens at the beginning of each sequence; None: no padding.
-        windows: per layer the window size, counting the query itself; None: full attention. Without the list all layers
-            keep all tokens.
+        capacity: maximum number of tokens per sequence, including padding.
+        starts: number of padding tokens at the beginning of each sequence, `[batch]`; None: no padding.
+        windows: window size of each layer, counting the query itself; None in the list: full attention. If `windows` is
+            None, all layers keep all tokens.
 
     Attributes:
-        length: tokens per sequence so far, the same for all.
+        length: number of tokens per sequence in the cache, which is the same for all sequences.
     """
 
     def __init__(self, capacity: int, starts: torch.Tensor | None = None, windows: Sequence[int | None] | None = None):
@@ -36,18 +37,18 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Allocated memory in bytes."""
+        """The allocated memory in bytes."""
         return sum(buffer.nbytes for layer in self._layers.values() for buffer in layer.buffers)
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends keys and values `[batch, kv_heads, seq, head_dim]` to a layer.
 
         Returns:
-            The layer's keys and values including the new ones, in order: all of them, or with a window at most
-            `window - 1` earlier ones. They are valid until the next call.
+            The keys and values of the layer, in order, including the new ones. With a sliding window, at most
+            `window - 1` earlier tokens are included. The tensors are valid until the next call.
         """
         if self.length + k.shape[2] > self.capacity:
-            raise ValueError(f"a cache of {self.capacity} tokens cannot hold {self.length + k.shape[2]}")
+            raise ValueError(f"a cache of {self.capacity} tokens is too small for {self.length + k.shape[2]} tokens")
         if layer not in self._layers:  # with the dtype and device of the first write
             window = None if self.windows is None else self.windows[layer]
             self._layers[layer] = _Layer(k, v, self.capacity, window)
@@ -57,8 +58,8 @@ class KVCache:
         """Returns a bool mask `[batch or 1, 1, seq, keys]` for the next `seq` queries; None if it is purely causal.
 
         Args:
-            window: the window size of a layer, counting the query itself. The keys are those that `update` returns for
-                such a layer.
+            window: window size of the layer, counting the query itself; None: full attention. The keys are those that
+                `update` returns for a layer with this window.
         """
         end = self.length + seq
         first = 0  # the column of the first key
@@ -75,16 +76,16 @@ class KVCache:
             visible = visible & (keys >= self.starts.to(device).view(-1, 1, 1))
         if slides is not None:
             visible = visible & (keys > queries - slides)
-        # A padding query attends to itself: a row without keys would be NaN.
+        # A padding query attends to itself, because a query without keys would give NaN.
         return (visible | (keys == queries)).unsqueeze(1)
 
     def advance(self, seq: int) -> None:
-        """Must be called when all layers have been given `seq` more tokens."""
+        """Increases `length` by `seq`. Must be called after `update` was called for all layers."""
         self.length += seq
 
 
 class _Layer:
-    """The latest keys and values of one layer, in the first `filled` slots."""
+    """The buffers of one layer. Their first `filled` slots contain the latest keys and values."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, capacity: int, window: int | None):
         # With a quarter of the window to spare, about four tokens are moved per new token.
@@ -101,7 +102,7 @@ class _Layer:
             self.filled = end
             keys, values = (buffer[:, :, begin:end] for buffer in self.buffers)
             return keys, values
-        # The new queries need more keys than there are slots; later queries need only the last of them.
+        # The new queries need more keys than there are slots; later queries need only the last keys.
         pairs = zip(self.buffers, (k, v), strict=True)
         full = [torch.cat((buffer[:, :, begin : self.filled], new), dim=2) for buffer, new in pairs]
         self.filled = min(self.kept, end - begin)
@@ -111,7 +112,7 @@ class _Layer:
 
 
 def sliding_windows(model: nn.Module) -> list[int | None] | None:
-    """Returns the sliding window of each layer of a built-in model; None for any other model."""
+    """Returns the sliding window of each layer of a built-in model (None: full attention); None for any other model."""
     config = getattr(model, "config", None)
     if not isinstance(config, ModelSection):
         return None

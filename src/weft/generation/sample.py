@@ -1,4 +1,4 @@
-"""Sampling of token sequences."""
+"""Generates tokens with a model, greedily or by sampling."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from weft.generation.cache import KVCache, sliding_windows
 from weft.models.decoder import Decoder
 from weft.models.layers.rope import rotary_changes_at, rotary_depends_on_length
 
-CHUNK = 2048  # prompt tokens per forward, over all prompts: bounds the memory of long prompts
+CHUNK = 2048  # maximum prompt tokens of all prompts per forward pass, which limits the memory of long prompts
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How new tokens are drawn, and how many.
+    """Settings of generation: the number of new tokens, and how they are chosen.
 
     Attributes:
-        max_new_tokens: per prompt, at least 1.
-        temperature: divides the logits; 0: greedy decoding.
-        top_k: draw from the k most likely tokens.
-        top_p: draw from the smallest set of most likely tokens with at least this total probability
-            (Holtzman et al., 2020).
-        seed: the same seed and prompt give the same tokens.
+        max_new_tokens: maximum number of new tokens per prompt, at least 1.
+        temperature: divisor of the logits; 0: greedy decoding.
+        top_k: number of most likely tokens from which a token is drawn; None: all.
+        top_p: draw from the smallest set of most likely tokens whose total probability is at least this value
+            (Holtzman et al., 2020); None: all tokens.
+        seed: seed of the random numbers. The same seed and prompt give the same tokens.
 
     Raises:
-        UserError: a value out of range.
+        UserError: a value is out of range.
     """
 
     max_new_tokens: int
@@ -46,18 +46,20 @@ class Sampling:
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {self.max_new_tokens}; give at least 1")
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; set it to at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}; give 0 (greedy decoding) or a finite number above")
+            raise UserError(
+                f"temperature is {self.temperature}; set it to 0 (greedy decoding) or a finite number above 0"
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}; give at least 1")
+            raise UserError(f"top_k is {self.top_k}; set it to at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+            raise UserError(f"top_p is {self.top_p}; set it to a number above 0, at most 1")
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode for the block."""
+    """Puts a model into eval mode in the block, and restores its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -76,27 +78,29 @@ def generate_steps(
     copies: Sequence[int] | None = None,
     cache: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Continues a batch of prompts, one token of each per step. The model is in eval mode until the last step.
+    """Continues a batch of prompts. Each step generates one token of every prompt.
 
-    The continuation of a prompt depends on the seed and the prompt, not on the batch: each prompt has its own random
-    generator, and repeated prompts have different ones.
+    The model is in eval mode until the last step. The continuation of a prompt depends on the seed and the prompt, but
+    not on the batch, because each prompt has its own random generator. Repeated prompts have different generators.
 
     Args:
-        model: called as `model(tokens=, positions=, cache=)`, or without a cache `model(tokens=, positions=,
-            segments=)`. With a sharded model, all ranks must call this with the same arguments.
-        prompts: at least one token each; lengths may differ.
-        stop_ids: tokens that end a continuation; they are yielded.
-        first: per prompt, the tokens allowed as the first new one; None: any.
-        copies: per prompt, how many equal prompts came before it, which selects its generator. Default: counted in
-            `prompts`.
-        cache: use a key-value cache; otherwise every step recomputes everything (for checking).
+        model: the model. It is called as `model(tokens=, positions=, cache=)` or, without a cache, as
+            `model(tokens=, positions=, segments=)`. If it is sharded, all ranks must call this function with the same
+            arguments.
+        prompts: token ids of each prompt, at least one. The lengths can differ.
+        stop_ids: tokens that end a continuation. They are yielded too.
+        first: tokens that are allowed as the first new token of each prompt; None: any token.
+        copies: number of equal prompts before each prompt, which selects the prompt's random generator. Default:
+            counted in `prompts`.
+        cache: whether to use a key-value cache. Without a cache every step recomputes all tokens, which serves for
+            tests.
 
     Yields:
-        The new token of each prompt; None for prompts that have ended. Stops when all have ended.
+        The new token of each prompt; None for prompts that have ended. Stops when all prompts have ended.
 
     Raises:
-        UserError: an empty prompt, tokens outside the vocabulary, or more tokens than learned positions. Raised by the
-            call, before the first step.
+        UserError: a prompt is empty, a token is outside the vocabulary, or the model has too few learned positions. The
+            error is raised by the call, before the first step.
     """
     check_prompts(model, prompts)
     check_length(model, max(map(len, prompts)) + sampling.max_new_tokens)
@@ -147,17 +151,23 @@ def _steps(model, prompts, sampler, stop_ids, first, use_cache):
 def next_logits(
     model: nn.Module, tokens: torch.Tensor, cache: KVCache | None, starts: torch.Tensor, length: int
 ) -> torch.Tensor:
-    """Returns the last column's logits `[batch, vocab]`. `length`: columns including those in the cache."""
-    # FSDP keeps what it all-gathers, and the next training step cannot use tensors of inference mode.
+    """Returns the logits of the last position, `[batch, vocab]`.
+
+    Args:
+        tokens: ids to process `[batch, seq]`, without the tokens that are already in the cache.
+        starts: number of padding tokens at the beginning of each sequence.
+        length: number of tokens per sequence, including padding and the tokens in the cache.
+    """
+    # FSDP keeps the parameters that it all-gathers, and training cannot use tensors created in inference mode.
     sharded = hasattr(model, "unshard")
-    # Layers compiled for training have fixed shapes; here every step has another shape.
+    # Layers compiled for training have fixed shapes, but in generation every step has another shape.
     with torch.no_grad() if sharded else torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         columns = torch.arange(length - tokens.shape[1], length, device=tokens.device)
         positions = (columns.unsqueeze(0) - starts.unsqueeze(1)).clamp(min=0)
         last = {"last_only": True} if isinstance(model, Decoder) else {}
         if cache is not None:
             return model(tokens=tokens, positions=positions, cache=cache, **last)[:, -1]
-        if hasattr(model, "takes_cache"):  # a Transformers model, which finds padding in a cache
+        if hasattr(model, "takes_cache"):  # a Transformers model, which gets the padding from a cache
             fresh = KVCache(length, starts if bool(starts.any()) else None)
             return model(tokens=tokens, positions=positions, cache=fresh)[:, -1]
         segments = (columns.unsqueeze(0) >= starts.unsqueeze(1)).long()
@@ -165,7 +175,11 @@ def next_logits(
 
 
 def mask_logits(logits: torch.Tensor, allowed: Sequence[Collection[int] | None]) -> torch.Tensor:
-    """Sets logits `[batch, vocab]` of tokens that are not allowed in a sequence to minus infinity."""
+    """Returns logits `[batch, vocab]` in which tokens that are not allowed are minus infinity.
+
+    Args:
+        allowed: allowed tokens of each sequence; None: all tokens.
+    """
     masked = logits.clone()
     for row, ids in enumerate(allowed):
         if ids is not None:
@@ -176,7 +190,7 @@ def mask_logits(logits: torch.Tensor, allowed: Sequence[Collection[int] | None])
 
 
 class Sampler:
-    """Draws the next token of each sequence from the sequence's own generator."""
+    """Draws the next token of each sequence, with a separate random generator for each sequence."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], sampling: Sampling, copies: Sequence[int] | None = None):
         self.sampling = sampling
@@ -186,7 +200,10 @@ class Sampler:
             self.generators.append(torch.Generator().manual_seed(int.from_bytes(key[:8], "little")))
 
     def __call__(self, logits: torch.Tensor, finished: Sequence[bool]) -> list[int]:
-        """`[batch, vocab]` -> one token per sequence; finished sequences draw no number and get an arbitrary token."""
+        """Returns one token per sequence for logits `[batch, vocab]`.
+
+        A finished sequence gets an arbitrary token, and its generator does not advance.
+        """
         if self.sampling.temperature == 0:
             return logits.argmax(-1).tolist()
         uniform = torch.tensor(
@@ -212,32 +229,38 @@ def count_earlier(items: Iterable[Hashable]) -> list[int]:
 def draw(
     logits: torch.Tensor, uniform: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> torch.Tensor:
-    """Inverts the cumulative distribution at `uniform` `[batch]` in [0, 1); `[batch, vocab]` -> tokens `[batch]`."""
+    """Returns tokens `[batch]` drawn from logits `[batch, vocab]`, by inverting the cumulative distribution.
+
+    Args:
+        uniform: a random number in [0, 1) for each sequence, `[batch]`.
+    """
     order = None
     if top_k is not None and top_k < logits.shape[-1]:
         logits, order = logits.topk(top_k, dim=-1)  # descending
     elif top_p is not None and top_p < 1:
         logits, order = logits.sort(dim=-1, descending=True)
     logits = logits.to(torch.float64)
-    # The maximum is subtracted so that a temperature near 0 makes no logit infinite.
+    # The maximum is subtracted, so that a temperature near 0 does not cause infinite logits.
     mass = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1).cumsum(-1)  # [batch, candidates]
     total = mass[:, -1:]
     if top_p is not None and top_p < 1:
-        kept = (mass < top_p * total).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)  # the last one kept
+        kept = (
+            (mass < top_p * total).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)
+        )  # the last candidate that is kept
         total = mass.gather(-1, kept)
     chosen = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True).clamp(max=mass.shape[-1] - 1)
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
 
 
 def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises UserError for an empty prompt, or for a token outside the model's vocabulary."""
+    """Raises UserError if a prompt is empty, or has a token outside the model's vocabulary."""
     if not prompts or not all(len(p) for p in prompts):
-        raise UserError("a prompt without tokens; begin it with the end-of-document token")
+        raise UserError("a prompt has no tokens; begin it with the end-of-document token")
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     largest = max(map(max, prompts))
     if size is not None and largest >= size:
         raise UserError(
-            f"a prompt has token {largest}, and the model's vocabulary ends at {size - 1}; give the model's tokenizer"
+            f"a prompt has the token {largest}, but the model's last token is {size - 1}; use the model's tokenizer"
         )
 
 
@@ -245,13 +268,22 @@ def check_length(
     model: nn.Module,
     length: int,
     what: str = "prompt and new tokens are",
-    remedy: str = "shorten the prompt or ask for fewer",
+    remedy: str = "shorten the prompt or generate fewer tokens",
 ) -> None:
-    """Raises UserError if the model has too few learned positions; warns if it was only trained on fewer."""
+    """Checks that a model supports sequences of `length` tokens.
+
+    Warns if `length` exceeds max_position_embeddings of a model without learned positions.
+
+    Args:
+        what, remedy: beginning and end of the error message.
+
+    Raises:
+        UserError: the model has fewer learned positions.
+    """
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or length <= limit:
         return
     if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
-        raise UserError(f"{what} {length} positions, the model has {limit}; {remedy}")
-    warnings.warn(f"{length} positions; the model was made for {limit} (max_position_embeddings)", stacklevel=3)
+        raise UserError(f"{what} {length} positions, but the model has only {limit}; {remedy}")
+    warnings.warn(f"{length} positions, but the model was trained for {limit} (max_position_embeddings)", stacklevel=3)

@@ -1,4 +1,4 @@
-"""`weft.generate`: continues texts or token ids."""
+"""Defines `weft.generate`, which continues texts or token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.generation.sample import Sampling, count_earlier, generate_steps
 from weft.observe.console import Console
 from weft.parallel.world import local_device
 
-BATCH = 16  # prompts per batch
+BATCH = 16  # maximum number of prompts per batch
 
 Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
 
@@ -43,24 +43,26 @@ def generate(
     3
 
     Args:
-        model: a run directory, a checkpoint or a Hugging Face folder, which is loaded for this call, on a GPU if there
-            is one; or a module from `weft.load_model`.
-        prompts: a text, a list of token ids, or a list of either. Texts need a model with a tokenizer: a path, or a
-            module from `weft.load_model`.
-        max_new_tokens: maximum new tokens per prompt.
-        temperature: divides the logits; 0: greedy decoding.
-        top_k: draw from the k most likely tokens.
-        top_p: draw from the smallest set of most likely tokens with at least this total probability.
-        seed: the same seed and prompt give the same tokens; repeated prompts get different continuations.
-        ignore_eos: continue after tokens that end a text.
+        model: path of a run directory, a checkpoint or a Hugging Face folder, which is loaded for this call (on a GPU
+            if available); or a module that `weft.load_model` returned.
+        prompts: a text or a list of token ids; or a list of several texts or of several lists of ids. Texts require
+            that the model has a tokenizer.
+        max_new_tokens: maximum number of new tokens per prompt.
+        temperature: divisor of the logits; 0: greedy decoding.
+        top_k: number of most likely tokens from which a token is drawn; None: all.
+        top_p: draw from the smallest set of most likely tokens whose total probability is at least this value.
+        seed: seed of the random numbers. The same seed and prompt give the same tokens; repeated prompts get different
+            continuations.
+        ignore_eos: whether to continue after a token that ends a text.
 
     Returns:
-        The continuation of each prompt, without the prompt and the token that ended it: a text for a text, a list of
-        ids for ids, and a list of these for a list of prompts.
+        The continuation of the prompt, without the prompt and without the token that ended the continuation: a text for
+            a
+        text, and a list of ids for a list of ids. For a list of prompts, a list of continuations.
 
     Raises:
-        UserError: there is no model, no tokenizer for texts, or an empty list of ids; ids outside the vocabulary;
-            settings out of range; or more tokens than learned positions.
+        UserError: the model does not exist; there is no tokenizer for texts; a prompt is empty or has ids outside the
+            vocabulary; a setting is out of range; or the model has too few learned positions.
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
@@ -87,7 +89,7 @@ def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, 
     written = [prompt.text for prompt in encoded]
     for number, piece, _ in stream_text(model, tokenizer, encoded, sampling, stop_ids=stop_ids):
         written[number] += piece
-    # `Prompt.text` lacks a blank at the end of a prompt, which the model writes.
+    # `Prompt.text` does not have the blank at the end of a prompt; the model generates the blank.
     return [full[len(text) :] for full, text in zip(written, prompts, strict=True)]
 
 
@@ -103,7 +105,7 @@ def stream_text(
     """Yields text while it is generated: (number of the prompt, piece of text, whether it is the last piece).
 
     Raises:
-        UserError: as `generate_steps`, at the first piece.
+        UserError: a prompt is invalid or too long (see `generate_steps`); raised before the first piece.
     """
     decoders = [tokenizer.stream_decoder() for _ in prompts]
     for number, token in stream_tokens(model, prompts, sampling, stop_ids=stop_ids, cache=cache):
@@ -118,7 +120,7 @@ def stream_tokens(
     stop_ids: Collection[int],
     cache: bool = True,
 ) -> Iterator[tuple[int, int | None]]:
-    """Yields tokens while they are generated: (number of the prompt, token), with None after each prompt's last one."""
+    """Yields tokens while they are generated: (number of the prompt, token), and (number, None) at the end of each."""
     copies = count_earlier(tuple(prompt.ids) for prompt in prompts)
     for begin in range(0, len(prompts), BATCH):
         batch = prompts[begin : begin + BATCH]
@@ -139,23 +141,35 @@ def stream_tokens(
 
 
 def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
-    """Returns the tokenizer of a path from `resolve`. Raises UserError if there is none."""
+    """Loads the tokenizer of a checkpoint.
+
+    Args:
+        checkpoint: path that `weft.checkpoint.load.resolve` returned; None for a module without a path.
+
+    Raises:
+        UserError: `checkpoint` is None or has no tokenizer.
+    """
     if checkpoint is None:
         raise UserError(
-            "texts need a tokenizer; give a path, a model of weft.load_model, or token ids instead of texts"
+            "texts need a tokenizer; pass a path or a model that weft.load_model returned, or prompts of token ids"
         )
     folder = tokenizer_folder(checkpoint)
     if folder is not None:
         return Tokenizer.load(folder)
     if is_huggingface(checkpoint) or checkpoint.absolute().parent.name != "checkpoints":
-        raise UserError("there is no tokenizer.json with this model; put its tokenizer's files there", checkpoint)
-    raise UserError("this run has no tokenizer; train with `tokenizer:` set", checkpoint.parent.parent)
+        raise UserError(
+            "there is no tokenizer.json with this model; put the tokenizer's files into this folder", checkpoint
+        )
+    raise UserError(
+        "this run has no tokenizer; set `tokenizer:` in the run file and train again, or pass token ids",
+        checkpoint.parent.parent,
+    )
 
 
 def stop_ids_of(checkpoint: Path | None) -> set[int]:
-    """Returns the tokens that end a text: the tokenizer's, and those of generation_config.json.
+    """Returns the tokens that end a text: the tokenizer's end-of-document token, and those in generation_config.json.
 
-    Chat models end a message with another token than a document.
+    Chat models end a message with another token than the end-of-document token.
     """
     if checkpoint is None:
         return set()

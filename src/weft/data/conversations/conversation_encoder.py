@@ -145,8 +145,8 @@ class ConversationEncoder:
         split = [marker for marker in spec.template.markers if marker not in self._spans.added]
         if split:
             lines.append(
-                f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to the "
-                f"tokenizer, or replace {spec.template.origin} with another --chat-template"
+                f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to "
+                f"the tokenizer, or replace {spec.template.origin} with another --chat-template"
             )
         if self._undefined:
             lines.append(
