@@ -1,4 +1,4 @@
-"""Errors of the user: one line each, with what is wrong, where, and what to do."""
+"""Defines `UserError` and `ConfigError`, the errors that users can correct, and describes exceptions for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The command line prints its text without a traceback and exits with code 2.
+    """An error that the user can correct. The command line prints only its message and exits with code 2.
 
     >>> try:
     ...     weft.load_model("nowhere")
@@ -21,11 +21,11 @@ class UserError(Exception):
 
     Args:
         what: what is wrong and what to do about it, in one line ("...; ...").
-        where: the file that it is about, if any.
-        line: the line in that file, counted from 1.
+        where: the path of the file with the error, if any.
+        line: the line number in that file, counted from 1.
 
     Attributes:
-        quiet: another rank reports it, and this one only exits.
+        quiet: whether another rank reports the error, so that this rank only exits.
     """
 
     quiet = False
@@ -37,7 +37,14 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a configuration. `key` is dotted ("optimizer.lr"); `file` may be "command line"."""
+    """One error in a configuration.
+
+    Attributes:
+        key: the dotted key, such as "optimizer.lr".
+        what: what is wrong and what to do about it.
+        file: the path of the file with the error, or "command line".
+        line: the line number in that file, counted from 1.
+    """
 
     key: str
     what: str
@@ -49,7 +56,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of one configuration; `str()` has one line for each."""
+    """All errors of one configuration. `str()` returns one line for each error."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = list(problems)
@@ -57,7 +64,7 @@ class ConfigError(UserError):
 
 
 def _place(where: str | Path | None, line: int | None) -> str:
-    """Returns `path:line: `, with line ends and escape sequences in the path escaped."""
+    """Returns the prefix of a message: `path: ` or `path:line: `. Unprintable characters in the path are escaped."""
     if where is None:
         return ""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(where))
@@ -65,7 +72,7 @@ def _place(where: str | Path | None, line: int | None) -> str:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a source file is the user's: not of Weft, Python, or an installed package."""
+    """Whether a source file is the user's code: not a file of Weft, Python, or an installed package."""
     path = Path(file)
     if file.startswith("<") or {"site-packages", "dist-packages"} & set(path.parts):
         return False
@@ -74,10 +81,10 @@ def is_user_file(file: str) -> bool:
 
 
 def user_frames(error: BaseException, module_file: str | None = None) -> list[TracebackType]:
-    """Returns the entries of the traceback that are in the user's code, outermost first.
+    """Returns the entries of the exception's traceback that are in the user's code, outermost first.
 
     Args:
-        module_file: a file that counts as the user's wherever it is, such as a plugin's.
+        module_file: a file that counts as the user's code even if it belongs to an installed package, such as a plugin.
     """
     found, entry = [], error.__traceback__
     while entry is not None:
@@ -89,7 +96,10 @@ def user_frames(error: BaseException, module_file: str | None = None) -> list[Tr
 
 
 def describe_user_exception(error: BaseException, module_file: str | None = None) -> str | None:
-    """Returns `my.py:12: ValueError: ...`, with the innermost line in the user's code; None if there is none."""
+    """Returns the innermost line of the user's code and the exception, such as `my.py:12: ValueError: ...`.
+
+    Returns None if the traceback has no line of the user's code.
+    """
     frames = user_frames(error, module_file)
     if not frames:
         return None
@@ -97,17 +107,20 @@ def describe_user_exception(error: BaseException, module_file: str | None = None
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns `ValueError: its text`, in one line."""
+    """Returns the type and the text of an exception in one line, such as `ValueError: the text`."""
     what = " ".join(str(error).split())
     return type(error).__name__ + (f": {what}" if what else "")
 
 
 def short_path(file: str) -> str:
-    """Returns the path relative to the working directory, if the file is below it."""
+    """Returns a path relative to the working directory; unchanged if the file is not below this directory."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def reported_elsewhere(error: UserError) -> bool:
-    """Whether another rank reports the error: all ranks read the same config, and local rank 0 reports its problems."""
+    """Whether another rank reports the error.
+
+    All ranks read the same configuration, so only local rank 0 reports a `ConfigError`.
+    """
     return error.quiet or (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0")

@@ -1,4 +1,4 @@
-"""Formats numbers for people: counts, amounts, bytes, durations and rates. All output of Weft uses it."""
+"""Formats numbers for people: counts, amounts, bytes, durations and rates. All output of Weft uses these functions."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ _METRICS = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """`1 document`, `12,345 documents`; `plural` if it is not the noun with an s."""
+    """Returns a number with its noun, such as `1 document` or `12,345 documents`. `plural`: the noun with an s by
+    default."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
-    """At most `most` items of a list: `a, b and 3 more`; with "; " between, `a; b; and 3 more`."""
+    """Returns the first `most` items of a list and the number of omitted items.
+
+    The separator `between` is ", " (`a, b and 3 more`) or "; " (`a; b; and 3 more`).
+    """
     more = f"{between.strip(', ')} and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
 
 def amount(number: float, full: float = 1e3) -> str:
-    """A large number in short: `640`, `30.7k`, `134.1M`, `8.03B`; all digits below `full`."""
+    """Returns a large number in short: `640`, `30.7k`, `134.1M`, `8.03B`. Numbers below `full` keep all digits."""
     for limit, letter, digits in _AMOUNTS:
         if number >= max(limit, full):
             return f"{number / limit:,.{digits}f}{letter}"
@@ -30,7 +34,7 @@ def amount(number: float, full: float = 1e3) -> str:
 
 
 def cell(value: Any) -> str:
-    """A table cell; a float has four significant digits, or all digits before its point."""
+    """Returns the text of a table cell. Floats have four significant digits, or no decimals from 1,000 on."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -39,7 +43,7 @@ def cell(value: Any) -> str:
 
 
 def tick(value: float) -> str:
-    """An axis label: `0`, `3e-4`, `0.25`, `12.5`, `1,500`, `12k`, `3.5M`."""
+    """Returns the text of an axis label: `0`, `3e-4`, `0.25`, `12.5`, `1,500`, `12k`, `3.5M`."""
     size = abs(value)
     if size == 0:
         return "0"
@@ -53,7 +57,11 @@ def tick(value: float) -> str:
 
 
 def byte_size(number: float, unit: str | None = None) -> str:
-    """Bytes: `640 B`, `30.7 kB`, `1.2 GB`; in a given `unit` with one decimal (`0.3 MB`), or two from GB on."""
+    """Returns a number of bytes with its unit: `640 B`, `30.7 kB`, `1.2 GB`.
+
+    Args:
+        unit: "kB" or "MB" (with one decimal), "GB" or "TB" (with two); by default the largest unit that fits.
+    """
     if unit is not None:
         limit = next(limit for limit, name in _BYTES if name == unit)
         return f"{number / limit:,.{2 if limit >= 1e9 else 1}f} {unit}"
@@ -64,14 +72,14 @@ def byte_size(number: float, unit: str | None = None) -> str:
 
 
 def progress(done: int, total: int | None, unit: str) -> str:
-    """`120`, `120/1000`, or for the unit B `1.5/4.0 MB`."""
+    """Returns the progress of work: `120`, `120/1000`, or `1.5/4.0 MB` for the unit B."""
     if unit == "B":
         return f"{done / 1e6:,.1f}{'' if total is None else f'/{total / 1e6:,.1f}'} MB"
     return f"{done}" if total is None else f"{done}/{total}"
 
 
 def duration(seconds: float) -> str:
-    """`0.8s`, `45s`, `1m20s`, `2h05m`, `3d04h`."""
+    """Returns a duration: `0.8s`, `45s`, `1m20s`, `2h05m`, `3d04h`."""
     if seconds < 0.95:
         return f"{max(seconds, 0):.1f}s"
     if (rounded := round(seconds)) < 60:
@@ -85,12 +93,12 @@ def duration(seconds: float) -> str:
 
 
 def timing(seconds: float) -> str:
-    """A measured time: `3.21 ms`, `12.5 s`."""
+    """Returns a measured time: `3.21 ms`, `12.5 s`."""
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
 
 
 def rate(per_second: float, unit: str) -> str:
-    """A speed: `12.3 MB/s` (for the unit B), `2.5 s/step`, `8.1 steps/s`, `12,345 tokens/s`."""
+    """Returns a speed: `12.3 MB/s` (for the unit B), `2.5 s/step`, `8.1 steps/s`, `12,345 tokens/s`."""
     if unit == "B":
         return f"{byte_size(per_second, 'MB')}/s"
     if 0 < per_second < 1:
@@ -99,12 +107,12 @@ def rate(per_second: float, unit: str) -> str:
 
 
 def flops_rate(per_second: float) -> str:
-    """`989.4 TFLOP/s`, `120 GFLOP/s`."""
+    """Returns a rate of floating-point operations: `989.4 TFLOP/s`, `120 GFLOP/s`."""
     return f"{per_second / 1e12:,.1f} TFLOP/s" if per_second >= 1e12 else f"{per_second / 1e9:,.0f} GFLOP/s"
 
 
 def metric(name: str, value: Any) -> str:
-    """A metric with its name: `loss 3.412`, `lr 3.0e-04`, `12,345 tokens/s`, `MFU 41.3%`."""
+    """Returns a metric's name and value: `loss 3.412`, `lr 3.0e-04`, `12,345 tokens/s`, `MFU 41.3%`."""
     if name.endswith("_per_second") and isinstance(value, int | float):
         shown = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
         return f"{shown} {_METRICS.get(name, name.removesuffix('_per_second') + '/s')}"
@@ -122,12 +130,12 @@ def metric(name: str, value: Any) -> str:
 
 
 def percent(part: float, total: float) -> str:
-    """`12.34%`; `0.00%` of nothing."""
+    """Returns `part` as a percentage of `total`, such as `12.34%`; `0.00%` if both are 0."""
     return f"{100 * part / (total or 1):.2f}%"
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys."""
+    """Flattens nested mappings to one mapping with dotted keys."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -1,12 +1,14 @@
-"""Plugins: components and verbs of installed packages, by entry points of the group `weft.plugins` (docs/plugins.md).
+"""Finds and loads plugins: components, subcommands and formats of installed packages (docs/plugins.md).
+
+A package declares its plugins as entry points of the group `weft.plugins`:
 
     [project.entry-points."weft.plugins"]
     "verb.publish" = "my_package.publish"             # weft publish
     "export.mine" = "my_package.mine"                 # weft export --to mine
     "optimizer.lion" = "my_package.lion:Lion"         # optimizer: {type: lion}
 
-The name is `KIND.NAME`, the value a module or `module:Name`. Built-in components take precedence. Plugins are found
-without importing them.
+The name of an entry point is `KIND.NAME`, and its value is `module` or `module:Name`. Built-in components take
+precedence over plugins. Plugins are found without importing them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 from weft.errors import UserError
 
 GROUP = "weft.plugins"
-# From `optimizer` on: components of a config, given by name or as module:Class (weft.config.components).
+# The kinds from `optimizer` on are components. A config gives a name or module:Class (weft.config.components).
 KINDS = (
     "verb", "source", "export", "optimizer", "schedule", "objective", "tracker", "callback", "metric", "dataset",
     "model", "attention_pattern",
@@ -33,10 +35,12 @@ KINDS = (
 
 
 class Plugin(NamedTuple):
-    """One entry point.
+    """A plugin: one entry point of an installed package.
 
     Attributes:
-        reference: `module` or `module:Name`.
+        kind: one of `KINDS`.
+        name: the name of the plugin within its kind.
+        reference: the object to import: `module` or `module:Name`.
         package: name and version of the installed package.
     """
 
@@ -46,7 +50,11 @@ class Plugin(NamedTuple):
     package: str
 
     def load(self) -> Any:
-        """Imports it; raises a UserError that names the package if that fails."""
+        """Imports and returns the plugin's module or object.
+
+        Raises:
+            UserError: the import fails. The message names the package.
+        """
         try:
             return load_reference(self.reference)
         except Exception as error:
@@ -70,7 +78,7 @@ def plugins(kind: str) -> dict[str, Plugin]:
     """Returns the plugins of one kind ("verb", "export", "source", "optimizer", ...) by name, without importing them.
 
     Raises:
-        UserError: two packages provide the same name.
+        UserError: two packages provide different plugins of the same name.
     """
     found: dict[str, Plugin] = {}
     for plugin in _installed():
@@ -84,18 +92,18 @@ def plugins(kind: str) -> dict[str, Plugin]:
 
 
 def unknown_kind_hint(name: str) -> str:
-    """Returns a hint for an unknown name: an entry point that has it under an unknown kind ("family.mine")."""
+    """Returns a hint if a package declares `name` under an unknown kind ("family.mine"); otherwise ""."""
     for plugin in _installed():
         if plugin.name == name and plugin.kind not in KINDS:
-            return f"; {plugin.package} declares {plugin.kind}.{name}, but the kinds are {', '.join(KINDS)}"
+            return f"; {plugin.package} declares {plugin.kind}.{name}, but the kinds of plugins are {', '.join(KINDS)}"
     return ""
 
 
 def load_reference(reference: str) -> Any:
-    """Imports `module` or `module:Name`. The working directory is on the import path.
+    """Imports and returns `module` or `module:Name`. The working directory is on the import path.
 
     Raises:
-        UserError: there is no such module or name. Exceptions of the module are not caught.
+        UserError: the module or the name does not exist. Other exceptions of the module are not caught.
     """
     module, _, name = reference.partition(":")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
@@ -108,17 +116,17 @@ def load_reference(reference: str) -> Any:
         ) from error
     for part in name.split(".") if name else ():
         if not hasattr(found, part):
-            raise UserError(f"{reference!r}: the module {module!r} has no {name!r}; check the name")
+            raise UserError(f"{reference!r}: the module {module!r} has no {name!r}; check the spelling")
         found = getattr(found, part)
     return found
 
 
 def built_in(package: ModuleType, name: str, defines: str) -> ModuleType | None:
-    """Returns the module of `package` that implements the built-in of this name, or None.
+    """Imports and returns the module of the built-in `name` in `package`; None if there is no such built-in.
 
     Args:
-        name: the file name with `-` for `_`, without the `_` after a Python keyword (`import_.py`).
-        defines: a name that built-ins define; modules without it are helpers.
+        name: the name of the module's file, with `-` for `_`, and no `_` after a Python keyword (`import_.py`).
+        defines: a name that every built-in's module defines. Modules without this name are helpers.
     """
     stem = name.replace("-", "_") + "_" * iskeyword(name)
     if not stem.isidentifier() or find_spec(f"{package.__name__}.{stem}") is None:
@@ -128,7 +136,7 @@ def built_in(package: ModuleType, name: str, defines: str) -> ModuleType | None:
 
 
 def built_ins(package: ModuleType, defines: str) -> dict[str, ModuleType]:
-    """Returns all built-ins of a package by name, imported."""
+    """Imports and returns the modules of all built-ins of a package, by name. `defines`: see `built_in`."""
     names = (stem.removesuffix("_").replace("_", "-") for _, stem, _ in iter_modules(package.__path__))
     found = {name: built_in(package, name, defines) for name in names}
     return {name: module for name, module in found.items() if module is not None}
@@ -138,7 +146,7 @@ def find(kind: str, name: str, package: ModuleType, defines: str) -> Any:
     """Returns the built-in (a module of `package`), the plugin, or the `module:Name` that a name refers to.
 
     Raises:
-        UserError: the name is unknown (the message lists the known ones), or it cannot be imported.
+        UserError: the name is unknown (the message lists the known names), or its module cannot be imported.
     """
     if ":" in name:
         return load_reference(name)

@@ -1,4 +1,4 @@
-"""Processes: what ranks inherit from the launcher, signal handlers, and ending with the parent process."""
+"""Helpers for processes: launcher variables, signal handlers, and ending a process with its parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listenin
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, even if the parent is killed (Linux)."""
+    """Makes the kernel kill this process when its parent, the process `parent`, ends or is killed (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # takes 10 ms
@@ -28,7 +28,10 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def signal_handler(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Handles these signals by `handler` within the context. Only the main thread can: elsewhere it does nothing."""
+    """Handles the signals `numbers` with `handler` within the context.
+
+    Outside the main thread the context does nothing, because Python sets signal handlers only in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

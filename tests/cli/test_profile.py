@@ -92,12 +92,12 @@ def test_two_processes_show_their_communication(run_yaml, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ranks", "5"], "--ranks: there is no rank 5; they are 0 to 0"),
+        (["--ranks", "5"], "--ranks: there is no rank 5; give ranks from 0 to 0"),
         (["--ranks", "one"], "--ranks one: give all, or numbers"),
         (["--steps", "0"], "--steps 0: at least 1"),
-        (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, and this run has 30"),
+        (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, but this run has 30; lower --steps"),
         (["--out", "taken"], "taken: exists already"),
-        (["--out", "taken/file/below"], "no folder can be made here"),
+        (["--out", "taken/file/below"], "no folder can be created here; name another --out"),
     ],
 )
 def test_mistakes_are_one_line(run_yaml, tmp_path, monkeypatch, capsys, arguments, said):
@@ -123,6 +123,6 @@ def test_a_signal_leaves_no_folder(run_yaml, tmp_path):
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "nothing was written" in errors
+    assert "no profile was written" in errors
     assert not list(tmp_path.glob("profiles*"))
     assert not list(tmp_path.glob("weft-profile-*"))

@@ -145,7 +145,8 @@ def test_a_mistake_that_only_ranks_can_see_is_one_line(run_yaml, tmp_path):
     code, errors = finish(process)
     assert code == 2
     (line,) = errors.strip().splitlines()
-    assert "cannot make the run directory" in line
+    assert "the run directory cannot be created" in line
+    assert "set run.directory" in line
     assert str(in_the_way) in line
 
 

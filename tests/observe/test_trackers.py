@@ -169,5 +169,5 @@ def test_a_tracker_may_fail_and_the_run_goes_on():
     assert Shaky.seen == [1, "text 1", 2, "text 2", 7, "text 7", "closed"]
     said = err.getvalue().splitlines()
     assert said[0] == "my:Shaky: http://localhost"
-    assert said[1] == "warning: my:Shaky failed (no route); training continues; metrics.jsonl has all"
-    assert said[2:] == ["warning: my:Shaky missed 8 records; metrics.jsonl has all"]
+    assert said[1] == "warning: my:Shaky failed (no route); training continues; metrics.jsonl has all metrics"
+    assert said[2:] == ["warning: my:Shaky missed 8 records; metrics.jsonl has all metrics"]

@@ -194,16 +194,20 @@ def test_an_exception_is_reported_with_the_users_line_and_the_key(short, capfd):
 @pytest.mark.parametrize(
     ("callbacks", "measures", "told"),
     [
-        (["my_callbacks:Takes"], [], "callbacks[0] (Takes) logs 'loss', a name that is taken; choose another"),
-        ([{"type": "my_callbacks:Takes", "name": "validation_x"}], [], "logs 'validation_x', a name that is taken"),
+        (["my_callbacks:Takes"], [], "callbacks[0] (Takes) logs 'loss', a name that is already used"),
+        (
+            [{"type": "my_callbacks:Takes", "name": "validation_x"}],
+            [],
+            "logs 'validation_x', a name that is",
+        ),
         (
             [],
             ["my_callbacks:Accuracy", "my_callbacks:Again"],
             "log.metrics[1] (my_callbacks:Again) logs 'likely', a name that is",
         ),
-        ([], ["my_callbacks:Undeclared"], "logs 'likely', which its `scalars` lacks; add the name"),
+        ([], ["my_callbacks:Undeclared"], "logs 'likely', which is not in its `scalars`; add the name"),
         (["my_callbacks:Patient"], [], "callbacks: early_stopping needs validations; set data.validation"),
-        ([], ["my_callbacks:Dies"], "`scalars` must list the names that it logs"),
+        ([], ["my_callbacks:Dies"], "`scalars` must list the names that"),
     ],
 )
 def test_mistakes_are_one_line(short, capsys, callbacks, measures, told):

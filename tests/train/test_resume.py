@@ -143,9 +143,9 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     said = capsys.readouterr().err
     for step in (4, 6):
         assert f"step-{step:08} is damaged (" in said
-        assert f"it is now damaged-step-{step:08}, and the run resumes from step-00000002" in said
+        assert f"renamed to damaged-step-{step:08}; the run resumes from step-00000002" in said
         assert (run / "checkpoints" / f"damaged-step-{step:08}").is_dir()
-    assert f"{run}/metrics.jsonl has no line, and the run resumes after step 2" in said
+    assert f"{run}/metrics.jsonl has no line, but the run resumes after step 2" in said
     assert losses(run) == losses(straight)[2:]
     assert_same_weights(straight, run)
     assert train(file, "--from-last-good", "training.steps=7") == 0  # nothing is damaged any more
@@ -155,7 +155,7 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     assert "removed" not in said  # one goes for another: 2 for 7
 
     assert train(file, "training.steps=8", "checkpoint.keep_last=1") == 0
-    told = "step 8: removed step-00000004, step-00000006, step-00000007, for checkpoint.keep_last is 1"
+    told = "step 8: removed step-00000004, step-00000006, step-00000007, because checkpoint.keep_last is 1"
     assert told in capsys.readouterr().err
     assert [path.name for path in checkpoints(run)] == ["step-00000008"]
     assert (run / "checkpoints" / "damaged-step-00000004").is_dir()

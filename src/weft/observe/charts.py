@@ -1,4 +1,4 @@
-"""Chart geometry for the report: converts metrics to SVG coordinates, which `report.html.j2` draws."""
+"""Computes the charts of the report: converts metrics to SVG coordinates, which `report.html.j2` draws."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 
 from weft.formatting import counted, tick
 
-MOST_POINTS = 1000  # a chart is less than a thousand pixels wide
+MOST_POINTS = 1000  # a chart is about a thousand pixels wide
 LEFT, RIGHT, TOP, BOTTOM = 62, 28, 12, 30
 
 
 @dataclass(frozen=True)
 class Series:
-    """Values by step; NaN and infinities leave gaps.
+    """A series of values by step. NaN and infinite values leave gaps.
 
     Attributes:
-        steps, values: of equal length, steps increasing.
-        kind: "train" or "validation"; sets the color, and validation has a mark at each point.
-        smooth: draw the values faint, with their moving average over them.
+        name: the name in the legend and in the hover text.
+        steps: the step of each value, increasing.
+        values: the values, one for each step.
+        kind: "train" or "validation". The kind sets the color; a validation series has a mark at each point.
+        smooth: whether the values are drawn faint, under their moving average.
     """
 
     name: str
@@ -35,10 +37,15 @@ class Plot:
     """The content of one chart.
 
     Attributes:
-        text: formats a value for the hover read-out.
-        axis: formats a value for the axis.
-        from_zero: start the axis at zero.
-        allow_log: use a logarithmic axis if the maximum is more than 100 times the minimum; the note says so.
+        key: the id of the chart in the page.
+        text: formats a value for the hover text.
+        axis: formats a value for the labels of the axis.
+        from_zero: whether the axis starts at zero.
+        allow_log: whether the axis is logarithmic if the maximum is more than 100 times the minimum; a note then says
+            so.
+        note: a text below the title.
+        width: width of the chart in SVG units.
+        height: height of the chart in SVG units.
     """
 
     key: str
@@ -55,7 +62,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values from `low` to `high` to positions from `start` to `end`."""
+    """A linear or logarithmic map from values between `low` and `high` to positions between `start` and `end`."""
 
     low: float
     high: float
@@ -75,10 +82,13 @@ class Curve:
     """A series in SVG coordinates.
 
     Attributes:
-        path, mean_path, band: SVG path data.
-        readout: the hover text of each point.
-        per_point: how many values each point averages.
-        window: how many points the moving average covers; 0 if there is no moving average.
+        path: SVG path data of the values.
+        readout: the coordinates and hover texts of the points.
+        per_point: number of values that each point averages.
+        mean_path: SVG path data of the moving average; empty without a moving average.
+        window: number of points that the moving average covers; 0 without a moving average.
+        band: SVG path data of the area between the minimum and the maximum of the values that each point averages.
+        marks: the positions of marks at points.
     """
 
     name: str
@@ -98,6 +108,9 @@ class Chart:
 
     Attributes:
         box: left, top, right and bottom of the plotting area.
+        x_ticks: position and label of each tick of the x axis.
+        y_ticks: position and label of each tick of the y axis.
+        resumes: position and step of each resume.
         bad: position and step of each value that is not finite.
     """
 
@@ -112,12 +125,12 @@ class Chart:
 
     @property
     def readout(self) -> dict[str, Any]:
-        """The data of the page's hover script."""
+        """The data for the hover script of the page."""
         return {"box": self.box, "width": self.plot.width, "curves": [{"n": c.name, **c.readout} for c in self.curves]}
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Returns round numbers (1, 2, 2.5 or 5 times a power of ten apart) from `low` to `high`."""
+    """Returns about `about` round numbers from `low` to `high`: 1, 2, 2.5 or 5 times a power of ten apart."""
     if not high > low:
         return [low]
     raw = (high - low) / about
@@ -128,7 +141,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns powers of ten from `low` to `high`, with 2 and 5 times each if there are few."""
+    """Returns the powers of ten from `low` to `high`; if they are few, also 2 and 5 times each power."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(exponents) // 6)
     factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
@@ -136,9 +149,9 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def centered_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of the finite values among `window` neighbors, which lie half on each side to avoid lag.
+    """Returns a moving average: for each value, the mean of the finite values in a window centered on this value.
 
-    The window shrinks symmetrically at the ends. The mean is NaN where the value itself is not finite.
+    The window shrinks symmetrically at the ends. The mean is NaN where the value is not finite.
     """
     means = []
     for at, value in enumerate(values):
@@ -149,7 +162,7 @@ def centered_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw(plot: Plot, resumes: Sequence[int] = ()) -> Chart | None:
-    """Returns the chart of a plot, or None if no value is finite.
+    """Converts a plot to SVG coordinates. Returns None if the plot has no finite value.
 
     Args:
         resumes: steps after which the run was resumed.
@@ -190,7 +203,10 @@ def _y_scale(plot: Plot, low: float, high: float, box: tuple[float, float, float
 
 
 def _curve(one: Series, text: Callable[[float], str], x: Scale, y: Scale) -> Curve:
-    """Returns a series in coordinates; more than MOST_POINTS values are averaged, in a band from minimum to maximum."""
+    """Converts a series to SVG coordinates.
+
+    More than MOST_POINTS values are averaged in bins. A band then shows the minimum and maximum of each bin.
+    """
     per_point = max(1, math.ceil(len(one.values) / MOST_POINTS))
     xs, labels, texts, values = [], [], [], []
     band: list[tuple[float, float, float]] = []  # x, lowest y, highest y
@@ -224,7 +240,7 @@ def _curve(one: Series, text: Callable[[float], str], x: Scale, y: Scale) -> Cur
 
 
 def _path(xs: Sequence[float], ys: Sequence[float | None]) -> str:
-    """Returns SVG path data, with gaps where y is None."""
+    """Returns SVG path data of a line, with a gap where y is None."""
     parts, pen_down = [], False
     for a, b in zip(xs, ys, strict=True):
         if b is not None:

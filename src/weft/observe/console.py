@@ -1,7 +1,7 @@
-"""Output of one process: a live progress bar on a terminal, plain lines elsewhere.
+"""Prints the output of one process: a live progress bar on a terminal, plain lines elsewhere.
 
 Progress, notes and warnings go to stderr. Results (samples, tables, the path of a report) go to stdout, for pipes. A
-terminal that goes away, or a closed pipe, silences the console and never stops a training run.
+closed terminal or pipe silences the console and never stops a training run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any, TextIO, cast
 from weft.formatting import cell
 from weft.observe.progress import LiveProgress, PlainProgress, SilentProgress
 
-# Generated text may hold escape sequences, which must not move the cursor or recolor the user's terminal.
+# Generated text can contain escape sequences, which must not move the cursor or recolor the user's terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
-    """The output of a run. Only one process has `speaks=True`; in the others every method does nothing.
+    """The output of a run. Only one process has `speaks=True`; in the other processes every method does nothing.
 
     Args:
-        out, err: the streams; by default `sys.stdout` and `sys.stderr` at the time of the call.
-        interval: the minimum of seconds between two plain progress lines (see `PlainProgress`).
+        speaks: whether this process prints.
+        out: the stream for results. By default, `sys.stdout` at the time of the call.
+        err: the stream for notes, warnings and progress. By default, `sys.stderr` at the time of the call.
+        interval: minimum number of seconds between two plain progress lines (see `PlainProgress`).
     """
 
     def __init__(
@@ -37,13 +39,13 @@ class Console:
 
     @property
     def live(self) -> bool:
-        """Whether stderr is a terminal that can show a bar: with UTF-8, and a TERM that is not dumb."""
+        """Whether stderr is a terminal that can show a progress bar: with UTF-8, and a TERM other than dumb."""
         if os.environ.get("TERM", "") in ("", "dumb", "unknown") and os.name != "nt":
             return False
         return self._err.isatty() and self._err.encoding.lower().replace("-", "").startswith("utf8")
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Prints a note on stderr; above the bar if one is shown."""
+        """Prints a note on stderr, above the progress bar if a bar is shown."""
         if self.speaks:
             self._print(_CONTROL.sub("", text), style)
 
@@ -55,7 +57,8 @@ class Console:
         """Prints a result of the command on stdout.
 
         Raises:
-            BrokenPipeError: the reader went away (`weft ... | head`); the command line then exits quietly.
+            BrokenPipeError: the reader closed the pipe (`weft ... | head`). The command line then exits without a
+                message.
         """
         if self.speaks:
             out = self._out or sys.stdout
@@ -64,7 +67,7 @@ class Console:
             out.flush()
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """Prints a result as aligned columns; numbers are right-aligned, with separated thousands."""
+        """Prints a result as a table. Columns of numbers are right-aligned, and have thousands separators."""
         rows = [list(row) for row in rows]
         cells = [list(header), *([cell(value) for value in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -74,16 +77,16 @@ class Console:
             self.result("  ".join(padded).rstrip())
 
     def progress(self, total: int | None, description: str = "", unit: str = "step", start: int = 0) -> SilentProgress:
-        """Returns a context manager with `.update(done, **fields)`, which costs microseconds.
+        """Returns a context manager that shows progress. Its method `update(done, **fields)` takes microseconds.
 
-        `fields` (loss, lr, tokens_per_second, ...) are shown in the order in which they first came. A field stays
-        until its next value; None removes it.
+        The fields (loss, lr, tokens_per_second, ...) are shown in the order in which they were first passed. A field
+        stays until its next value; None removes the field.
 
         Args:
             total: number of units; None if unknown.
-            description: such as "packing". Plain lines of steps leave it out.
+            description: the work, such as "packing". Plain lines of steps omit the description.
             unit: the unit in the singular; "B" counts bytes and shows MB and MB/s.
-            start: units done before, as in a resumed run; they do not count for the speed.
+            start: number of units done earlier, as in a resumed run; these units do not count for the speed.
         """
         if not self.speaks or (self._bar is not None and self._bar.showing):  # one bar at a time
             return SilentProgress()
@@ -108,7 +111,7 @@ class Console:
 
 
 class _FailSilentStream:
-    """A stream that turns silent where writing to it fails, and replaces characters that its encoding lacks."""
+    """A stream that ignores output after a failed write, and replaces characters that its encoding lacks."""
 
     def __init__(self, stream: TextIO | None):
         self._stream, self._dead = stream, False
@@ -117,7 +120,7 @@ class _FailSilentStream:
     def stream(self) -> Any:
         if self._stream is not None:
             return self._stream
-        # A live bar replaces sys.stderr by a proxy; if the bar itself wrote to the proxy, it would never return.
+        # A live bar replaces sys.stderr by a proxy. If the bar wrote to the proxy, the call would never return.
         return sys.__stderr__ if hasattr(sys.stderr, "rich_proxied_file") else sys.stderr
 
     @property

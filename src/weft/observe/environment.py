@@ -1,4 +1,4 @@
-"""The environment of this process: versions, devices, limits and extras, and checks for known problems."""
+"""Describes the environment (versions, devices, limits, extras) and checks it for known problems."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VARIABLES = (
 
 
 def environment() -> dict[str, dict[str, Any]]:
-    """Returns section -> name -> value, as JSON types. Sizes are bytes."""
+    """Returns the environment as section -> name -> value. Values are JSON types; sizes are bytes."""
     return {
         "versions": _versions(),
         "devices": _devices(),
@@ -116,7 +116,7 @@ def _compilers() -> dict[str, Any]:
 
 
 def _extras() -> dict[str, Any]:
-    """Returns extra -> "installed", or the requirements that are not met."""
+    """Returns the extras of the package: name -> "installed", or the requirements that are not met."""
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     required = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     found = {}
@@ -139,7 +139,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(command: str, *arguments: str, last: bool = False) -> str | None:
-    """Returns the first (or last) line that a command prints; None if it cannot run or fails."""
+    """Returns the first (or last) line that a command prints; None if the command cannot run or fails."""
     try:
         done = subprocess.run([command, *arguments], capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -163,7 +163,10 @@ def _check_packages(found: dict[str, dict[str, Any]]) -> Iterator[str]:
             )
     torch_version = Version(found["versions"]["torch"])
     if Version(f"{torch_version.major}.{torch_version.minor}") > Version(NEWEST_TORCH):
-        yield f"torch {torch_version} is newer than {NEWEST_TORCH}, the newest that Weft was tested with"
+        yield (
+            f"torch {torch_version} is newer than {NEWEST_TORCH}, the newest version that Weft was tested with; if "
+            f"Weft fails, install torch {NEWEST_TORCH}"
+        )
 
 
 def _check_private_names(found: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -179,9 +182,9 @@ def _check_gpu(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         driver = devices["nvidia_driver"]
         yield f"the NVIDIA driver {driver} is installed, but torch (built for {build}) finds no GPU; {remedy}"
     if build.startswith("CUDA") and not usable and not devices["nvidia_driver"]:
-        yield f"torch is built for {build}, but there is no NVIDIA driver; install it, or a CPU build of torch"
+        yield f"torch is built for {build}, but no NVIDIA driver is installed; install one, or a CPU build of torch"
     if usable and found["compilers"]["triton"] is None:
-        yield "triton is not installed, and training.compile needs it on a GPU; pip install triton"
+        yield "triton is not installed, but training.compile needs triton on a GPU; run pip install triton"
     if found["extras"]["flash-attn"] != "not installed":
         try:
             load_reference("flash_attn:flash_attn_func")  # its C++ extension may not fit this torch
@@ -194,23 +197,23 @@ def _check_limits(found: dict[str, dict[str, Any]]) -> Iterator[str]:
     storage = found["memory and disk"]
     if storage.get("shared memory free_bytes", SHARED_MEMORY) < SHARED_MEMORY:
         size = byte_size(storage["shared memory free_bytes"])
-        yield f"/dev/shm has {size} free; data workers and NCCL may fail: start the container with --shm-size=8g"
+        yield f"/dev/shm has {size} free; data workers and NCCL can fail; start the container with --shm-size=8g"
     if 0 <= storage.get("open files limit", OPEN_FILES) < OPEN_FILES:
-        yield f"the limit of open files is {storage['open files limit']}; raise it: ulimit -n 65536"
+        yield f"the limit of open files is only {storage['open files limit']}; raise the limit: ulimit -n 65536"
     if storage["working directory free_bytes"] < FREE_DISK:
         size = byte_size(storage["working directory free_bytes"])
-        yield f"the working directory has {size} of free disk space; checkpoints may not fit: set run.directory"
+        yield f"the working directory has {size} free; checkpoints may not fit; set run.directory to a larger disk"
     if found["compilers"]["c++"] is None:
-        yield "there is no C++ compiler, and training.compile needs one on a CPU; install g++"
+        yield "no C++ compiler is installed, but training.compile needs a compiler on a CPU; install g++"
     threads = found["variables"].get("OMP_NUM_THREADS")
     if threads is not None and not (threads.isdigit() and 1 <= int(threads) <= found["devices"]["cores"]):
         cores = found["devices"]["cores"]
-        yield f"OMP_NUM_THREADS={threads!r} does not fit the {cores} usable cores; unset it, and Weft chooses"
+        yield f"OMP_NUM_THREADS={threads!r} is not a number from 1 to {cores} (usable cores); unset the variable"
 
 
 CHECKS = (_check_packages, _check_private_names, _check_gpu, _check_limits)
 
 
 def problems(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the known problems of an environment, each with its remedy."""
+    """Returns the known problems of an environment, each with a remedy."""
     return [problem for check in CHECKS for problem in check(found)]

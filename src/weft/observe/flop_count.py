@@ -1,4 +1,4 @@
-"""FLOPs per token by formula. Torch-free: `weft models` lists them."""
+"""Computes FLOPs per token by formula. Does not import torch, because `weft models` uses this module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: i
     discount for the causal mask.
 
     Args:
-        matmul_parameters: parameters used in matmuls (an embedding table only if the head is tied to it).
-        width: heads x head size, usually the hidden size.
-        sequence: tokens per sequence.
+        matmul_parameters: number of parameters used in matmuls (an embedding table only if it is tied to the head).
+        layers: number of layers.
+        width: number of heads x head size, usually the hidden size.
+        sequence: number of tokens per sequence.
     """
     return 6 * matmul_parameters + 12 * layers * width * sequence

@@ -1,4 +1,4 @@
-"""Model FLOP/s utilization (MFU), peak FLOP/s of devices, and peak memory."""
+"""Computes the model FLOP/s utilization (MFU), the peak FLOP/s of devices, and the peak memory."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from weft.observe.flop_count import FLOPS_PER_TOKEN
 
 DEFINITION = (
     f"MFU = tokens/s x ({FLOPS_PER_TOKEN}) / peak FLOP/s of all devices used. "
-    "Tokens are counted once per data-parallel group. Embedding look-ups are no matmul; recomputation is not counted."
+    "Tokens are counted once per data-parallel group. Embedding look-ups and recomputation are not counted."
 )
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_total: float) -> float:
-    """Returns the share (0 to 1) of the devices' peak that the model's arithmetic uses.
+    """Returns the model FLOP/s utilization: the fraction (0 to 1) of the peak FLOP/s that the model's arithmetic uses.
 
     Args:
-        tokens_per_second: of the whole job; each token counts once.
-        peak_total: FLOP/s, summed over all devices of the job.
+        tokens_per_second: throughput of the complete job; each token counts once.
+        flops_per_token: FLOPs of forward and backward for one token.
+        peak_total: peak FLOP/s, summed over all devices of the job.
     """
     return tokens_per_second * flops_per_token / peak_total
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak of a device; on a CPU, of a process with its threads.
+    """The peak FLOP/s of a device. On a CPU, a device is one process with its threads.
 
     Attributes:
-        flops_per_second: dense, in the dtype asked for.
-        origin: where the number is from: `table: NVIDIA H100 SXM, bfloat16`, or `measured with a ... matmul ...`.
+        flops_per_second: dense FLOP/s in the requested dtype.
+        origin: the source of the number: `table: NVIDIA H100 SXM, bfloat16`, or `measured with a ... matmul ...`.
     """
 
     flops_per_second: float
     origin: str
 
 
-# Dense TFLOP/s as published: bfloat16, float16, float32 (TF32 where tensor cores have it: Weft turns it on), fp8,
-# float64. None: unsupported or unpublished, so it is measured. The first pattern that matches torch's device name wins.
+# Published dense TFLOP/s in bfloat16, float16, float32 (TF32 on tensor cores that have TF32; Weft enables TF32), fp8
+# and float64. None: unsupported or unpublished, so the peak is measured. The first pattern that matches torch's name of
+# the device wins.
 # Consumer cards: with float32 accumulation, as in training.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float64)
 _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
@@ -82,14 +84,14 @@ _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
     ("AMD MI325X", r"\bMI325X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
     ("AMD MI300X", r"\bMI300X", (1307.4, 1307.4, 163.4, 2614.9, 163.4)),
     ("AMD MI300A", r"\bMI300A", (980.6, 980.6, 122.6, 1961.2, 122.6)),
-    # torch sees each of the two dies of these modules as one device: half of the module's number.
+    # torch treats each of the two dies of these modules as a device, with half of the published number.
     ("AMD MI250X, one of two dies", r"\bMI250X", (191.5, 191.5, 47.9, None, 47.9)),
     ("AMD MI250, one of two dies", r"\bMI250\b", (181, 181, 45.3, None, 45.3)),
 ]
 
 
 def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
-    """Returns the published peak of a device by torch's name for it; None if the table has none.
+    """Returns the published peak of a device by torch's name of the device; None if the table does not list this peak.
 
     Slices of a device (MIG) and laptop versions with the name of a desktop card are not in the table.
     """
@@ -104,10 +106,10 @@ def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
 
 
 def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
-    """Returns the peak of a device in a dtype: from the table, or measured now (half a second).
+    """Returns the peak of a device in a dtype: from the table, or measured in half a second.
 
-    On a CPU it is the peak of this process with its threads (`torch.get_num_threads()`): set the threads first, and
-    call it on all ranks of a machine at the same time.
+    On a CPU, this is the peak of this process with its threads (`torch.get_num_threads()`). Set the number of threads
+    first, and call this function on all ranks of a machine at the same time.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -116,15 +118,15 @@ def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
             return published
     if dtype.itemsize == 1:  # a plain matmul does not support it
         peak = measured_peak(device, torch.bfloat16)
-        return Peak(peak.flops_per_second, f"{peak.origin}, for want of one in {_name(dtype)}")
+        return Peak(peak.flops_per_second, f"{peak.origin}, in place of {_name(dtype)}")
     return measured_peak(device, dtype)
 
 
 def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float = 0.4) -> Peak:
-    """Measures square matmuls in `dtype` of several sizes for about `seconds`, and returns the best.
+    """Measures square matmuls of several sizes in `dtype` for about `seconds` seconds, and returns the highest rate.
 
-    Small sizes are repeated until the large ones cannot be ruled out. On a busy CPU one matmul may take a hundred times
-    as long as the next, and a peak that is too low would inflate the MFU.
+    Each size is measured repeatedly, because on a busy CPU one matmul may take a hundred times as long as the next, and
+    a peak that is too low would inflate the MFU.
 
     Raises:
         RuntimeError: the device has no matmul in this dtype.
@@ -135,7 +137,7 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
     began = time.perf_counter()
     for number, size in enumerate(sizes, start=1):
         if best and (2 * 2 * size**3 / best > seconds or time.perf_counter() - began > seconds):
-            break  # no time for the first matmul and one more
+            break  # the remaining time is too short for two matmuls of this size
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.mm(a, b)  # initializes the kernel, too
         for run in range(64):
@@ -155,14 +157,14 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
 
 
 def total_peak(peaks: list[Peak]) -> Peak:
-    """Returns the sum over the devices of a job; its origin counts the devices of each kind."""
+    """Returns the sum of the peaks of a job's devices. Its `origin` lists the number of devices of each kind."""
     origins = Counter(peak.origin for peak in peaks)
     text = "; ".join(f"{count} x {origin}" if len(peaks) > 1 else origin for origin, count in origins.items())
     return Peak(sum(peak.flops_per_second for peak in peaks), text)
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """Returns the peak memory so far, in bytes, as `memory_kind` defines it."""
+    """Returns the peak memory so far, in bytes. `memory_kind` describes which memory is counted."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -180,7 +182,7 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def memory_kind(device: torch.device | str) -> str:
-    """Returns what `memory_bytes` counts on this device."""
+    """Returns a description of the memory that `memory_bytes` counts on this device."""
     if torch.device(device).type == "cuda":
         return "peak memory allocated on the first rank's GPU"
     return "peak resident memory of the first rank's process"

@@ -1,4 +1,4 @@
-"""A log file for each rank, `<run>/logs/rank-00000.log`. Python's warnings go there and not over the progress bar."""
+"""Writes a log file for each rank, `<run>/logs/rank-00000.log`, which also receives Python's warnings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _handler: logging.FileHandler | None = None
 
 
 def log_path(run_directory: str | Path, rank: int = 0) -> Path:
-    """Returns the path of a rank's log."""
+    """Returns the path of a rank's log file."""
     return Path(run_directory) / "logs" / f"rank-{rank:05d}.log"
 
 
 def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
-    """Appends this process's log to the run directory; returns the logger. Replaces an open log.
+    """Opens this process's log file in the run directory for appending, and returns the logger.
 
-    The log has local times, what libraries log from INFO (torch: WARNING) up, and Python's warnings.
+    The log contains local times, messages of all libraries from level INFO (of torch: WARNING) up, and Python's
+    warnings. An open log file of this process is closed first.
 
     Raises:
         UserError: the file cannot be written.
@@ -48,12 +49,12 @@ def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
 
 
 def open_log() -> Path | None:
-    """Returns the path of this process's open log, or None."""
+    """Returns the path of this process's log file; None if no log file is open."""
     return Path(_handler.baseFilename) if _handler is not None else None
 
 
 def stop_log() -> None:
-    """Closes this process's log; warnings go to stderr again."""
+    """Closes this process's log file. Python's warnings then go to stderr again."""
     global _handler
     if _handler is not None:
         logging.captureWarnings(False)
@@ -63,7 +64,10 @@ def stop_log() -> None:
 
 
 class _FailSilentHandler(logging.FileHandler):
-    """Ignores a full disk, instead of a traceback for each line: saving the checkpoint or the metrics reports it."""
+    """A log handler that ignores a full disk, instead of printing a traceback for each line.
+
+    The next save of a checkpoint or of metrics reports the full disk.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -1,4 +1,4 @@
-"""`manifest.json`: what is needed to repeat a run (versions, commit, command, hardware, seed, data, choices)."""
+"""Writes `manifest.json`: what is needed to repeat a run (versions, commit, command, hardware, seed, data, choices)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydanti
 
 
 def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int = 0, **facts: Any) -> Path:
-    """Starts a session in the run's manifest (atomically). The first rank calls it when training starts or resumes.
+    """Adds a session to the manifest of a run (atomically). The first rank calls this when training starts or resumes.
 
-    The top level has the current values. `sessions` has one entry for each start of the run: time, step, command, code,
-    versions and hardware.
+    The top level of the manifest has the current values. `sessions` has one entry for each start of the run: time,
+    step, command, code, versions and hardware.
 
     Args:
-        config: the `RunConfig`, or its `as_dict()`; name, seed, dtype and threads are kept (`config.yaml` has all).
-        resumed_step: updates made before this session.
-        facts: further values, as JSON: ranks, mesh, steps, data_digests, parameters, matmul_parameters,
-            flops_per_token, peak_flops_per_second (of all devices), peak_origin, memory_kind, ...
+        config: the `RunConfig`, or its `as_dict()`. The manifest contains only name, seed, dtype and threads;
+            `config.yaml` contains all keys.
+        resumed_step: number of updates before this session.
+        facts: further JSON values: ranks, mesh, steps, data_digests, parameters, matmul_parameters, flops_per_token,
+            peak_flops_per_second (of all devices), peak_origin, memory_kind, ...
 
     Raises:
         UserError: the file cannot be written.
@@ -64,10 +65,13 @@ def write_manifest(run_directory: str | Path, config: Any, *, resumed_step: int 
 
 
 def end_session(run_directory: str | Path, *, status: str, step: int, **facts: float) -> Path:
-    """Records how and when the last session ended ("finished", "stopped", "non-finite"), after `step` updates in all.
+    """Records the time and status of the end of the last session in the manifest.
 
     Args:
-        facts: warmup_seconds (its first step) and steady_step_seconds (mean of the others), if known.
+        status: "finished", "stopped", "stopped-early" or "non-finite".
+        step: number of updates of all sessions.
+        facts: warmup_seconds (duration of the session's first step) and steady_step_seconds (mean duration of its later
+            steps), if known.
     """
     manifest = read_manifest(run_directory)
     if manifest.get("sessions"):
@@ -76,10 +80,10 @@ def end_session(run_directory: str | Path, *, status: str, step: int, **facts: f
 
 
 def read_manifest(run_directory: str | Path) -> dict[str, Any]:
-    """Returns the manifest; empty if there is none.
+    """Returns the manifest of a run; an empty dict if the run has no manifest.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file cannot be read, or is not a manifest.
     """
     path = Path(run_directory) / MANIFEST
     try:
@@ -87,9 +91,9 @@ def read_manifest(run_directory: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
-        raise UserError(f"cannot be read ({error}); correct it, or move it away", path) from error
+        raise UserError(f"cannot be read ({error}); correct the file, or move it away", path) from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("sessions", []), list):
-        raise UserError("is not a run's manifest; move it away", path)
+        raise UserError("not the manifest of a run; move the file away", path)
     return manifest
 
 
@@ -108,7 +112,10 @@ def versions() -> dict[str, str]:
 
 
 def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
-    """Returns the commit of the working directory and whether files differ from it; None without git."""
+    """Returns the commit of a working directory, and whether tracked files differ from this commit.
+
+    Returns None if the directory is not in a git repository, or git is not installed.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -131,7 +138,7 @@ def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Returns CPU model, cores (of the host, and usable by this process), memory in bytes and GPUs of this host."""
+    """Returns this host's CPU model, cores (all, and usable by this process), memory in bytes, and GPUs."""
     import psutil
     import torch
 
@@ -162,7 +169,7 @@ def _cpu_model() -> str:
 def _write(run_directory: str | Path, manifest: dict[str, Any]) -> Path:
     path = Path(run_directory) / MANIFEST
     content = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
-    with report_write_errors(path, "correct that and run the same command to resume"):
+    with report_write_errors(path, "correct the cause, then run the same command to resume"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode("utf-8", "replace"))
     return path

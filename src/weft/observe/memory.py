@@ -1,4 +1,4 @@
-"""Memory of a device over the profiled steps by category, from the allocations in a trace; drawn as an SVG."""
+"""Computes the memory of a device by category over the profiled steps, from a trace, and draws it as an SVG."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ COLORS = {
     "other": "#9498a0",
 }
 PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, OTHER = CATEGORIES = tuple(COLORS)
-MARK = "weft: mark "  # the name of a range, with its number: the categories of some addresses are known at its end
+MARK = "weft: mark "  # prefix of the name of a mark (see `timeline`); the number follows
 POINTS = 1200
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1136, 380, 76, 36, 46, 44
 
 
 @dataclass
 class Allocation:
-    """Memory from its allocation to its release; infinite times lie before and after the trace."""
+    """A block of memory from its allocation to its release, with both times in microseconds.
+
+    The time is infinite if the allocation is before the start of the trace, or the release is after its end.
+    """
 
     address: int
     bytes: int
@@ -42,11 +45,11 @@ class Timeline:
     """Allocated bytes by category over time.
 
     Attributes:
-        times: in microseconds, as in the trace.
-        amounts: bytes at each time, by category.
-        steps: start and end of each step, by its number.
-        peak: the largest total.
-        at_peak: bytes of each category at that moment.
+        times: times in microseconds, as in the trace.
+        amounts: the bytes at each of `times`, by category.
+        steps: start and end of each step, by the number of the step.
+        peak: the highest total, in bytes.
+        at_peak: the bytes of each category at the time of the peak.
     """
 
     times: list[float]
@@ -62,25 +65,25 @@ def timeline(
     before: Sequence[tuple[int, int, str]] = (),
     marks: Mapping[int, Mapping[int, str]] | None = None,
 ) -> Timeline:
-    """Classifies every allocation of a trace and sums the allocations by category.
+    """Classifies every allocation of a trace, and sums the allocations by category over time.
 
-    An allocation at a marked address at the moment of the mark has the category of the mark for its lifetime.
-    The other allocations are classified by when they begin and end:
+    A mark is a range in the trace, at whose end the categories of some addresses are known. An allocation at such an
+    address at that time has this category for its lifetime. All other allocations are classified by start and end:
 
     - gathered parameters: allocated in an FSDP2 all-gather;
     - gradients: allocated or released in an FSDP2 gradient reduction;
-    - activations: allocated outside of backward and released within it;
-    - other: the rest (temporaries of backward, recomputed activations, batches).
+    - activations: allocated outside of backward and released within backward;
+    - other: all other allocations (temporaries of backward, recomputed activations, batches).
 
     Args:
-        device: the device, as in `MemoryEvent.device`.
-        before: address, bytes and category of allocations older than the trace.
-        marks: categories by address, for the number of each mark.
+        device: type and index of the device, as in `MemoryEvent.device`.
+        before: address, size in bytes and category of the allocations that are older than the trace.
+        marks: for the number of each mark, the categories by address.
     """
     allocations = [Allocation(address, size, float("-inf"), category=category) for address, size, category in before]
     live = {allocation.address: allocation for allocation in allocations}
     events = [event for event in trace.memory if event.device == device]
-    # The allocator of a GPU reports its total; what `before` does not explain is older than the trace, too.
+    # A GPU's allocator reports its total. Memory that is not in `before` is older than the trace, too.
     unnamed = Allocation(-1, 0, float("-inf"), category=OTHER)
     if events and device[1] >= 0:
         unnamed.bytes = max(0, events[0].total - events[0].bytes - sum(size for _, size, _ in before))
@@ -110,7 +113,7 @@ def timeline(
 
 
 def _classify(trace: Trace, allocations: list[Allocation]) -> None:
-    """Sets the category of allocations that no mark names."""
+    """Sets the category of the allocations that have no category from a mark."""
 
     def times(*prefixes: str) -> list[Interval]:
         ranges = (event for event in trace.events if event.category in ("user_annotation", "cpu_op"))
@@ -139,7 +142,10 @@ def _within(times: Sequence[Interval], moment: float) -> bool:
 
 
 def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timeline:
-    """Sums the allocations; of each POINTS-th of the time, the moment with the largest total is kept."""
+    """Sums the allocations by category.
+
+    Divides the time into POINTS intervals, and keeps of each interval only the moment with the highest total.
+    """
     start = min((begin for begin, _ in steps.values()), default=0.0)
     end = max((end for _, end in steps.values()), default=1.0)
     now = dict.fromkeys(CATEGORIES, 0)
@@ -166,7 +172,7 @@ def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timel
 
 
 def picture(line: Timeline, title: str) -> str:
-    """Returns the timeline as a standalone SVG document of stacked areas, one for each category."""
+    """Returns a standalone SVG document of the timeline, with one stacked area for each category."""
     begin, span = line.times[0], (line.times[-1] - line.times[0]) or 1.0
     largest = max(line.peak, 1) * 1.04
     x, y = Scale(begin, begin + span, LEFT, WIDTH - RIGHT), Scale(0, largest, HEIGHT - BOTTOM, TOP)
@@ -199,7 +205,7 @@ def picture(line: Timeline, title: str) -> str:
 
 
 def _corners(times: Sequence[float], sizes: Sequence[int], x: Scale, y: Scale) -> list[tuple[float, float]]:
-    """Returns the corners of a step line, which keeps its height until the next time."""
+    """Returns the corners of a step line, whose height is constant from each time to the next."""
     corners: list[tuple[float, float]] = []
     for moment, size in zip(times, sizes, strict=True):
         if corners:

@@ -1,12 +1,12 @@
-"""`metrics.jsonl` and `samples.jsonl` of a run directory: one JSON object per line, durable against kill -9.
+"""Reads and writes `metrics.jsonl` and `samples.jsonl` of a run, which survive kill -9: one JSON object per line.
 
 A line of metrics has at least `step` (updates made, from 1), `tokens` (seen so far), `loss` (nats per token), `lr`,
 `grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds` and `data_seconds`.
-With float16 it has the `loss_scale` of the step and the number of updates `skipped` so far. With a validation it has
-`validation_loss` (nats per token) and `validation_bits_per_byte`. The first line of a session has `warmup_seconds`, the
-time of its first step, which may compile; the averages of that line include it.
+With float16, it also has the `loss_scale` of the step and the number of `skipped` updates so far. After a validation,
+it has `validation_loss` (nats per token) and `validation_bits_per_byte`. The first line of a session has
+`warmup_seconds`, the time of its first step, which may compile; the averages of that line include this step.
 
-A line of samples: `{"step": 200, "prompt": "def ", "text": "main():"}`, one for each prompt.
+A line of samples has the text generated after one prompt: `{"step": 200, "prompt": "def ", "text": "main():"}`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-# JSON has no NaN and infinities: {"loss": null, "nonfinite": {"loss": "nan"}}
+# JSON has no NaN and no infinities; they are written as {"loss": null, "nonfinite": {"loss": "nan"}}
 NONFINITE = "nonfinite"
-# The names of built-in metrics; custom metrics have other names, which do not begin with `validation_`.
+# The names of built-in metrics; custom metrics must have other names, which do not begin with `validation_`.
 NAMES = frozenset(
     (
         *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "step_seconds"),
@@ -33,8 +33,10 @@ NAMES = frozenset(
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns one line, with its newline. Floats have full precision; NaN and infinities are null, noted under
-    "nonfinite"."""
+    """Returns a record as a line of JSON, including the newline. Floats have full precision.
+
+    NaN and infinities are written as null, and named under "nonfinite".
+    """
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for key, value in record.items():
@@ -50,7 +52,10 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object of a line, with its NaN and infinities restored; None if it is no JSON object with a step."""
+    """Returns the record of a line, with its NaN and infinities restored.
+
+    Returns None if the line is not a JSON object with an integer `step`.
+    """
     try:
         record = json.loads(line.decode("utf-8", "surrogatepass"))
     except ValueError:
@@ -64,19 +69,19 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file; none if there is no file.
+    """Returns the records of a file; an empty list if the file does not exist.
 
-    An incomplete last line (the writer was killed, or is still writing it) is left out.
+    An incomplete last line (its writer was killed, or is still writing) is left out.
 
     Raises:
-        UserError: any other broken line, or the file cannot be read.
+        UserError: another line is invalid, or the file cannot be read.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from error
+        raise UserError(f"cannot be read: {error.strerror}; check its permissions", path) from error
     lines = content.rstrip(b"\n").split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -89,18 +94,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLines:
-    """A file of records with a "step", to append to. Each line is flushed, so a killed process loses at most one.
+    """A file of JSON records with a `step`, opened for appending.
 
-    An incomplete last line is dropped when the file is opened.
+    Each line is flushed, so a killed process loses at most one line. An incomplete last line is removed when the file
+    is opened.
 
     Args:
         once: whether each step has at most one record.
 
     Attributes:
-        last: the last step in the file; None if it is empty.
+        last: the last step in the file; None if the file is empty.
 
     Raises:
-        UserError: the disk is full or the file cannot be written; earlier lines stay readable.
+        UserError: the disk is full, or the file cannot be written; earlier lines stay readable.
     """
 
     def __init__(self, path: str | Path, *, once: bool = True):
@@ -108,7 +114,7 @@ class JsonLines:
         self._open(read_lines(self.path))
 
     def _writing(self):
-        return report_write_errors(self.path, "correct that and run the same command to resume")
+        return report_write_errors(self.path, "correct the cause, then run the same command to resume")
 
     def _open(self, records: list[dict[str, Any]]) -> None:
         content = b"".join(encode(record) for record in records)
@@ -123,8 +129,9 @@ class JsonLines:
         """Appends a record; scalars of torch and numpy are converted to numbers.
 
         Raises:
-            ValueError: the step is not later than the last one (call `keep_until` when going back).
-            UserError: as of the class.
+            ValueError: the step is before the last step in the file, or equal to it with `once`. Call `keep_until`
+                first.
+            UserError: the disk is full, or the file cannot be written.
         """
         step = int(record["step"])
         if self.last is not None and (step <= self.last if self.once else step < self.last):
@@ -136,38 +143,38 @@ class JsonLines:
         self.last = step
 
     def keep_until(self, step: int) -> None:
-        """Drops the records of later steps atomically: a resumed run repeats them."""
+        """Removes the records after `step` atomically, because a resumed run repeats those steps."""
         self._file.close()
         self._open([record for record in read_lines(self.path) if record["step"] <= step])
 
     def close(self) -> None:
-        """Closes the file; may be called twice."""
+        """Closes the file. Can be called twice."""
         self._file.close()
 
 
 class MetricsFile(JsonLines):
-    """`<run>/metrics.jsonl`, to append to."""
+    """The file `<run>/metrics.jsonl`, opened for appending."""
 
     def __init__(self, run_directory: str | Path):
         super().__init__(Path(run_directory) / METRICS)
 
 
 class SamplesFile(JsonLines):
-    """`<run>/samples.jsonl`, to append to."""
+    """The file `<run>/samples.jsonl`, opened for appending."""
 
     def __init__(self, run_directory: str | Path):
         super().__init__(Path(run_directory) / SAMPLES, once=False)
 
     def add(self, step: int, prompt: str, text: str) -> None:
-        """Appends the text that the model generated after one prompt; `text` is without the prompt."""
+        """Appends a prompt and the text that the model generated after the prompt."""
         self.write({"step": step, "prompt": prompt, "text": text})
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """Returns the metrics of a run in the order written; empty if there are none yet. Raises as `read_lines`."""
+    """Returns the metrics of a run in the order written; an empty list without metrics. Raises as `read_lines`."""
     return read_lines(Path(run_directory) / METRICS)
 
 
 def read_samples(run_directory: str | Path) -> list[dict[str, Any]]:
-    """Returns the samples of a run, as `read_metrics`."""
+    """Returns the samples of a run in the order written; an empty list without samples. Raises as `read_lines`."""
     return read_lines(Path(run_directory) / SAMPLES)

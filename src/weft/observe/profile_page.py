@@ -1,4 +1,4 @@
-"""Tables of a profile (`profile.json` as plain data) for the terminal, and `profile.html`."""
+"""Makes the tables of a profile (`profile.json` as plain data) for the terminal, and `profile.html`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from weft.observe.memory import CATEGORIES
 from weft.observe.report import render
 
 TIMES = ("seconds", "compute", "communication", "exposed", "idle", "data")
-SHOWN_RANKS = 8  # with more ranks, only their means are listed, and the page shows no more pictures
+SHOWN_RANKS = 8  # with more ranks, the steps table has one mean per rank; the page shows at most 8 pictures
 TOP = 12
 
 Table = tuple[list[str], list[list[Any]]]
 
 
 def tables(found: dict[str, Any], top: int = TOP) -> dict[str, Table]:
-    """Returns the header and rows of each table, by its title.
+    """Returns the header and rows of each table, by the title of the table.
 
     Args:
-        top: how many operators and collectives are listed.
+        found: the content of `profile.json`.
+        top: number of operators and of collectives to list.
     """
     return {
         "Milliseconds of each step": steps_table(found),
@@ -34,7 +35,7 @@ def tables(found: dict[str, Any], top: int = TOP) -> dict[str, Table]:
 
 
 def steps_table(found: dict[str, Any]) -> Table:
-    """Milliseconds by step and rank (with many ranks: by rank), and their mean."""
+    """Returns the table of milliseconds by step and rank, or by rank if there are many ranks, with their mean."""
     ranks = found["per_rank"]
     if len(ranks) <= SHOWN_RANKS:
         steps = [(times["step"], report["rank"], times) for report in ranks for times in report["steps"]]
@@ -47,17 +48,17 @@ def steps_table(found: dict[str, Any]) -> Table:
 
 
 def shares_text(found: dict[str, Any]) -> str:
-    """Returns a sentence on how the mean step is divided."""
+    """Returns a text on how the mean step is divided into compute, exposed communication and idle time."""
     mean = _mean(_all_steps(found))
     total = mean["seconds"] or 1.0
     return (
-        f"of a step {mean['compute'] / total:.1%} compute, {mean['exposed'] / total:.1%} exposed communication, "
+        f"mean step: {mean['compute'] / total:.1%} compute, {mean['exposed'] / total:.1%} exposed communication, "
         f"{mean['idle'] / total:.1%} idle"
     )
 
 
 def operators_table(found: dict[str, Any], top: int) -> Table:
-    """Time by operator: means over steps and ranks."""
+    """Returns the table of time by operator: means over steps and ranks."""
     steps = len(_all_steps(found)) or 1
     seconds = sum(times["seconds"] for times in _all_steps(found)) or 1.0
     rows = [
@@ -68,7 +69,7 @@ def operators_table(found: dict[str, Any], top: int) -> Table:
 
 
 def collectives_table(found: dict[str, Any], top: int) -> Table:
-    """Time and input size by collective: means over steps and ranks."""
+    """Returns the table of time and input size by collective: means over steps and ranks."""
     steps = len(_all_steps(found)) or 1
     rows = [
         [
@@ -80,11 +81,11 @@ def collectives_table(found: dict[str, Any], top: int) -> Table:
         ]
         for name, sums in _summed(found, "collectives", top)
     ]
-    return ["collective", "calls", "given", "ms", "exposed"], rows
+    return ["collective", "calls", "input", "ms", "exposed"], rows
 
 
 def memory_table(found: dict[str, Any]) -> Table:
-    """Peak memory of each rank, and its categories at that moment."""
+    """Returns the table of each rank's peak memory, and its categories at the time of the peak."""
     peaks = [(report["rank"], report["memory"]) for report in found["per_rank"]]
     seen = [name for name in CATEGORIES if any(memory["at_peak_bytes"].get(name) for _, memory in peaks)]
     rows = [
@@ -99,18 +100,18 @@ def memory_table(found: dict[str, Any]) -> Table:
 
 
 def warmup_text(found: dict[str, Any]) -> str:
-    """Returns a sentence that compares the warm-up with the steady state."""
+    """Returns a text that compares the warm-up with the steady state."""
     times = found["warmup"]
     text = f"first step {times['first_step_seconds']:.3g} s"
     if times["steady_step_seconds"] is not None:
         text += (
-            f", then {times['steady_step_seconds']:.3g} s a step ({times['steady_tokens_per_second']:,.0f} tokens/s)"
+            f", later steps {times['steady_step_seconds']:.3g} s ({times['steady_tokens_per_second']:,.0f} tokens/s)"
         )
-    return f"{text}; {times['recorded_step_seconds']:.3g} s while recorded"
+    return f"{text}; recorded steps {times['recorded_step_seconds']:.3g} s"
 
 
 def page(found: dict[str, Any], folder: Path) -> str:
-    """Returns profile.html, with the memory pictures of `folder` in it."""
+    """Returns the content of profile.html, which includes the memory pictures of `folder`."""
     return render(
         "profile.html.j2",
         found=found,
@@ -138,7 +139,7 @@ def _ms(seconds: float) -> float:
 
 
 def _summed(found: dict[str, Any], key: str, top: int) -> list[tuple[str, Counter[str]]]:
-    """Sums the entries of all ranks by name; returns those with the most seconds, their long names truncated."""
+    """Sums the entries of all ranks by name. Returns the `top` longest-running entries, with long names truncated."""
     sums: dict[str, Counter[str]] = {}
     for work in (work for report in found["per_rank"] for work in report[key]):
         total = sums.setdefault(work["name"], Counter())

@@ -1,4 +1,4 @@
-"""Progress display: a live bar, plain lines, or nothing. Made by `Console.progress`."""
+"""Shows progress: a live bar, plain lines, or nothing. `Console.progress` returns one of these displays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any
 
 from weft import formatting
 
-# Fields with the lowest importance are dropped first on a narrow terminal; other fields have 5.
+# Fields with the lowest importance are left out first on a narrow terminal. Other fields have importance 5.
 _IMPORTANCE = {"loss": 8, "tokens_per_second": 7.8}
 
 
 class Count:
-    """How much is done, the speed over the last half minute or so, and the remaining time.
+    """The amount of work done, the speed over about the last half minute, and the remaining time.
 
     Args:
+        total: number of units; None if unknown.
+        start: number of units done earlier.
         clock: a monotonic clock, in seconds.
     """
 
@@ -46,24 +48,28 @@ class Count:
 
     @property
     def rate(self) -> float | None:
-        """Units per second. The first unit (it may compile) stops counting once it is half a minute old."""
+        """Units per second; None if unknown. Excludes the first unit (it may compile) after about half a minute."""
         (then, done_then), (now, done_now) = self._marks[0], self._marks[-1]
         return (done_now - done_then) / (now - then) if now > then and done_now > done_then else None
 
     @property
     def remaining(self) -> float | None:
-        """Estimated seconds to the end; None if unknown."""
+        """Estimated seconds to the end of the work; None if unknown."""
         if self.total is None or self.rate is None:
             return None
         since = self.clock() - self._marks[-1][0]
         return max((self.total - self._marks[-1][1]) / self.rate - since, 0.0)
 
     def amount(self) -> str:
-        """`120/1000`, or with bytes `1.5/4.0 MB`."""
+        """Returns the number of units done as text: `120/1000`, or in bytes `1.5/4.0 MB`."""
         return formatting.progress(self.done, self.total, self.unit)
 
     def speed(self, average: bool = False) -> str | None:
-        """Units per second; None where a field has a speed (tokens/s), or before anything is done."""
+        """Returns the speed as text; None if a field is already a speed (tokens/s), or before anything is done.
+
+        Args:
+            average: return the mean speed since the start, instead of the current speed.
+        """
         if any(name.endswith("_per_second") for name in self.fields):
             return None
         rate = (self.done - self.start) / self.elapsed if average and self.elapsed > 0 else self.rate
@@ -71,10 +77,10 @@ class Count:
 
 
 class SilentProgress:
-    """Shows nothing: for processes without output."""
+    """A progress display that shows nothing, for processes without output."""
 
     def update(self, done: int, **fields: Any) -> None:
-        """`done` counts all units, with those before `start`. `fields`: see `Console.progress`."""
+        """Sets the number of units done, including the first `start` units. `fields`: see `Console.progress`."""
 
     def __enter__(self):
         return self
@@ -86,8 +92,11 @@ class SilentProgress:
 
 
 class PlainProgress(SilentProgress):
-    """Lines for logs and pipes, each complete: at the start, at the first update, at the end, and every `interval`
-    seconds. After five minutes the interval grows to a sixtieth of the elapsed time, at most a minute."""
+    """A progress display of complete lines, for logs and pipes.
+
+    A line is printed at the start, at the first update, every `interval` seconds, and at the end. After five minutes,
+    the interval grows to a sixtieth of the elapsed time, up to a minute.
+    """
 
     def __init__(
         self,
@@ -105,7 +114,7 @@ class PlainProgress(SilentProgress):
 
     def __enter__(self):
         self._print_line()
-        self._printed = float("-inf")  # the first update is printed at once
+        self._printed = float("-inf")  # the first update is printed immediately
         return self
 
     def update(self, done: int, **fields: Any) -> None:
@@ -136,14 +145,17 @@ class PlainProgress(SilentProgress):
 
 
 def _bypass_bar() -> None:
-    """In a forked child (a data worker), restores stdout and stderr: the bar's lock may be held for ever here."""
+    """Restores stdout and stderr in a forked child (a data worker), where the bar's lock may never be released."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
 
 
 class LiveProgress(SilentProgress):
-    """A bar that is redrawn four times a second by a thread, and drops the least important fields to fit."""
+    """A progress bar on a terminal, which a thread redraws four times a second.
+
+    The least important fields are left out if the line does not fit.
+    """
 
     _watching_forks = False
 
@@ -182,7 +194,7 @@ class LiveProgress(SilentProgress):
         return self._live is not None and not self._ended
 
     def _pieces(self) -> list[tuple[str, str, float]]:
-        """Text, style and importance of each piece of the line, except the bar."""
+        """Returns text, style and importance of each piece of the line, except the bar."""
         count, remaining = self._count, None if self._ended else self._count.remaining
         fields = [(formatting.metric(name, v), _IMPORTANCE.get(name, 5)) for name, v in dict(count.fields).items()]
         if (speed := count.speed(average=self._ended)) is not None:

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page on a run."""
+"""Writes `report.html`, a self-contained page about a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from weft.observe.metrics import METRICS, NAMES, read_metrics, read_samples
 
 REPORT = "report.html"
 CONFIG = "config.yaml"
-KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}  # metrics that get no chart by their name
+# Metrics without a chart of their own name.
+KNOWN = NAMES | {"validation_loss", "validation_bits_per_byte"}
 
 
 def build_report(run_directory: str | Path) -> Path:
@@ -29,13 +30,14 @@ def build_report(run_directory: str | Path) -> Path:
         The path of the page, which needs no network and no other file.
 
     Raises:
-        UserError: not a run directory, a damaged file in it, or the page cannot be written.
+        UserError: the directory is not a run directory, a file in the directory is damaged, or the page cannot be
+            written.
     """
     run = Path(run_directory)
     if not run.is_dir():
-        raise UserError("no such run directory; give the folder that `weft train` made", run)
+        raise UserError("no such run directory; give the folder that `weft train` created", run)
     if not any((run / name).exists() for name in (METRICS, MANIFEST, CONFIG)):
-        raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}", run)
+        raise UserError(f"not a run directory: it has no {METRICS}, {MANIFEST} or {CONFIG}; check the path", run)
     page, path = render("report.html.j2", **gather(run)), run / REPORT
     with report_write_errors(path, "free space and run the command again"):
         replace_file(path, page.encode("utf-8", "replace"))
@@ -43,7 +45,7 @@ def build_report(run_directory: str | Path) -> Path:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a template of this folder; values are escaped."""
+    """Renders a template of this folder with values, which are escaped."""
     from jinja2 import Environment, FileSystemLoader  # imported only where a page is made
 
     loader = FileSystemLoader(Path(__file__).parent)
@@ -52,7 +54,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def gather(run: Path) -> dict[str, Any]:
-    """Returns the content of the page as plain data and charts."""
+    """Returns the values of the page's template, as plain data and charts."""
     metrics, manifest = read_metrics(run), read_manifest(run)
     sessions = manifest.get("sessions", [])
     resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
@@ -114,7 +116,7 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
 
 
 def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[str, str]]:
-    """Returns the headline numbers: label, value and note."""
+    """Returns the headline numbers of the page, each with label, value and note."""
     found: list[dict[str, str]] = []
 
     def tile(label: str, value: str, note: str = "") -> None:
@@ -125,7 +127,7 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
 
     def median(key: str) -> float | None:
         lines = [m for m in metrics if _finite(m.get(key))]
-        # Lines with the first step of a session include compilation; they count only if there are no others.
+        # Lines with the first step of a session include compilation; they are used only without other lines.
         values = [m[key] for m in lines if "warmup_seconds" not in m] or [m[key] for m in lines]
         return statistics.median(values) if values else None
 
@@ -161,7 +163,7 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
 
 
 def wall_seconds(manifest: dict[str, Any]) -> float | None:
-    """Returns the seconds of all sessions; None if one has no end (it still runs, or was killed)."""
+    """Returns the seconds of all sessions; None if a session has no end (it still runs, or was killed)."""
     total = 0.0
     for session in manifest.get("sessions", []):
         try:
@@ -173,7 +175,10 @@ def wall_seconds(manifest: dict[str, Any]) -> float | None:
 
 
 def step_seconds(metrics: list[dict[str, Any]]) -> float:
-    """Returns the seconds spent in steps: the mean step time of each line times the steps since the line before."""
+    """Returns the seconds spent in steps.
+
+    For each line of metrics, this adds the mean step time, multiplied by the number of steps since the previous line.
+    """
     total, before = 0.0, 0
     for line in metrics:
         if _finite(line.get("step_seconds")):
@@ -183,7 +188,7 @@ def step_seconds(metrics: list[dict[str, Any]]) -> float:
 
 
 def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
-    """Returns how far the run is."""
+    """Returns the status of the run as text, with the number of steps made."""
     step, steps = (metrics[-1]["step"] if metrics else 0), manifest.get("steps")
     last = (manifest.get("sessions") or [{}])[-1].get("status")
     if last == "finished" or (steps is not None and step >= steps):
@@ -193,7 +198,7 @@ def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
 
 
 def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
-    """Returns the peak FLOP/s behind the MFU and its origin; empty if the manifest has none."""
+    """Returns the peak FLOP/s from which the MFU is computed, with its origin; "" if the manifest has no peak."""
     peak, origin = manifest.get("peak_flops_per_second"), str(manifest.get("peak_origin", ""))
     if not _finite(peak) or not peak:
         return ""
@@ -204,7 +209,7 @@ def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
 
 
 def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the manifest as rows of dotted keys and values; sessions have their own table."""
+    """Returns the manifest as rows of dotted key and value, without the sessions, which have their own table."""
     rows: list[tuple[str, str]] = []
     for key, value in flat({key: value for key, value in manifest.items() if key != "sessions"}).items():
         if value is not None and value != []:

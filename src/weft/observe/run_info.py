@@ -1,4 +1,4 @@
-"""The information that a tracker gets about its run, and the names of metrics in trackers."""
+"""Defines `RunInfo`, the information that a tracker gets about its run, and the names of metrics in trackers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, as trackers see it.
+    """The information that a tracker gets about its run.
 
     Attributes:
-        path: the run directory; a tracker keeps its files below it.
+        path: the run directory; a tracker writes its files below this directory.
+        name: the name of the run.
         config: the resolved config as plain data (`RunConfig.as_dict()`).
-        resumed_step: the updates before this session, or None for a new run. Later steps are repeated.
+        resumed_step: number of updates before this session, or None for a new run. The session repeats later steps that
+            were already logged.
     """
 
     path: Path
@@ -29,7 +31,7 @@ _SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seco
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     """Returns the numbers of a step by their names in trackers: train/loss, validation/loss, speed/mfu, ...
 
-    The step, text and missing values are left out; NaN and infinities are not.
+    Omits the step, text and missing values, but not NaN and infinities.
     """
     named = {}
     for name, value in metrics.items():

@@ -1,6 +1,6 @@
-"""Status reports of a rank to its local launcher: current work and failures, as lines of JSON in a pipe.
+"""Reports the status of a rank to its local launcher: current work and failures, as lines of JSON in a pipe.
 
-Without Weft's own launcher nothing is reported.
+Without Weft's launcher, nothing is reported.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from typing import Any
 
-LONG = 600.0  # seconds that a save or the end of a run may take between two reports: a slow disk, a tracker's server
+LONG = 600.0  # seconds allowed between reports in a save or the end of a run (slow disks, tracker servers)
 _WAIT = 5.0  # seconds for the launcher to read the report of a failure
 _pipe: int | None = None
 _last: tuple[str, float, bytes] | None = None  # kind, time and bytes of the last report
-_intervals: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=8))  # kind of work -> its last seconds
+_intervals: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=8))  # kind -> durations of the last intervals
 _lock = threading.Lock()  # several threads write the files of a checkpoint
 
 
 def connect(pipe: int | None) -> None:
-    """Sends reports to this pipe from now on; None turns reports off."""
+    """Sends reports to the pipe with the file descriptor `pipe` from now on; None turns reports off."""
     global _pipe, _last
     if pipe is not None:
         os.set_blocking(pipe, False)
@@ -37,13 +37,16 @@ def connected() -> bool:
 
 
 def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
-    """Reports that work begins, which lasts until the next report. Never blocks, and costs microseconds.
+    """Reports the start of work that lasts until the next report. Never blocks, and takes microseconds.
 
-    The launcher considers a rank stuck if it reports nothing for much longer than the longest of its recent intervals.
+    The launcher considers a rank stuck if it receives no report for much longer than the rank's longest recent interval
+    between reports.
 
     Args:
-        kind: intervals are kept for each kind of work, so that many short ones do not displace the longest.
-        may_take: the minimum of seconds to allow, whatever earlier work of this kind took.
+        what: a description of the work.
+        kind: the kind of the work. Intervals are kept for each kind, so that short intervals of one kind do not
+            displace the long intervals of another kind.
+        may_take: minimum number of seconds to allow, even if earlier work of this kind was shorter.
     """
     global _last
     if _pipe is None:
@@ -58,14 +61,14 @@ def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
 
 
 def alive() -> None:
-    """Reports progress within the current work."""
+    """Reports that the current work makes progress."""
     if _pipe is not None and _last is not None:
         with suppress(OSError):  # the launcher is busy, or gone
             os.write(_pipe, _last[2])
 
 
 def failed(failure: dict[str, Any]) -> bool:
-    """Reports why this rank exits; returns False if no launcher reads it."""
+    """Reports why this rank exits. Returns False if no launcher reads the report."""
     if _pipe is None:
         return False
     left = _line({"failed": failure})

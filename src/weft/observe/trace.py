@@ -1,11 +1,12 @@
-"""Analysis of a profiler's Chrome trace: compute, communication, exposed communication and idle time of each step.
+"""Analyzes a profiler's Chrome trace: compute, communication, exposed communication and idle time of each step.
 
 - Compute: on a GPU, kernels (except NCCL's), copies and fills on any stream. On a CPU, torch operators on any thread of
-  the process (except collectives and gloo's own work), and compiled code.
+  the process (except collectives and gloo's internal work), and compiled code.
 - Communication: on a GPU, NCCL's kernels and gloo's work. On a CPU, gloo's work on its threads, the calls of
-  collectives, and waits for them in `wait_tensor`. It includes waiting for a rank that comes late.
+  collectives, and waits for collectives in `wait_tensor`. Communication includes the time spent waiting for a late
+  rank.
 - Exposed communication: communication during which this rank computes nothing.
-- Idle: the rest of the step (Python, waiting for data).
+- Idle: the remaining time of the step (Python, waiting for data).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-STEP = "weft: step "  # the name of a step's range, with its number
+STEP = "weft: step "  # prefix of the name of a step's range; the number of the step follows
 DATA = "weft: data"  # the name of the range in which a step waits for its batch
 
 Interval = tuple[float, float]
@@ -29,8 +30,8 @@ COLLECTIVE_CALLS = ("c10d::", "_c10d_functional")
 NOT_COMPUTE = (*COLLECTIVE_CALLS, "autograd::", "torch::autograd::", "profiler::")
 COMPILED = ("Torch-Compiled Region", "CompiledFunction")
 COMPILED_GRAPH = "## Call CompiledFxGraph "
-# The ranges of gloo's sends and receives are on the calling thread, which computes meanwhile. Gloo's other work is on
-# its own threads.
+# Ranges of gloo's sends and receives are on the calling thread, which computes meanwhile. Gloo's other ranges are on
+# gloo's threads.
 NONBLOCKING = ("gloo:send", "gloo:recv")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 ITEM_BYTES = {
@@ -43,7 +44,7 @@ ITEM_BYTES = {
 
 
 class Event(NamedTuple):
-    """A range on a host thread or a device stream, in microseconds."""
+    """A range on a host thread or a device stream. Times are in microseconds."""
 
     name: str
     category: str
@@ -54,7 +55,10 @@ class Event(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """An allocation (`bytes` > 0) or a release, at a time in microseconds, on a device ((0, -1) is the CPU)."""
+    """An allocation (`bytes` > 0) or a release (`bytes` < 0) of memory.
+
+    `time` is in microseconds. `device` is the type and index of the device; (0, -1) is the CPU.
+    """
 
     time: float
     address: int
@@ -65,26 +69,29 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace, sorted by time."""
+    """The events and allocations of a trace, sorted by time."""
 
     events: list[Event]
     memory: list[MemoryEvent]
 
     @property
     def on_device(self) -> bool:
-        """Whether the trace has GPU work."""
+        """Whether the trace contains GPU work."""
         return any(event.category in DEVICE_WORK for event in self.events)
 
     @property
     def steps(self) -> dict[int, Interval]:
-        """Start and end of each step, by its number."""
+        """Start and end of each step in microseconds, by the number of the step."""
         ranges = (e for e in self.events if e.category == "user_annotation" and e.name.startswith(STEP))
         return {int(e.name.removeprefix(STEP)): (e.start, e.end) for e in ranges}
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step: compute + exposed + idle = seconds. `data` is the time spent waiting for the batch."""
+    """The times of one step in seconds: compute + exposed + idle = seconds.
+
+    `exposed` is the exposed communication. `data` is the time spent waiting for the batch.
+    """
 
     step: int
     seconds: float
@@ -100,9 +107,9 @@ class Work:
     """Totals of one operator, kernel or collective over the recorded steps of one rank.
 
     Attributes:
-        seconds: for operators on a CPU, without the operators that they call.
+        seconds: total duration; for operators on a CPU, without the operators that they call.
         bytes: for collectives, the size of the rank's input; None if unknown.
-        exposed: for collectives, the seconds during which nothing is computed.
+        exposed: for collectives, the seconds during which this rank computes nothing.
     """
 
     name: str
@@ -112,11 +119,11 @@ class Work:
     exposed: float | None = None
 
 
-# --- Interval arithmetic. A union is sorted, and its intervals do not touch.
+# --- Interval arithmetic. A union is a sorted list of intervals that do not touch.
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges intervals that overlap or touch, and drops empty ones."""
+    """Merges intervals that overlap or touch, and drops empty intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -129,7 +136,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns the part of union `one` that is outside union `other`."""
+    """Returns the parts of union `one` that are outside union `other`."""
     left: list[Interval] = []
     at = 0
     for start, end in one:
@@ -147,12 +154,12 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 
 def clip(one: Sequence[Interval], window: Interval) -> list[Interval]:
-    """Returns the part of a union within `window`."""
+    """Returns the parts of union `one` that are within `window`."""
     return [(max(a, window[0]), min(b, window[1])) for a, b in one if b > window[0] and a < window[1]]
 
 
 def length(one: Iterable[Interval]) -> float:
-    """Returns the total length of a union."""
+    """Returns the total length of the intervals of a union."""
     return math.fsum(end - start for start, end in one)
 
 
@@ -166,7 +173,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def parse(entries: Iterable[dict[str, Any]]) -> Trace:
-    """Converts Chrome trace events; ignores those that are neither ranges nor allocations."""
+    """Converts Chrome trace events to a `Trace`. Ignores events that are neither ranges nor allocations."""
     events, memory = [], []
     for entry in entries:
         args = entry.get("args") or {}
@@ -187,7 +194,7 @@ def parse(entries: Iterable[dict[str, Any]]) -> Trace:
 
 
 def is_communication(event: Event, on_device: bool) -> bool:
-    """Whether the event communicates with other ranks or waits for them."""
+    """Whether the event communicates with other ranks or waits for other ranks."""
     if event.category == "user_annotation":
         return event.name.startswith("gloo:")
     if on_device:
@@ -196,7 +203,7 @@ def is_communication(event: Event, on_device: bool) -> bool:
 
 
 def is_compute(event: Event, on_device: bool) -> bool:
-    """Whether the event computes or copies within the machine."""
+    """Whether the event computes, or copies data within the machine."""
     if on_device:
         return event.category in DEVICE_WORK and not is_communication(event, True)
     if event.category == "user_annotation":
@@ -208,7 +215,7 @@ def is_compute(event: Event, on_device: bool) -> bool:
 
 
 def compute_times(trace: Trace) -> list[Interval]:
-    """Returns when this rank computes."""
+    """Returns the intervals during which this rank computes, as a union."""
     if trace.on_device:
         return union((e.start, e.end) for e in trace.events if is_compute(e, True))
     work, waits = defaultdict(list), defaultdict(list)
@@ -225,7 +232,7 @@ def compute_times(trace: Trace) -> list[Interval]:
 
 
 def step_times(trace: Trace) -> list[StepTimes]:
-    """Returns how the time of each step is divided."""
+    """Returns the times of each step: compute, communication, exposed, idle and data."""
     on_device, compute = trace.on_device, compute_times(trace)
     communication = union((e.start, e.end) for e in trace.events if is_communication(e, on_device))
     data = union((e.start, e.end) for e in trace.events if e.category == "user_annotation" and e.name == DATA)
@@ -240,7 +247,7 @@ def step_times(trace: Trace) -> list[StepTimes]:
 
 
 def operators(trace: Trace) -> list[Work]:
-    """Returns the kernels (on a CPU, the operators with their self time) within the steps; the longest first."""
+    """Returns the kernels of the steps, longest first. On a CPU, returns the operators with their self time instead."""
     on_device = trace.on_device
     windows = union(trace.steps.values())
     calls, seconds = Counter[str](), defaultdict[str, float](float)
@@ -253,7 +260,7 @@ def operators(trace: Trace) -> list[Work]:
             continue
         stack = [outer for outer in stacks[event.thread] if outer.end > event.start]
         if any(is_communication(outer, False) for outer in stack):
-            continue  # gloo's own copies and sums
+            continue  # gloo's internal copies and sums
         if not waits:
             calls[operator_name(event)] += 1
             seconds[operator_name(event)] += (event.end - event.start) / 1e6
@@ -265,16 +272,16 @@ def operators(trace: Trace) -> list[Work]:
 
 
 def operator_name(event: Event) -> str:
-    """Returns the name of an operator, or a short name for the graph of compiled code."""
+    """Returns the name of an operator. A graph of compiled code gets a short name."""
     if event.name.startswith(COMPILED_GRAPH):
         return f"compiled graph {event.name.removeprefix(COMPILED_GRAPH)[:8]}"
     return event.name.partition(":")[0] if event.name.startswith(COMPILED) else event.name
 
 
 def collectives(trace: Trace) -> list[Work]:
-    """Returns the collectives of the backends (gloo, NCCL) within the steps; the longest first.
+    """Returns the collectives of the backends (gloo, NCCL) within the steps, longest first.
 
-    Gloo implements reduce-scatter by all-reduce, and the trace has it as all-reduce.
+    Gloo implements reduce-scatter by all-reduce, so the trace contains an all-reduce in its place.
     """
     on_device, compute = trace.on_device, compute_times(trace)
     windows = union(trace.steps.values())
@@ -301,7 +308,7 @@ def _longest_first(works: Iterable[Work]) -> list[Work]:
 
 
 def input_bytes(event: Event) -> int | None:
-    """Returns the size of a collective's input on this rank, or None if the trace does not have it."""
+    """Returns the size of a collective's input on this rank; None if the trace does not contain the size."""
     args = event.args
     if "In msg nelems" in args:  # NCCL
         item = ITEM_BYTES.get(str(args.get("dtype")).lower())

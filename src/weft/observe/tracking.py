@@ -1,4 +1,4 @@
-"""Sends metrics to the trackers of a run; a tracker that fails during the run causes a warning and does not stop it."""
+"""Sends metrics to the trackers of a run. A tracker that fails during the run causes a warning; the run continues."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ PAUSE = 60.0  # seconds without calls after a failure, so that a server that tim
 
 
 class Tracker(Protocol):
-    """The interface of trackers. The constructor takes the `RunInfo`, then the configuration keys.
+    """The interface of trackers. The constructor receives the `RunInfo`, then the configuration keys by name.
 
-    Optional attributes: `failures`, the exceptions (besides OSError) that mean that the backend cannot be reached now;
-    and `place`, where the user finds what is tracked.
+    A tracker can also have these attributes:
+
+    - `failures`: the exception types, besides OSError, that mean that the backend cannot be reached.
+    - `place`: where the user finds the tracked run, such as a URL.
     """
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Receives the numbers of one step: a line of metrics.jsonl."""
+        """Logs the metrics of one step: a line of metrics.jsonl."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Receives a text, such as a sample."""
+        """Logs a text, such as a sample."""
 
     def close(self) -> None:
         """Flushes and closes the tracker."""
@@ -35,9 +37,10 @@ class Tracker(Protocol):
 class Tracking:
     """The trackers of `log.trackers`, on the first rank.
 
-    An exception of a constructor is raised: the user still watches. Later failures (the tracker's `failures`, OSError)
-    are warned about once, and the tracker gets no calls for a minute; `close` reports how many records it missed, which
-    metrics.jsonl has. Other exceptions are bugs of the tracker and are raised.
+    An exception in a constructor is raised, because the user still watches the run. A later failure (one of the
+    tracker's `failures`, or OSError) causes a warning, and the tracker is not called for a minute. `close` reports the
+    number of records that the tracker missed; metrics.jsonl has these records. Other exceptions are bugs of the tracker
+    and are raised.
     """
 
     def __init__(self, components: Sequence[str | Component], run: RunInfo, console: Console):
@@ -51,27 +54,27 @@ class Tracking:
                 console.line(f"{name}: {place}")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Calls `Tracker.log` of each."""
+        """Calls `log` of each tracker."""
         for tracker in self._trackers:
             tracker.call("log", step, metrics)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Calls `Tracker.text` of each."""
+        """Calls `text` of each tracker."""
         for tracker in self._trackers:
             tracker.call("text", step, name, text)
 
     def close(self) -> None:
-        """Closes each and reports missed records. May be called twice."""
+        """Closes the trackers and reports missed records. Can be called twice."""
         for tracker in self._trackers:
             tracker.paused_until = 0.0
             tracker.call("close")
             if tracker.missed:
-                self._console.warning(f"{tracker.name} missed {tracker.missed} records; metrics.jsonl has all")
+                self._console.warning(f"{tracker.name} missed {tracker.missed} records; metrics.jsonl has all metrics")
         self._trackers = []
 
 
 class _GuardedTracker:
-    """A tracker, and its failures so far."""
+    """Calls a tracker, and counts the records that the tracker missed because of failures."""
 
     def __init__(self, name: str, tracker: Tracker, console: Console, clock: Callable[[], float] = time.monotonic):
         self.name, self.tracker, self.console, self.clock = name, tracker, console, clock
@@ -87,7 +90,9 @@ class _GuardedTracker:
         except self.failures as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if not self.missed:
-                self.console.warning(f"{self.name} failed ({reason}); training continues; metrics.jsonl has all")
+                self.console.warning(
+                    f"{self.name} failed ({reason}); training continues; metrics.jsonl has all metrics"
+                )
             LOGGER.warning("%s failed: %s", self.name, error)
             self.missed += 1
             self.paused_until = self.clock() + PAUSE

@@ -1,6 +1,6 @@
-"""Settings that Weft chooses once per run: dtype, CPU threads, and the allocator's behavior.
+"""Settings that Weft chooses once per run: dtype, CPU threads, and the behavior of the memory allocator.
 
-Results depend on the first two to the last bit, so they are saved in the config of the run and reused on resume.
+Dtype and threads change results in the last bits, so both are saved in the config of the run and reused on resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
-    """Returns `training` with `dtype: auto` and `threads` chosen for this device."""
+    """Returns `training` with `dtype: auto` and missing `threads` replaced by values for this device."""
     threads, given = training.threads, os.environ.get("OMP_NUM_THREADS", "")
     if threads is None and device.type == "cpu":
         share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -34,7 +34,7 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
 
 
 def apply_choices(training: TrainingSection) -> None:
-    """Sets the threads and the allocator of this process."""
+    """Sets the number of threads and the behavior of the memory allocator in this process."""
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     keep_freed_memory()
@@ -58,9 +58,9 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep freed memory, so that the activations of a step reuse the same addresses.
+    """Makes glibc keep freed memory, so that the activations of each step reuse the same addresses.
 
-    Otherwise every large tensor is a new mapping that the kernel clears page by page, in each step.
+    Otherwise each large tensor of a step is a new mapping, which the kernel clears page by page.
 
     Returns:
         False if the C library is not glibc.

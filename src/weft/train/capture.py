@@ -1,4 +1,4 @@
-"""Records profiled steps: ranges in the trace, seconds, and the categories of tensors by their addresses."""
+"""Defines the recorder of `weft profile`: ranges in the trace, step times, and the categories of tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from weft.train.data import Data
 from weft.train.job import Job
 from weft.train.recorder import Recorder
 
-Tensors = Iterable[tuple[torch.Tensor, str]]  # with their categories
+Tensors = Iterable[tuple[torch.Tensor, str]]  # each tensor with its memory category
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to profile.
+    """The settings of a profile.
 
     Attributes:
-        out: the output folder.
-        steps, warmup: the number of recorded steps, and of steps before them.
-        ranks: the ranks that record; None for all.
+        out: the path of the output folder.
+        steps: number of recorded steps.
+        warmup: number of steps before the recorded steps.
+        ranks: the ranks that record; None for all ranks.
     """
 
     out: Path
@@ -41,14 +42,14 @@ class Request:
 
 
 class ProfilingRecorder(Recorder):
-    """The recorder of profiled steps. It prints nothing about the run itself.
+    """The recorder of profiled steps. It does not print the usual output of a run.
 
     Attributes:
-        records: whether this rank records.
-        seconds: of each step, as `weft train` measures it.
-        marks: categories of addresses, by the number of a range in the trace.
-        before: address, bytes and category of tensors older than the trace.
-        profiler: PyTorch's, after `start`.
+        records: whether this rank records a trace.
+        seconds: the duration of each step, measured as in `weft train`.
+        marks: the memory category of each tensor's address, for each mark in the trace by number.
+        before: address, size in bytes and category of each tensor that is older than the trace.
+        profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """
 
     def __init__(self, job: Job, data: Data, model: nn.Module, step: int, *, request: Request):
@@ -64,16 +65,16 @@ class ProfilingRecorder(Recorder):
         self.parameters = parameters
 
     def start(self, tensors: Callable[[], Tensors]) -> None:
-        """Prints what is profiled, and prepares the profiler, which records after the warm-up.
+        """Prints what is profiled, and starts the profiler, which records after the warm-up.
 
         Args:
-            tensors: returns the tensors that stay from step to step, and gradients.
+            tensors: returns the gradients and the tensors that outlive a step, with their categories.
         """
         self.tensors, request, device = tensors, self.request, self.world.device.type
         if self.speaks:
             self.console.line(
-                f"profiling {self.config.run.name}: {amount(self.parameters)} parameters, {request.warmup} + "
-                f"{counted(request.steps, 'step')} of {counted(self.length.tokens_per_step, 'token')}, "
+                f"profiling {self.config.run.name}: {amount(self.parameters)} parameters, {request.warmup} warm-up and "
+                f"{counted(request.steps, 'recorded step')} of {counted(self.length.tokens_per_step, 'token')}, "
                 f"{self.config.training.dtype} on {self.world.ranks} x {device}"
             )
         if not self.records:
@@ -88,7 +89,7 @@ class ProfilingRecorder(Recorder):
         self.profiler.start()
 
     def mark(self, *_: Any) -> None:
-        """Records the categories of the current tensors, if this step is recorded."""
+        """Adds a mark to the trace and records the categories of the current tensors, if this step is recorded."""
         if self.records and len(self.seconds) >= self.request.warmup:
             number = len(self.marks)
             with record_function(f"{MARK}{number}"):
@@ -117,16 +118,18 @@ class ProfilingRecorder(Recorder):
         return line
 
     def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
-        """Warns without advice: the profile ends, and there is no run to resume."""
-        self.console.warning(f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}")
+        """Warns that the loss or gradient norm is not finite, which ends the profile."""
+        self.console.warning(
+            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}; lower optimizer.lr or --steps"
+        )
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
-        """Prints that there is no profile, if so."""
+        """Prints that no profile was written, if the steps ended early."""
         if status != "finished":
-            self.console.line("ended early; nothing was written")
+            self.console.line("the steps ended early, and no profile was written")
 
     def _storages(self) -> Iterator[tuple[int, int, str]]:
-        """Yields address, bytes and category of each storage of the tensors on this device."""
+        """Yields address, size in bytes and category of each tensor storage on this device."""
         seen: set[int] = set()
         for tensor, category in self.tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Step timing: a step lasts from its request for data to the end of its update."""
+"""Defines `StepClock`, which times steps. A step lasts from its request for a batch to the end of its update."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from weft.observe.flops import mfu
 
 
 class StepClock:
-    """Averages over the steps since the last line of metrics, and over the session.
+    """Times the steps, and averages over the steps since the last line of metrics and over the session.
 
     Args:
-        tokens: tokens per step.
-        flops_per_token: as a function of the sequence length.
-        peak: FLOP/s of all devices.
+        tokens: number of tokens per step.
+        flops_per_token: returns the FLOPs per token for a sequence length.
+        peak: peak FLOP/s, summed over all devices.
 
     Attributes:
-        step_seconds: the time of the last step.
-        warmup_seconds: the time of the session's first step, which compiles and allocates.
-        steady_seconds, steady_steps: the later steps.
+        step_seconds: duration of the last step.
+        warmup_seconds: duration of the session's first step, which compiles and allocates; None before its end.
+        steady_seconds: total duration of the later steps.
+        steady_steps: number of later steps.
     """
 
     def __init__(self, device: torch.device, tokens: int, flops_per_token: Callable[[int], float], peak: float):
@@ -33,21 +34,21 @@ class StepClock:
         self.reset()
 
     def reset(self) -> None:
-        """Starts new averages, after a line of metrics."""
+        """Starts new averages. Called after each line of metrics."""
         self._warmup_logged = self.warmup_seconds is not None
         self.flops = self.seconds = self.data_seconds = 0.0
         self.steps = 0
 
     def begin(self) -> None:
-        """Starts a step."""
+        """Starts the timer of a step."""
         self._began = time.perf_counter()
 
     def data_arrived(self) -> None:
-        """Ends the wait for the batch."""
+        """Ends the wait for the batch of the step."""
         self.data_seconds += time.perf_counter() - self._began
 
     def end(self, sequence: int) -> None:
-        """Ends a step, whose sequences have `sequence` tokens."""
+        """Ends the timer of a step with sequences of `sequence` tokens."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.step_seconds = seconds = time.perf_counter() - self._began
@@ -61,7 +62,7 @@ class StepClock:
         self.flops += self.tokens * self.flops_per_token(sequence)
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns the averages since the last line."""
+        """Returns the averages since the last line of metrics."""
         tokens = self.tokens * self.steps
         speed = tokens / self.seconds
         return {

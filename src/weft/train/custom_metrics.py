@@ -1,4 +1,4 @@
-"""Custom metrics (`log.metrics`), computed from the state of a run or from the outputs of each micro-batch."""
+"""Defines custom metrics (`log.metrics`), computed from the state of a run or the outputs of micro-batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,26 @@ from weft.train.state import State, raise_if_taken
 
 
 class Metric(Protocol):
-    """The interface of metrics: `scalars`, the names that it logs, and one or both of the methods."""
+    """The interface of custom metrics.
+
+    `scalars` lists the names of the values that the metric logs. A metric has `step`, `outputs` or both.
+    """
 
     scalars: Sequence[str]
 
     def step(self, state: State) -> Mapping[str, float | Pair]:
-        """Returns metrics of a step that is logged, on every rank: numbers, of which the first rank's are written, or
-        (sum, weight), which are summed over the data-parallel ranks."""
+        """Returns the values of a logged step by name. Called on every rank.
+
+        A value is a number, which is written as rank 0 returns it, or a pair (sum, weight), which is summed over the
+        data-parallel ranks.
+        """
         ...
 
     def outputs(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, Pair]:
-        """Returns (sum, weight) for each micro-batch, also of validations. Gets the arguments of the objective's
-        `loss`, without gradient."""
+        """Returns a pair (sum, weight) by name for one micro-batch of training or validation.
+
+        The arguments are those of the objective's `loss`; `outputs` has no gradient.
+        """
         ...
 
 
@@ -37,11 +45,11 @@ class Metrics(Callback):
     """The callback that logs the metrics of `log.metrics`.
 
     Args:
-        sections: of the config.
-        objective: its scalars have other names.
+        sections: the entries of `log.metrics`.
+        objective: the objective of the run. No metric can have the name of one of the objective's scalars.
 
     Attributes:
-        objective: reports the metrics of outputs, too.
+        objective: the objective, which also computes the metrics that have `outputs`.
     """
 
     def __init__(self, sections: Sequence[MetricSection], objective: Objective, world: World):
@@ -54,18 +62,21 @@ class Metrics(Callback):
             label = f"log.metrics[{number}] ({section.type})"
             names = getattr(metric, "scalars", None)
             if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-                raise UserError(f"{label}: `scalars` must list the names that it logs, as ('accuracy',)")
+                raise UserError(f"{label}: `scalars` must list the names that the metric logs, such as ('accuracy',)")
             raise_if_taken(label, tuple(names), taken)
             taken += tuple(names)
             self.found[label] = metric
         observers = {label: metric for label, metric in self.found.items() if hasattr(metric, "outputs")}
         if observers and hasattr(objective, "compute"):
             first = next(iter(observers))
-            raise UserError(f"{first}: the objective has `compute` and keeps its outputs; have it report the scalars")
+            raise UserError(
+                f"{first}: a metric with `outputs` needs an objective with `loss`, not `compute`; "
+                "log the values as scalars of the objective"
+            )
         self.objective = cast(Objective, ObservedObjective(objective, observers)) if observers else objective
 
     def step(self, state: State) -> None:
-        """Logs the metrics of the state, with one all-reduce."""
+        """Logs the values of the metrics that have `step`, with one all-reduce."""
         if not state.logged:
             return
         pairs: dict[str, Pair] = {}
@@ -83,7 +94,7 @@ class Metrics(Callback):
 
 
 class ObservedObjective:
-    """An objective that reports the metrics of its outputs among its scalars."""
+    """An objective that also computes metrics of its outputs, as further scalars."""
 
     def __init__(self, objective: Objective, metrics: Mapping[str, Any]):
         self._objective, self._metrics = objective, metrics
@@ -107,4 +118,4 @@ class ObservedObjective:
 
 def _raise_if_undeclared(label: str, metric: Metric, values: Mapping[str, Any]) -> None:
     if other := values.keys() - set(metric.scalars):
-        raise UserError(f"{label} logs {sorted(other)[0]!r}, which its `scalars` lacks; add the name")
+        raise UserError(f"{label} logs {sorted(other)[0]!r}, which is not in its `scalars`; add the name")

@@ -1,4 +1,4 @@
-"""Opens the training and validation data of a config, and derives the length of the run from it."""
+"""Opens the training and validation data of a config, and derives the length of the run from these data."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from weft.parallel.world import World
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One of the data sets of `data.validation`.
+    """One validation set of `data.validation`.
 
     Attributes:
-        name: "" for a single set.
-        full, subset: all of the set, and as much as `validation.tokens` sets.
-        bytes_per_token: None if the store does not have it.
+        name: the name of the set; "" if `data.validation` is a single set.
+        full: batches of the complete set.
+        subset: batches of the first part of the set, limited by `validation.tokens`.
+        bytes_per_token: the size of the text per token; None if the store does not record the size.
     """
 
     name: str
@@ -51,11 +52,14 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run, as functions of the step.
+    """The data of a run.
 
     Attributes:
-        digests: of the stores: "train" or, for a mixture, "train/NAME"; "validation" or "validation/NAME".
-        plan: the samples that the run takes from each source of a mixture; None for a single source.
+        length: number and size of the steps, and intervals in steps.
+        source: the training batches, as a function of the step.
+        held_out: the validation sets.
+        digests: digests of the token stores, by "train" or "validation", or by "train/NAME" and "validation/NAME".
+        plan: number of samples that the run takes from each source of a mixture; None for a single source.
     """
 
     length: RunLength
@@ -69,16 +73,16 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
     """Returns the layout of samples that the objective declares.
 
     Raises:
-        UserError: an invalid field, or one with the name of a built-in part.
+        UserError: `fields` or `sequences_per_sample` is invalid, or a field has the name of a built-in key of batches.
     """
     fields, sequences = getattr(objective, "fields", {}), getattr(objective, "sequences_per_sample", 1)
     name = type(objective).__name__
     if not isinstance(fields, Mapping) or not all(isinstance(field, Field) for field in fields.values()):
         raise UserError(f"objective: {name}.fields must map names to weft.objectives.Field")
     if taken := set(fields) & {*TOKEN_KEYS, "samples"}:
-        raise UserError(f"objective: {name}.fields has {sorted(taken)[0]!r}, a part that every batch has; rename it")
+        raise UserError(f"objective: {name}.fields has {sorted(taken)[0]!r}, a built-in key of batches; rename it")
     if not isinstance(sequences, int) or sequences < 1:
-        raise UserError(f"objective: {name}.sequences_per_sample must be an integer of 1 or more, and is {sequences!r}")
+        raise UserError(f"objective: {name}.sequences_per_sample must be an integer >= 1, but is {sequences!r}")
     return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None))
 
 
@@ -86,7 +90,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
     """Opens the token stores and custom datasets, and derives the length of the run.
 
     Raises:
-        UserError: a damaged store, sources too small for the run, or no sample.
+        UserError: a store is damaged, the sources are too small for the run, or the training data have no sample.
     """
     train, digests = open_train(config, console, layout)
     _raise_if_wrong_length("data.train", train, config, world, layout)
@@ -132,25 +136,26 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
-    """Rounds the length to samples of `sequences` each: a micro-batch size of `n` then means `n` samples.
+    """Rounds batch sizes to complete samples of `sequences` sequences each. Micro-batch sizes then count samples.
 
     Raises:
-        UserError: a step is not a multiple of a sample, or the pipeline's schedule cannot order its micro-batches.
+        UserError: a step is not a multiple of a sample, or the pipeline schedule does not support the number of
+            micro-batches.
     """
     if sequences == 1:
         return length
     if length.sequences_per_step % sequences:
         raise UserError(
             f"training.batch_tokens: the {length.sequences_per_step} sequences of a step are not a multiple of the "
-            f"{sequences} sequences of a sample; set a multiple of {sequences * length.sequence_length}"
+            f"{sequences} sequences of a sample; set a multiple of {sequences * length.sequence_length} tokens"
         )
     samples = math.ceil(length.sequences_per_step // sequences / world.shape.data_ranks)
     micro = config.training.micro_batch_size or max(1, length.micro_batch_size // sequences)
     count = math.ceil(samples / min(micro, samples))
     if world.shape.pp > 1 and not config.parallel.supports(count, world.shape.pp):
         raise UserError(
-            f"training.micro_batch_size: the {samples} samples of a rank and step are {count} micro-batches, which "
-            f"{config.parallel.pp_schedule} cannot order over {world.shape.pp} ranks; set another"
+            f"training.micro_batch_size: the {samples} samples of a rank and step make {count} micro-batches, but "
+            f"{config.parallel.pp_schedule} does not support this number on {world.shape.pp} ranks; set another size"
         )
     return replace(
         length,
@@ -163,8 +168,8 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
 def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
     """Whether this rank needs the content of the sequences.
 
-    In a pipeline the first stage needs tokens, and the last stage labels. All stages need them if attention stays
-    within documents, or if experts are balanced by the weight of a sequence.
+    In a pipeline the first stage needs tokens, and the last stage labels. All stages need both with custom datasets or
+    models, if attention stays within documents, or if losses of experts depend on the weights of sequences.
     """
     datasets = train.datasets if isinstance(train, ConcatDataset) else [train]
     plain = all(isinstance(one, StoreDataset) for one in datasets) and not config.data.document_attention
@@ -175,7 +180,7 @@ def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
 
 
 def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world: World, layout: Layout) -> None:
-    """If sequences are sharded over ranks, samples of custom datasets must have `data.sequence_length` tokens."""
+    """Raises UserError if ranks shard sequences and custom samples do not have `data.sequence_length` tokens."""
     if world.shape.cp * world.shape.tp == 1 or not len(dataset):
         return
     for one in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]:
@@ -184,15 +189,15 @@ def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world:
             expected = config.data.sequence_length
             if found != expected:
                 raise UserError(
-                    f"{key}: {type(one).__name__}'s samples have {found} tokens, and parallel.cp and tp shard "
-                    f"sequences of data.sequence_length {expected}; set data.sequence_length: {found}"
+                    f"{key}: {type(one).__name__}'s samples have {found} tokens, but parallel.cp and tp shard "
+                    f"sequences of {expected} tokens; set data.sequence_length: {found}"
                 )
 
 
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, dict[str, str]]:
-    """Returns the training data, several sources joined, and the digests of its stores."""
+    """Opens the training data. Returns the dataset (several sources are concatenated) and the digests of its stores."""
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)
@@ -208,7 +213,14 @@ def open_train(
 def open_source(
     chosen: str | DatasetSection, config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, StoreInfo | None]:
-    """Opens a token store as sequences by `data.packing`, or a custom dataset."""
+    """Opens a token store, as sequences made by `data.packing`, or a custom dataset.
+
+    Returns:
+        The dataset, and the `StoreInfo` of a token store or None.
+
+    Raises:
+        UserError: the objective needs fields or samples that token stores do not have.
+    """
     if isinstance(chosen, DatasetSection):
         return make_component(chosen, "dataset"), None
     if layout.fields or layout.sequences > 1:
@@ -227,10 +239,10 @@ def open_source(
 
 
 def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Order:
-    """Returns the order of a weighted mixture.
+    """Returns the order of the samples of a weighted mixture.
 
     Raises:
-        UserError: a weight is too small to have an effect, or a run of `samples` samples exceeds `max_epochs`.
+        UserError: the weight of a source is too small to have an effect, or `samples` samples exceed `max_epochs`.
     """
     data, length = config.data, sequence_length(config)
     quiet = find_empty_share(data.stages(train.sizes, length), data.mixture_block or BLOCK)

@@ -1,4 +1,4 @@
-"""Calls the callbacks of a run in the order of the list, on all ranks, and saves their state in checkpoints."""
+"""Defines `Callbacks`, which calls the callbacks of a run and saves their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PREFIX = "callback/"
 
 
 class Callbacks:
-    """The callbacks of `callbacks:`.
+    """The callbacks of a run. All ranks call the callbacks in the order of the config.
 
     Args:
-        sections: of the config.
-        metrics: a callback that is called before these, and has no state.
+        sections: the entries of `callbacks` in the config.
+        metrics: a callback without saved state, which is called before the callbacks of `sections`.
 
     Attributes:
-        found: the callbacks by their names in checkpoints.
+        found: the callbacks, by their names in checkpoints.
     """
 
     def __init__(self, sections: Sequence[CallbackSection] = (), metrics: Callback | None = None):
@@ -41,7 +41,7 @@ class Callbacks:
         self.loading: dict[str, Tensor] = {}
 
     def call(self, hook: str, state: State) -> None:
-        """Calls a hook of all callbacks that have it."""
+        """Calls the method `hook` of every callback that defines this method."""
         for label, callback in self.labelled:
             if (method := _overridden(callback, hook)) is not None:
                 with state.acting(label):
@@ -49,7 +49,7 @@ class Callbacks:
 
     @contextmanager
     def validating(self, state: State) -> Iterator[None]:
-        """Enters the contexts for a validation; the first callback's is the outermost."""
+        """Enters the callbacks' contexts for a validation. The first callback's context is the outermost."""
         with ExitStack() as stack:
             for callback in self.found.values():
                 if (method := _overridden(callback, "validating")) is not None:
@@ -58,12 +58,12 @@ class Callbacks:
 
     @property
     def depend_on_validations(self) -> bool:
-        """Whether the state of a callback may depend on validations."""
+        """Whether a callback has both `validated` and `state_dict`, so that its state can depend on validations."""
         both = ("validated", "state_dict")
         return any(all(_overridden(callback, method) for method in both) for callback in self.found.values())
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns JSON values by callback, and tensors by `callback/<name>/<path>`."""
+        """Returns the callbacks' state: JSON values by callback, and tensors by `callback/<name>/<path>`."""
         tensors: dict[str, Tensor] = {}
         values = {
             name: _without_tensors(callback.state_dict(), f"{PREFIX}{name}", tensors)
@@ -73,7 +73,10 @@ class Callbacks:
         return {name: value for name, value in values.items() if value}, tensors
 
     def empty_tensors(self, checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
-        """Returns tensors to load from a checkpoint: sharded as the parameter of their name, or plain."""
+        """Returns empty tensors to load the callbacks' state from a checkpoint.
+
+        A tensor with the name and shape of a parameter is sharded as this parameter is. Other tensors are not sharded.
+        """
         saved: dict[str, Any] = read_json(checkpoint / files.INDEX)["tensors"]
         parameters = {name: tensor for name, (tensor, _) in model_tensors(model).items()}
         for key, entry in saved.items():
@@ -88,7 +91,7 @@ class Callbacks:
         return self.loading
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Gives callbacks their JSON values and the loaded tensors; a callback without saved state gets none."""
+        """Passes the saved JSON values and the loaded tensors to the callbacks that have saved state."""
         states: dict[str, dict[str, Any]] = {name: dict(values.get(name, {})) for name in self.found}
         for key, tensor in self.loading.items():
             _, name, *path, last = key.split("/")
@@ -103,19 +106,23 @@ class Callbacks:
 
 
 def _overridden(callback: Any, name: str) -> Any:
-    """Returns a method that the class of the callback defines, not `Callback`; None if there is none."""
+    """Returns a method if the callback's class defines it; None if it is missing or inherited from `Callback`."""
     method = getattr(callback, name, None)
     return None if getattr(method, "__func__", None) is getattr(Callback, name) else method
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns a state without its tensors, which are added to `tensors` by their paths."""
+    """Returns a state without its tensors, and adds the tensors to `tensors`, by path.
+
+    Raises:
+        UserError: a value is neither a tensor in a dict nor a JSON value.
+    """
     if isinstance(value, list | tuple):
         return [_without_tensors(item, path, tensors) for item in value]
     if not isinstance(value, Mapping):
         if value is not None and not isinstance(value, bool | int | float | str):
-            what = f"a {type(value).__name__} cannot be saved here"
-            raise UserError(f"{path}: {what}; keep numbers and texts in dicts and lists, tensors in dicts")
+            what = f"a {type(value).__name__} cannot be saved as state of a callback"
+            raise UserError(f"{path}: {what}; keep numbers and strings in dicts and lists, and tensors in dicts")
         return value
     tensors |= {f"{path}/{key}": item for key, item in value.items() if isinstance(item, Tensor)}
     return {

@@ -1,4 +1,4 @@
-"""The context of a training session: config, ranks, run directory and console."""
+"""Defines `Job`, the context of a training session: config, ranks, run directory and console."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.train.run_directory import RunDirectory, claim
 
 @dataclass(frozen=True)
 class Job:
-    """One session of a run on one rank. `config` has the automatic settings filled in."""
+    """The context of a training session on one rank. `config` contains the automatic settings."""
 
     config: RunConfig
     world: World
@@ -23,7 +23,11 @@ class Job:
 
 
 def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
-    """Claims the run directory, and fills in the automatic settings: once per run, equal on all ranks."""
+    """Locks the run directory, and sets the automatic settings, which are chosen once per run and equal on all ranks.
+
+    Args:
+        fresh: move the content of the run directory aside.
+    """
     path = config.run_directory
     lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
     run = RunDirectory(path, lock if world.rank == 0 else None)

@@ -39,16 +39,16 @@ from weft.train.validate import validate
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a training session.
 
     Attributes:
-        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite", by a loss or gradient
-            that is not finite.
-        step: updates made, or skipped for the loss scale; a checkpoint of this step exists.
-        loss: of the last update, in nats per token; None if this session made none.
-        validation: the metrics of the last validation.
-        signal: the signal that stopped it.
-        reason: why a callback stopped it.
+        status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
+            gradient that is not finite.
+        step: number of updates of all sessions, including skipped updates; a checkpoint of this step exists.
+        loss: the loss of the last update, in nats per token; None if this session made no update.
+        validation: the metrics of the session's last validation.
+        signal: the signal that stopped the run.
+        reason: the reason that a callback gave for stopping the run.
     """
 
     status: str
@@ -64,9 +64,9 @@ class Loop:
     """The training loop.
 
     Args:
-        objective: with the metrics of outputs among its scalars.
-        compress: all-reduces gradients over replicas in place of FSDP2.
-        replay: the checkpoint was written before the validation of its step.
+        objective: the objective, with the metrics of outputs among its scalars.
+        compress: all-reduces compressed gradients over replicas in place of FSDP2.
+        replay: whether the first validation must be repeated, because the checkpoint was written before its end.
     """
 
     job: Job
@@ -95,7 +95,8 @@ class Loop:
         self.saved_at = self.validated_at = 0
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
-        """Trains from `step` updates to the end, to a non-finite loss, or to a request to stop on any rank."""
+        """Trains from step `step` to the end of the run, a non-finite loss or gradient, or a stop request on any
+        rank."""
         stop = stop or StopRequest()
         state = self.begin(step, stop)
         batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
@@ -123,7 +124,7 @@ class Loop:
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
-        """Prepares to continue after `step` updates."""
+        """Prepares a session that continues after `step` updates, and returns its state."""
         self.saved_at, self.measured = step, {}
         self.state = State(
             config=self.config,
@@ -145,16 +146,17 @@ class Loop:
         try:
             batch = next(batches)
         except UserError as mistake:
-            mistake.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise it
+            mistake.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise the error
             raise
         self.recorder.data_arrived()
         return batch
 
     def update(self, batch: Batch, weight: float, learned: float) -> bool:
-        """Makes one step: gradients, clipping, update, metrics.
+        """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
 
         Returns:
-            False if the loss or gradient is not finite and the run must end; float16 may skip an update instead.
+            False if the run must end because the loss or gradient is not finite. (In float16, the update may be skipped
+            instead.)
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)
@@ -190,7 +192,7 @@ class Loop:
         return True
 
     def after_update(self, step: int) -> None:
-        """Calls callbacks, and saves, validates, samples and writes metrics if they are due."""
+        """Calls the callbacks. Then saves, validates, generates samples and writes metrics, each if due."""
         self.callbacks.call("step", self.state)
         if self.due(step, self.length.checkpoint_every):
             self.save(step)
@@ -202,7 +204,7 @@ class Loop:
         self.recorder.write(self.state)
 
     def leave(self, status: str, *, signal: int | None = None, reason: str | None = None) -> Outcome:
-        """Ends the session, with a checkpoint."""
+        """Ends the session and returns its outcome. Saves a checkpoint if the last step has none."""
         step = self.state.step
         if self.saved_at != step:
             self.save(step)
@@ -212,7 +214,7 @@ class Loop:
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether an action of every N-th step, and of the last one, is due."""
+        """Whether an action that runs every `every` steps, and after the last step, is due."""
         return step % every == 0 or step == self.length.steps
 
     def accumulate_gradients(
@@ -221,15 +223,17 @@ class Loop:
         """Computes the gradients of the mean loss of the global batch, summed over micro-batches and ranks.
 
         Args:
-            weight: of the *global* batch; the loss is divided by it before the first backward.
-            learned: its number of learned tokens, the weight of load balancing losses.
+            weight: total weight of the *global* batch, by which the loss is divided before the first backward.
+            learned: number of learned tokens of the global batch, which is the weight of load balancing losses.
 
         Returns:
             The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
         """
         if weight == 0:
-            self.recorder.warn_once(f"step {step + 1}: every token of the batch is masked; its loss counts as 0")
-        # Length warm-up splits each sequence, so a micro-batch has as many more of them.
+            self.recorder.warn_once(
+                f"step {step + 1}: all tokens of the batch are masked, so the loss is 0; check the masks"
+            )
+        # Length warm-up splits each sequence into `pieces` sequences, so a micro-batch has `pieces` times as many.
         micro_batches = batch.split(self.length.micro_batch_size * self.pieces(batch))
         total = self.passes.train(
             micro_batches,
@@ -242,23 +246,28 @@ class Loop:
         return loss / (weight or 1.0), quotients(self.passes.scalars, pairs)
 
     def pieces(self, batch: Batch) -> int:
-        """Returns into how many shorter ones length warm-up splits each sequence of the batch."""
+        """Returns the number of sequences into which length warm-up splits each sequence of the batch."""
         return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
-        """Seeds dropout by run seed, step and sample, so that nothing random is saved or depends on ranks."""
+        """Seeds dropout by run seed, step and sample, so that dropout does not depend on ranks and needs no saved
+        state."""
         key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 
     def set_learning_rate(self, step: int) -> float:
-        """Scales the learning rate of each parameter group by the schedule; returns the scaled rate of the config."""
+        """Multiplies the learning rate of each parameter group by the schedule's factor for this step.
+
+        Returns:
+            The optimizer's default learning rate, multiplied by the same factor.
+        """
         factor = self.schedule(step)
         for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * factor
         return self.optimizer.defaults["lr"] * factor
 
     def validate(self, step: int) -> None:
-        """Evaluates the held-out data: all of it after the last step, else as much as `validation.tokens` sets."""
+        """Evaluates the validation sets: up to `validation.tokens` tokens, or completely after the last step."""
         show = partial(self.recorder.validating, step)
         full = step == self.length.steps
         with self.callbacks.validating(self.state):
@@ -269,7 +278,7 @@ class Loop:
         self.callbacks.call("validated", self.state)
 
     def save(self, step: int) -> None:
-        """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step for all else."""
+        """Saves a checkpoint: weights, optimizer state, loss scale, callbacks' state, and the step."""
         settings, compress = self.config.checkpoint, self.compress
         values, tensors = self.callbacks.state_dict()
         pending = self.data.held_out and self.due(step, self.length.validation_every) and self.validated_at != step

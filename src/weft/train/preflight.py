@@ -1,4 +1,4 @@
-"""Checks before the first step: equal runs on all ranks, and what this device, PyTorch or model does not support."""
+"""Checks before the first step: that all ranks have the same run, and that the device and model support it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from weft.train.job import Job
 
 
 def run_facts(config: RunConfig) -> dict[str, str]:
-    """Returns what all ranks must have in common: config, versions and data, as a message shows them.
+    """Returns the facts that must be equal on all ranks, by name, as text for messages: config, data and versions.
 
-    Stores and tokenizers are compared by digest, not by path: each machine may have its own copy.
+    Stores and tokenizers are compared by digest, not by path, because each machine may have its own copy.
     """
     tree = config.as_dict()
     data = tree["data"]
@@ -49,7 +49,7 @@ def run_facts(config: RunConfig) -> dict[str, str]:
 
 
 def _store(source: Any) -> Any:
-    """Returns the digest of a token store; other values (a custom dataset, None) unchanged."""
+    """Returns the digest of a token store. Other values (a custom dataset, None) are returned unchanged."""
     if not isinstance(source, str):
         return source
 
@@ -68,10 +68,10 @@ def _digest(read: Callable[[], str]) -> str:
 
 
 def check_decoder(job: Job) -> None:
-    """Checks the attention implementation on this device, and tries each custom component.
+    """Checks that this device supports the attention implementation, and tries each custom component.
 
     Raises:
-        UserError: flash-attn cannot be used here, or the decoder cannot use the result of a component.
+        UserError: flash-attn does not work here, or the decoder cannot use the result of a custom component.
     """
     config, world, model = job.config, job.world, job.config.model
     if not isinstance(model, ModelSection):
@@ -81,8 +81,8 @@ def check_decoder(job: Job) -> None:
         world.agree(lambda: flash_usable(device, dtype))
     if model.attention_implementation == "flex" and not flex_usable(device, dtype, model.qk_head_dim):
         job.console.warning(
-            "model.attention_implementation: flex attention needs a GPU, 16 or 32 bits and a head size of 16 or more; "
-            "here the same masks are applied as dense tensors"
+            "model.attention_implementation: flex needs a GPU, a 16-bit or 32-bit dtype, and a head size of 16 or "
+            "more; this run applies the same masks as dense tensors"
         )
     documents, seq = config.data.document_attention, config.data.sequence_length or 16
     world.agree(
@@ -91,10 +91,10 @@ def check_decoder(job: Job) -> None:
 
 
 def check_transformers_model(job: Job, model: nn.Module) -> None:
-    """Prints the restrictions of a Transformers model, and tries whether it can be trained on these batches.
+    """Prints the restrictions of a Transformers model, and checks that the model can be trained on the run's batches.
 
     Raises:
-        UserError: its attention is not causal, or it cannot keep documents apart as configured.
+        UserError: the attention of the model is not causal, or the model cannot separate documents as configured.
     """
     config = job.config
     if not isinstance(config.model, TransformersModelSection):

@@ -1,4 +1,4 @@
-"""Profiles a few steps of a run with PyTorch's profiler: the trainer's own steps, in a scratch directory."""
+"""Profiles the first steps of a run with PyTorch's profiler. The trainer runs these steps in a scratch directory."""
 
 from __future__ import annotations
 
@@ -33,32 +33,37 @@ from weft.train.run_directory import RunDirectory
 from weft.train.stop import StopRequest
 from weft.train.trainer import Trainer
 
-KEPT_OPERATORS = 50  # of each rank
+KEPT_OPERATORS = 50  # number of operators that profile.json lists for each rank
 
 
 class ProfiledLoop(Loop):
-    """Runs the requested steps, without checkpoints and validations, and writes the profile."""
+    """A training loop that runs only the requested steps, without checkpoints, and writes the profile."""
 
     recorder: ProfilingRecorder
 
     def due(self, step: int, every: int) -> bool:
-        """No checkpoint, validation or samples."""
+        """Returns False: profiled steps have no checkpoint, validation or samples."""
         return False
 
     def save(self, step: int) -> None:
-        """Nothing to save after a signal or a non-finite loss."""
+        """Does nothing: a profile has no checkpoint, even after a signal or a non-finite loss."""
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
-        """Warms up, records, and writes the folder; no folder appears if the steps end early."""
+        """Runs the warm-up steps and the recorded steps, and writes the folder of the profile.
+
+        Nothing is written if training ends before the last requested step.
+        """
         request, world, stop = self.recorder.request, self.world, stop or StopRequest()
         steps = request.warmup + request.steps
         if steps > self.length.steps:
             raise error_on_all_ranks(
-                f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, and this run has "
-                f"{self.length.steps}; ask for fewer"
+                f"--warmup {request.warmup} and --steps {request.steps} are {steps} steps, but this run has "
+                f"{self.length.steps}; lower --steps or --warmup"
             )
         if request.ranks and max(request.ranks) >= world.ranks:
-            raise error_on_all_ranks(f"--ranks: there is no rank {max(request.ranks)}; they are 0 to {world.ranks - 1}")
+            raise error_on_all_ranks(
+                f"--ranks: there is no rank {max(request.ranks)}; give ranks from 0 to {world.ranks - 1}"
+            )
         self.length = dataclasses.replace(self.length, steps=steps)
         # Before the update is the only moment of a step at which all gradients exist.
         self.optimizer.register_step_pre_hook(self.recorder.mark)
@@ -77,7 +82,7 @@ class ProfiledLoop(Loop):
         return outcome
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yields this rank's tensors that stay from step to step, and gradients, with their categories."""
+        """Yields this rank's gradients, parameters, buffers and optimizer state, with their memory categories."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 yield parameter.grad, GRADIENTS
@@ -87,7 +92,7 @@ class ProfiledLoop(Loop):
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, torch.Tensor))
 
     def write(self, folder: Path) -> None:
-        """Writes the trace and picture of every rank; the first rank writes the numbers and the page."""
+        """Writes each rank's trace and memory picture. Rank 0 also writes profile.json and profile.html."""
         world = self.world
         reports = all_gather_object(world.agree(lambda: self.rank_report(folder) if self.recorder.records else None))
 
@@ -100,12 +105,14 @@ class ProfiledLoop(Loop):
         world.agree(write_files, only_first=True)
 
     def rank_report(self, folder: Path) -> dict[str, Any]:
-        """Writes the trace and memory picture of this rank; returns its numbers."""
+        """Writes the trace and the memory picture of this rank. Returns the entry of this rank in profile.json."""
         recorder, device, rank = self.recorder, self.world.device, self.world.rank
         recorder.profiler.stop()
         trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
         if not folder.is_dir():
-            raise UserError("not every machine sees this folder; give an --out on a disk that they share", folder)
+            raise UserError(
+                "not visible on every machine; set --out to a folder on a disk that all machines share", folder
+            )
         try:
             recorder.profiler.export_chrome_trace(str(folder / trace_file))
             trace = read_trace(folder / trace_file)
@@ -115,7 +122,9 @@ class ProfiledLoop(Loop):
             title = f"Memory of rank {rank} ({device}): peak {byte_size(line.peak, 'MB')}; categories at the peak"
             (folder / memory_file).write_text(picture(line, title), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot be written: {error.strerror or error}; nothing was made", folder) from None
+            raise UserError(
+                f"cannot be written: {error.strerror or error}; no profile was written; name another --out", folder
+            ) from None
         return {
             "rank": rank,
             "trace": trace_file,
@@ -128,11 +137,11 @@ class ProfiledLoop(Loop):
         }
 
     def raise_if_empty(self, trace: Trace) -> None:
-        """Raises UserError if the counters of the GPU could not be read, so that the trace has no kernels."""
+        """Raises UserError if the trace has no GPU work, because the GPU's counters could not be read."""
         if self.world.device.type == "cuda" and not trace.on_device:
             raise UserError(
-                "the profiler saw no work of the GPU: reading its counters may need a permission here (NVIDIA's "
-                "ERR_NVGPUCTRPERM), or another profiler has them"
+                "the profiler recorded no GPU work; get permission to read the GPU's counters (NVIDIA: "
+                "ERR_NVGPUCTRPERM), or stop other profilers that use them"
             )
 
     def summary(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,16 +164,17 @@ class ProfiledLoop(Loop):
 
 
 class _Stopped(Exception):
-    """A signal arrived while the profile was written."""
+    """Raised if a signal arrives while the profile is written."""
 
 
 def profile(config: RunConfig, request: Request, console: Console | None = None) -> Outcome:
-    """Runs the first steps of the run, records some, and makes `request.out` if the outcome is "finished".
+    """Runs the first steps of a run and records some of them. Creates `request.out` if the outcome is "finished".
 
     The run directory is only read, for the automatic settings of the run.
 
     Raises:
-        UserError: as `Trainer.fit`; the folder exists or cannot be written; the run has fewer steps.
+        UserError: the run cannot start (see `Trainer.fit`), the run has fewer steps than requested, or the output
+            folder exists or cannot be written.
     """
     config = RunDirectory(config.run_directory).with_choices(config)
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # one for each rank
@@ -175,7 +185,7 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
 
 
 def in_scratch(config: RunConfig, directory: str) -> RunConfig:
-    """Returns the config of the same training in a scratch directory, without validation, samples and trackers."""
+    """Returns the config of the same training in `directory`, without validation, samples, callbacks and trackers."""
     changes = {
         "run": {"directory": directory},
         "data": {"validation": None},
@@ -187,16 +197,16 @@ def in_scratch(config: RunConfig, directory: str) -> RunConfig:
 
 
 def raise_if_impossible(out: Path) -> None:
-    """Raises UserError if `out` cannot be made; called before the steps."""
+    """Raises UserError if `out` exists or cannot be created. Called before the first step."""
     refuse_existing(out, "name another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UserError("no folder can be made here; name another --out", above)
+        raise UserError("no folder can be created here; name another --out", above)
 
 
 @contextmanager
 def making(out: Path, world: World) -> Iterator[Path]:
-    """Yields, on all ranks, a hidden folder of the first rank; renamed to `out` at the end, or deleted."""
+    """Yields, on all ranks, rank 0's hidden folder, which becomes `out` at the end or is deleted after an error."""
     with ExitStack() as stack:
         yield world.agree(lambda: stack.enter_context(new_folder(out, 0)), only_first=True)
         world.agree(stack.close, only_first=True)
@@ -207,6 +217,11 @@ def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
 
     The steady time is the median of the warm-up steps without the first (compilation, allocation) and the last (in
     which the profiler starts).
+
+    Args:
+        seconds: the duration of each step.
+        steps: number of warm-up steps.
+        tokens: number of tokens per step.
     """
     steady, recorded = seconds[1 : steps - 1], statistics.median(seconds[steps:])
     usual = statistics.median(steady) if steady else None
@@ -219,5 +234,5 @@ def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
 
 
 def known_fields(work: Work) -> dict[str, Any]:
-    """Returns the fields that are not None."""
+    """Returns the fields of `work` that are not None, by name."""
     return {name: value for name, value in dataclasses.asdict(work).items() if value is not None}

@@ -1,4 +1,7 @@
-"""Output of a run: metrics, trackers, console and the log of the rank. Only the first rank prints and writes files."""
+"""Defines `Recorder`, which writes the output of a run: console lines, metrics, samples, trackers, manifest and report.
+
+Only the first rank prints and writes these files. Every rank writes a log.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,12 @@ VALIDATION_LINE = 20.0  # seconds between two lines of a long validation
 
 
 class Recorder:
-    """Times the steps and records what happens in them.
+    """Times the steps and records the events of a run.
 
     Args:
-        data: its digests and mixture plan are kept in the manifest.
-        step: updates of earlier sessions; records of later steps are dropped, because those steps are repeated.
+        data: the data of the run; the manifest contains the digests and the mixture plan.
+        step: number of updates of earlier sessions. Metrics and samples of later steps are removed, because this
+            session repeats those steps.
     """
 
     def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
@@ -90,14 +94,14 @@ class Recorder:
         self._introduce(parameters, step, data.plan)
 
     def _warn_of_missing_metrics(self, step: int) -> None:
-        """Warns if the metrics file was emptied or not copied with the run."""
+        """Warns if the metrics file ends before the resumed step, because it was emptied or not copied."""
         last = self.metrics.last or 0
         every = (self.job.run.saved or {}).get("log", {}).get("every", self.config.log.every)
         if last + every <= step:
             ends = f"ends at step {last:,}" if last else "has no line"
             self.console.warning(
-                f"{self.metrics.path} {ends}, and the run resumes after step {step:,}: the metrics between are missing "
-                "from its curves and its report; stop and restore the file from a copy if there is one"
+                f"{self.metrics.path} {ends}, but the run resumes after step {step:,}: the report lacks the metrics of "
+                "the steps between; to keep these metrics, stop the run and restore the file from a copy"
             )
 
     def _introduce(self, parameters: int, step: int, plan: MixturePlan | None) -> None:
@@ -119,13 +123,13 @@ class Recorder:
             self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
         if keys := [key for key in changes if reorders(key)]:
             self.console.warning(
-                f"{', '.join(keys)} decide{'s' * (len(keys) == 1)} which samples a step takes: from here on some may "
-                "be repeated and others skipped; --fresh starts over"
+                f"{', '.join(keys)} decide{'s' * (len(keys) == 1)} which samples a step takes: from now on, samples "
+                "can be repeated or skipped; use --fresh to start over"
             )
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
-        """Shows the progress bar; closes the trackers at the end."""
+        """Shows the progress bar within the context, and closes the trackers at the end."""
         try:
             with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
                 self.bar = bar
@@ -135,7 +139,7 @@ class Recorder:
                 self.tracking.close()
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
-        """Records the end of the session, and writes the report."""
+        """Records and prints the end of the session, and writes the report."""
         if not self.speaks:
             return
         if status == "stopped-early":
@@ -145,7 +149,7 @@ class Recorder:
             self.console.line(f"stopped {done}; the same command resumes from there")
         if self.skips:
             skipped = counted(self.skips, "update was", "updates were")
-            self.console.line(f"{skipped} skipped: the gradients were beyond float16's range")
+            self.console.line(f"{skipped} skipped: the gradients exceeded float16's range")
         times, clock = {}, self.clock
         if clock.warmup_seconds is not None:
             times["warmup_seconds"] = clock.warmup_seconds
@@ -160,18 +164,19 @@ class Recorder:
         build_report(self.job.run.path)
 
     def begin_step(self) -> None:
-        """Starts the clock of a step, before its data are requested."""
+        """Starts the timer of a step, before the batch is requested."""
         self.clock.begin()
 
     def data_arrived(self) -> None:
-        """Ends the wait for the batch."""
+        """Ends the wait for the batch of the step."""
         self.clock.data_arrived()
 
     def end_step(self, step: int, sequence: int, **measured: float) -> dict[str, Any]:
-        """Stops the clock, before validation, samples and checkpoints.
+        """Stops the timer of the step, before validation, samples and checkpoints.
 
         Args:
-            sequence: tokens per sequence, which the FLOPs of attention depend on.
+            step: number of updates, including this update.
+            sequence: number of tokens per sequence, on which the FLOPs of attention depend.
             measured: metrics of the update: loss, lr, grad_norm, ...
 
         Returns:
@@ -190,7 +195,7 @@ class Recorder:
         return line
 
     def validating(self, step: int, batches: ValidationBatches) -> Iterator[Batch]:
-        """Iterates over the batches; prints the progress of a long validation."""
+        """Yields the batches of a validation, and prints the progress of a long validation."""
         began, task = (printed := time.monotonic()), f"step {step:,}, validating"
         doing(task, "validation", LONG)  # the first batch may wait for workers, and for compilation
         for number, batch in enumerate(batches):
@@ -214,7 +219,7 @@ class Recorder:
             )
 
     def write(self, state: State) -> None:
-        """Writes the metrics of the step, if due."""
+        """Writes the metrics of the step if the step is logged or had a validation."""
         line = state.metrics
         if not state.logged and "validation_loss" not in line:
             return
@@ -225,7 +230,7 @@ class Recorder:
         log.info("%s", line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Records generated text."""
+        """Writes and prints the text that the model generated after each prompt."""
         if not self.speaks:
             return
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -235,7 +240,7 @@ class Recorder:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Times a save. Usually it removes one older checkpoint; if it removes more, a line names them."""
+        """Times a save. Prints the names of removed checkpoints if the save removed several checkpoints."""
         began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.speaks else []
         yield
         log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
@@ -243,28 +248,28 @@ class Recorder:
             removed = sorted(set(before) - set(checkpoints(self.job.run.path)))
             if len(removed) > 1:
                 names, keep = ", ".join(path.name for path in removed), self.config.checkpoint.keep_last
-                self.console.line(f"step {step:,}: removed {names}, for checkpoint.keep_last is {keep}")
+                self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
 
     def not_finite(self, step: int, loss: float, norm: float, batch: Batch) -> None:
-        """Warns of a loss or gradient that ends the run."""
+        """Warns of a loss or gradient norm that is not finite, which ends the run."""
         samples = [s for s in batch.samples.tolist() if s >= 0]
         self.console.warning(
-            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}. This update was not "
-            f"made; the weights before it are saved as step {step}. Lower optimizer.lr, lengthen the warm-up or lower "
-            f"training.grad_clip, {'compute in bfloat16, ' if self.config.training.dtype == 'float16' else ''}then run "
-            f"the same command again (samples {samples[:1]} to {samples[-1:]})"
+            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}. The update was not "
+            f"made; the checkpoint of step {step} has the weights before it. Lower optimizer.lr, lengthen the warm-up "
+            f"or lower training.grad_clip{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}, "
+            f"then run the same command again (samples of this batch: {samples[:1]} to {samples[-1:]})"
         )
 
     def skipped(self, step: int) -> None:
-        """Counts an update that float16 skipped; warns of the first."""
+        """Counts an update that was skipped for an overflow of float16, and warns of the first."""
         self.skips += 1
         self.warn_once(
-            f"step {step + 1}: gradients beyond float16's range; the update is skipped and the loss scale halved, now "
-            "and whenever it happens again (metrics: loss_scale, skipped)"
+            f"step {step + 1}: gradients exceed float16's range; the update is skipped and the loss scale halved, now "
+            "and at each later overflow (metrics: loss_scale, skipped)"
         )
 
     def warn_once(self, text: str) -> None:
-        """Logs a warning; prints only the first with this text after the step."""
+        """Logs a warning. Prints only the first warning with this text after the step number."""
         kind = text.split(":", 1)[-1]
         log.warning(text)
         if kind not in self.warned:
@@ -273,7 +278,7 @@ class Recorder:
 
 
 def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
-    """Returns the layers and the width of attention, for its FLOPs; 0 if unknown."""
+    """Returns the number of layers and heads x head size, for the FLOPs of attention; 0 if unknown."""
     section = config.model
     if isinstance(section, ModelSection):
         return section.num_hidden_layers, section.attention_width

@@ -1,4 +1,4 @@
-"""The run directory: locked by one run at a time, resumed or started over, with the resolved config in it."""
+"""Defines `RunDirectory`, and functions that lock a run directory and move old or damaged content aside."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from weft.errors import UserError
 from weft.files import hidden_folder, publish, replace_file, report_write_errors
 from weft.formatting import flat
 
-# Keys that a resumed run may change without a warning: they change no result.
+# Keys that do not affect results: a resumed run can change them without a warning.
 SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
-# Keys that decide which samples a step takes: a change does not restart the order.
+# Keys that decide which samples a step takes. After a change the new order continues at the same step.
 ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
 
 
 def claim(path: Path, *, fresh: bool) -> int:
-    """Makes and locks the run directory, until this process ends or closes the lock. `fresh` moves its content aside.
+    """Creates the run directory and locks it until this process ends or closes the lock.
+
+    Args:
+        fresh: move the content of the directory aside.
 
     Returns:
         The file descriptor of the lock.
 
     Raises:
-        UserError: another process trains there, or it cannot be made.
+        UserError: another process trains in the directory, or the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(f"cannot make the run directory: {error.strerror}; set run.directory", path) from None
+        raise UserError(f"the run directory cannot be created: {error.strerror}; set run.directory", path) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -54,7 +57,7 @@ def claim(path: Path, *, fresh: bool) -> int:
 
 
 def set_aside(path: Path) -> None:
-    """Moves the content of a run directory to `<name>.old-<n>`; nothing is deleted."""
+    """Moves the content of a run directory to `<name>.old-<n>`. Nothing is deleted."""
     content = [entry for entry in path.iterdir() if entry.name != ".lock"]
     if not content:
         return
@@ -66,20 +69,22 @@ def set_aside(path: Path) -> None:
 
 
 def set_aside_damaged(path: Path) -> list[str]:
-    """Renames the checkpoints after the last undamaged one to `damaged-step-N`; nothing is deleted.
+    """Renames the checkpoints after the last undamaged checkpoint to `damaged-step-N`. Nothing is deleted.
 
     Returns:
-        A message for each.
+        A message for each renamed checkpoint.
 
     Raises:
-        UserError: all are damaged.
+        UserError: all checkpoints are damaged.
     """
     found, lines = checkpoints(path), []
     if not found:
         return lines
     last = last_complete(path / FOLDER)
     if last is None:
-        raise UserError("no checkpoint of this run is undamaged; restore one from a copy, or use --fresh", path)
+        raise UserError(
+            "all checkpoints of this run are damaged; restore a checkpoint from a copy, or use --fresh", path
+        )
     for checkpoint in found[found.index(last) + 1 :]:
         damage = find_damage(checkpoint)
         suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
@@ -87,15 +92,15 @@ def set_aside_damaged(path: Path) -> list[str]:
         aside = next(name for name in names if not name.exists())
         checkpoint.rename(aside)
         what = f" ({damage.file.name}: {damage.what})" if damage is not None else ""
-        lines.append(f"{checkpoint} is damaged{what}; it is now {aside.name}, and the run resumes from {last.name}")
+        lines.append(f"{checkpoint} is damaged{what}; renamed to {aside.name}; the run resumes from {last.name}")
     return lines
 
 
 class RunDirectory:
-    """`<run.directory>/<run.name>/`.
+    """The directory of a run, `<run.directory>/<run.name>/`.
 
     Attributes:
-        saved: the config of the earlier sessions as plain data; None for a new run.
+        saved: the config of the last session as plain data; None for a new run.
     """
 
     def __init__(self, path: Path, lock: int | None = None):
@@ -110,7 +115,7 @@ class RunDirectory:
                 raise
 
     def release(self) -> None:
-        """Unlocks the directory, and removes it if it is empty."""
+        """Unlocks the directory, and removes the directory if it is empty."""
         if self.lock is not None:
             with suppress(OSError):
                 if [entry.name for entry in self.path.iterdir()] == [".lock"]:
@@ -120,7 +125,7 @@ class RunDirectory:
             self.lock = None
 
     def with_choices(self, config: RunConfig) -> RunConfig:
-        """Returns `config` with the automatic settings of the earlier sessions."""
+        """Returns `config` with the automatic settings (dtype, threads) of the last session."""
         training, before = config.training, (self.saved or {}).get("training", {})
         kept: dict[str, Any] = {}
         if training.dtype == "auto" and before.get("dtype"):
@@ -130,7 +135,7 @@ class RunDirectory:
         return config.model_copy(update={"training": training.model_copy(update=kept)})
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Returns the keys that differ from the last session: key -> value before and now."""
+        """Returns the keys that affect results and differ from the last session: key -> (old value, new value)."""
         if self.saved is None:
             return {}
         before, now = flat(self.saved), flat(config.as_dict())
@@ -141,10 +146,10 @@ class RunDirectory:
         }
 
     def write_config(self, config: RunConfig) -> None:
-        """Saves the resolved config and the tokenizer, so that the directory is enough to resume.
+        """Saves the resolved config and the tokenizer, so that the run can be resumed from the directory alone.
 
         Raises:
-            UserError: they cannot be written.
+            UserError: the files cannot be written.
         """
         into = self.path / "tokenizer"
         with report_write_errors(self.path, "free space or set run.directory, and run the same command again"):
@@ -155,11 +160,11 @@ class RunDirectory:
                     publish(made, into)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the tokenizer of the run, if it has one."""
+        """Returns the tokenizer of the run; None if the run has no tokenizer."""
         path = self.path / "tokenizer"
         return Tokenizer.load(path) if path.exists() else None
 
 
 def reorders(key: str) -> bool:
-    """Whether a change of this key changes which samples are still to come."""
+    """Whether a change of this config key changes which samples the remaining steps take."""
     return key.startswith(ORDER) and not key.startswith(NO_ORDER)

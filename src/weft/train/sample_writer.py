@@ -1,4 +1,4 @@
-"""Samples: text that the model generates after the prompts of the config."""
+"""Defines `Sampler`, which generates text after the prompts of the config during training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from weft.train.recorder import Recorder
 
 
 class Sampler:
-    """Continues the prompts of `samples.prompts`.
+    """Generates text after each prompt of `samples.prompts`.
 
     Raises:
-        UserError: there are prompts and no tokenizer.
+        UserError: the config has prompts, but the run has no tokenizer.
     """
 
     def __init__(self, job: Job, model: nn.Module):
         self.job, self.model = job, model
         texts, tokenizer = job.config.samples.prompts, job.run.tokenizer()
         if texts and tokenizer is None:
-            raise UserError("samples.prompts: there is no tokenizer to encode them; set tokenizer")
+            raise UserError("samples.prompts: prompts need a tokenizer, but this run has none; set tokenizer")
         self.tokenizer: Tokenizer | None = tokenizer if texts else None
         self.prompts = [tokenizer.prompt(text) for text in texts] if tokenizer is not None else []
 
     def write(self, step: int, recorder: Recorder) -> None:
-        """Generates a continuation of each prompt, and records it.
+        """Generates and records a continuation of each prompt.
 
-        All ranks generate with the sharded model if the mesh is data-parallel; else the first rank with a full copy.
+        If the mesh is data-parallel, all ranks generate with the sharded model. Otherwise the first rank generates with
+        a full copy of the model.
         """
         if self.tokenizer is None:
             return

@@ -1,4 +1,4 @@
-"""The state of a run that callbacks and metrics get, and what they may ask of the run."""
+"""Defines `State`, the state of a run that callbacks and metrics receive."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ from weft.train.stop import StopRequest
 
 @dataclass
 class State:
-    """A run, as every rank sees it.
+    """The state of a run on this rank.
 
     Attributes:
         config: the resolved config.
         path: the run directory.
-        model, optimizer: the model is sharded; a pipeline rank has the parameters of its stages.
-        step: updates made so far.
-        steps: updates of the complete run.
-        weights_replaced: to be called, on all ranks, after a callback has set weights.
-        batch: this rank's sequences of the global batch of the step, on the CPU; None before the first step.
-        loss: of the last step; None before the first.
-        updated: whether the last step changed the weights: False if float16 overflowed.
-        logged: whether `log.every` has a line of metrics for this step. A step with a validation has one anyway.
-        metrics: that line so far: `loss`, `lr`, `grad_norm`, ..., and `validation_loss` after a validation.
-        status: how the run ended: "finished", "stopped" (by a signal), "stopped-early" or "non-finite"; None before.
+        rank: the number of this rank.
+        ranks: the number of ranks.
+        model: the sharded model; a pipeline rank has the parameters of its stages.
+        optimizer: the optimizer of the model's parameters.
+        step: number of updates so far.
+        steps: number of updates of the complete run.
+        weights_replaced: a function that a callback must call, on all ranks, after it has changed weights.
+        batch: this rank's sequences of the last global batch, on the CPU; None before the first step.
+        loss: the loss of the last step; None before the first step.
+        updated: whether the last step changed the weights; False after an overflow of float16.
+        logged: whether metrics are written for this step because of `log.every`. They are always written for a step
+            with a validation.
+        metrics: the metrics of the step so far: `loss`, `lr`, `grad_norm`, ..., and `validation_loss` after a
+            validation.
+        status: "finished", "stopped" (by a signal), "stopped-early" or "non-finite"; None before the end of the run.
     """
 
     config: RunConfig
@@ -57,40 +62,41 @@ class State:
     _source: str = "weft"
 
     def request_stop(self, reason: str) -> None:
-        """Ends the run after this step, with a checkpoint; a request on one rank stops all ranks."""
+        """Ends the run after this step, with a checkpoint. A request on one rank stops all ranks."""
         if self.stop.reason is None:
             self.stop.reason = reason
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Adds numbers to the metrics of the step. Those of the first rank are written.
+        """Adds numbers to the metrics of the step. Only the numbers of the first rank are written.
 
         Raises:
-            UserError: a name is taken, or a value is not a number.
+            UserError: a name is already used, or a value is not a number.
         """
         for name, value in values.items():
             if name in self.metrics or name.startswith("validation_"):
-                raise self.mistake(f"{self._source} logs {name!r}, a name that is taken; choose another")
+                raise self.mistake(f"{self._source} logs {name!r}, a name that is already used; choose another")
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, bool) or not isinstance(value, int | float):
-                what = f"{self._source} logs {name!r}, which must be a number and is {type(value).__name__}"
+                what = f"{self._source} logs {name!r}, which must be a number but is a {type(value).__name__}"
                 raise self.mistake(what)
             self.metrics[name] = value
 
     def mistake(self, text: str) -> UserError:
-        """Returns an error to raise for a mistake that all ranks find; the first rank reports it."""
+        """Returns a UserError for an error that all ranks find. Only the first rank reports this error."""
         return error_on_all_ranks(text)
 
     @contextmanager
     def acting(self, source: str) -> Iterator[None]:
-        """Names in messages who logs within the context."""
+        """Sets the name of the component that logs within the context, for messages."""
         before, self._source = self._source, source
         yield
         self._source = before
 
 
 def raise_if_taken(source: str, names: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
-    """Raises UserError if declared metrics have names of built-in metrics, or of `others`."""
+    """Raises UserError if a declared metric has the name of a built-in metric, of `others`, or of another in
+    `names`."""
     for number, name in enumerate(names):
         if name in NAMES or name.startswith("validation_") or name in others or name in names[:number]:
-            raise UserError(f"{source} logs {name!r}, a name that is taken; choose another")
+            raise UserError(f"{source} logs {name!r}, a name that is already used; choose another")

@@ -1,4 +1,4 @@
-"""Requests to stop a run: SIGTERM or SIGINT on any rank, or a callback. The loop saves a checkpoint and exits."""
+"""Defines `StopRequest`: a signal on any rank, or a callback, stops the run after a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import FrameType
 
 
 class StopRequest:
-    """What was asked of this rank. A second SIGINT raises KeyboardInterrupt.
+    """The requests on this rank to stop the run. A second SIGINT raises KeyboardInterrupt.
 
     Attributes:
-        received: the signal that this rank received.
-        reason: why a callback on this rank asked to stop; None if none did.
+        received: the signal that this rank received; None if it received no signal.
+        reason: the reason that a callback on this rank gave for stopping; None without a request.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -23,14 +23,14 @@ class StopRequest:
         self.reason: str | None = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal."""
+        """Records the signal `number`. This method is the handler of `SIGNALS`."""
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
 
     @property
     def votes(self) -> list[float]:
-        """1 for the signal that this rank received, and for a callback's request; to be summed over all ranks."""
+        """This rank's votes, to be summed over all ranks: 1 or 0 for each signal, then for a callback's request."""
         return [*(float(self.received == number) for number in self.SIGNALS), float(self.reason is not None)]
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Training from a checked config to a trained model: the order of a run."""
+"""Defines `Trainer`, which trains a model from a checked config."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Trainer:
     ('finished', 2)
 
     Args:
-        config: from `RunConfig.load`.
-        fresh: move the content of the run directory aside and start over. Otherwise `fit` resumes from its last
+        config: a config that `RunConfig.load` returned.
+        fresh: move the content of the run directory aside and start over. Otherwise `fit` resumes from the last
             checkpoint.
-        from_last_good: move damaged checkpoints aside, and resume from the last undamaged one.
-        console: the output; by default stderr, for the first rank.
+        from_last_good: move damaged checkpoints aside, and resume from the last undamaged checkpoint.
+        console: the console to print on. By default, only the first rank prints.
     """
 
     loop: Callable[..., Loop] = Loop  # `weft profile` replaces both
@@ -76,19 +76,19 @@ class Trainer:
         self.console = console or Console(speaks=int(os.environ.get("RANK", 0)) == 0)
 
     def fit(self) -> Outcome:
-        """Trains to the end of the run, or to a signal.
+        """Trains to the end of the run, or until a signal or a callback stops the run.
 
         Returns:
-            How the run ended; a checkpoint of its last step exists in the run directory.
+            The outcome. A checkpoint of its last step exists in the run directory.
 
         Raises:
-            UserError: a mistake that the user can correct: data, sizes, a damaged checkpoint, a full disk.
+            UserError: an error that the user can correct: invalid data or sizes, a damaged checkpoint, or a full disk.
         """
         compare_ranks(lambda: run_facts(self.compared))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         world, job = start_world(self.config.parallel), None
         try:
-            if self.config.training.fp8:  # checked before there is a run directory
+            if self.config.training.fp8:  # checked before the run directory is created
                 world.agree(lambda: raise_unless_usable(world.device))
             for warning in warnings(self.compared, world.shape, open_data=world.rank == 0):
                 self.console.warning(warning)
@@ -137,7 +137,10 @@ class Trainer:
 
 
 def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
-    """Returns the objective, with the metrics of outputs among its scalars, and the callbacks, metrics first."""
+    """Returns the objective and the callbacks of a run, both with the metrics of `log.metrics`.
+
+    Metrics of outputs become scalars of the objective. The other metrics are logged by the first callback.
+    """
     metrics = Metrics(config.log.metrics, make_component(config.objective, "objective"), world)
     return metrics.objective, Callbacks(config.callbacks, metrics)
 
@@ -153,7 +156,7 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
 
 
 def model_plan(config: RunConfig) -> ModelPlan:
-    """Returns how the model of the run is to be built."""
+    """Returns the plan by which the model of the run is built."""
     training = config.training
     return ModelPlan(
         config.model,
@@ -170,7 +173,7 @@ def model_plan(config: RunConfig) -> ModelPlan:
 
 
 def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
-    """Returns what all-reduces gradients over replicas in place of FSDP2, if configured."""
+    """Returns the PowerSGD that all-reduces gradients in place of FSDP2; None without `parallel.compress`."""
     config, world = job.config, job.world
     section, training = config.parallel.compress, config.training
     if section is None:
@@ -179,12 +182,12 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
     if not made.matrices:
         raise error_on_all_ranks(
-            f"parallel.compress.rank: factors of rank {section.rank} make no matrix smaller; lower it"
+            f"parallel.compress.rank: factors of rank {section.rank} compress no gradient; lower the rank"
         )
     exact = f"exactly for {section.start_step:,} steps, then " if section.start_step else ""
     job.console.line(
-        f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the numbers "
-        f"(matrices by factors of rank {section.rank})"
+        f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the values "
+        f"(matrices as factors of rank {section.rank})"
     )
     return made
 
@@ -192,10 +195,10 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
 def restore(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, compress: PowerSGD | None, callbacks: Callbacks
 ) -> dict[str, Any]:
-    """Loads the last checkpoint of the run; for a new run, the weights of `model.from` or `model.path`.
+    """Loads the last checkpoint of the run, or for a new run the weights of `model.from` or `model.path`.
 
     Returns:
-        The saved state: `step`, the number of updates, and what else the checkpoint has.
+        The saved state: `step` (the number of updates) and the other values of the checkpoint.
     """
     config, path = job.config, job.run.path
     if checkpoints(path):
@@ -218,9 +221,9 @@ def restore(
 
 
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
-    """Returns the message of a run that has made all its steps; its saved config stays unchanged."""
+    """Returns the message for a run that has already made all its steps. Its saved config stays unchanged."""
     where = "finished" if step == steps else "past its length"
     return (
         f"{run.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "
-        "nothing to do; lengthen it (training.steps), or --fresh starts over"
+        "nothing to do; raise training.steps to continue, or use --fresh to start over"
     )

@@ -1,4 +1,4 @@
-"""Validation: the objective's loss on held-out data."""
+"""Validates a model: computes the objective's loss and other metrics on held-out data."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def validate(
     full: bool,
     show: Callable[[ValidationBatches], Iterable[Batch]] = iter,
 ) -> dict[str, float]:
-    """Returns the loss on all held-out sets together and, if there are several, on each. Dropout is off.
+    """Returns the metrics of all validation sets together and, if the sets have names, of each set. Dropout is off.
 
-    Bits per byte are the bits of the predicted tokens, with those that end documents, divided by the bytes of the
-    predicted text tokens. Tokens that are not predicted (the first of a document if documents are kept apart, those of
-    a loss mask) count on neither side. A text token counts the mean bytes of the store.
+    Bits per byte are the bits of the predicted tokens (including end-of-document tokens), divided by the bytes of the
+    predicted text tokens. Both exclude tokens that are not predicted: the first token of each document if documents are
+    separated, and tokens that a loss mask excludes. A text token has the mean size of the store's tokens.
 
     Args:
-        full: evaluate all of each set, not only as much as `validation.tokens` sets.
+        full: evaluate each set completely, instead of only up to `validation.tokens`.
         show: iterates over batches and shows the progress.
 
     Returns:
-        `validation_loss` (nats per token), `validation_bits_per_byte` if the bytes are known, and `validation_NAME`
-        for each scalar of the objective; for each of several sets, `validation_loss/NAME` and so on.
+        `validation_loss` (nats per token), `validation_bits_per_byte` if the bytes are known, and `validation_NAME` for
+        each scalar of the objective. For each named set, the same metrics as `validation_loss/NAME` and so on.
     """
     sums = [
         measure(model, passes, show(one.full if full else one.subset), world, one.bytes_per_token) for one in held_out
@@ -52,7 +52,7 @@ def validate(
 
 
 def named(scalars: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics from the sums of `measure`."""
+    """Converts the sums that `measure` returns to metrics by name: mean loss, bits per byte, and mean scalars."""
     loss, weight, nats, size, *pairs = sums
     found = {"validation_loss": loss / weight if weight else 0.0}
     if size:
@@ -64,8 +64,12 @@ def named(scalars: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 def measure(
     model: nn.Module, passes: Passes, batches: Iterable[Batch], world: World, bytes_per_token: BytesPerToken | None
 ) -> list[float]:
-    """Returns sums over all ranks: loss, weight, nats of predicted tokens, bytes of their text (0 if unknown), and sum
-    and weight of each scalar."""
+    """Evaluates batches and returns sums over all ranks.
+
+    Returns:
+        Loss, weight, nats of the predicted tokens, bytes of their text (0 if unknown), then sum and weight of each
+        scalar.
+    """
     model.eval()
     totals = torch.zeros(1 + 2 * len(passes.scalars), dtype=torch.float64)
     weight, learned, text = 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database in the run directory. Needs `pip install 'weft-train[mlflow]'`."""
+"""The MLflow tracker (server or local database). Needs `pip install 'weft-train[mlflow]'`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BATCH = 500  # metrics per request; MLflow accepts 1,000
 class MLflow:
     """Logs all sessions of a run as one MLflow run, whose id is kept in the run directory.
 
-    MLflow keeps every value it gets, so steps that a resumed run repeats are not sent twice.
+    MLflow keeps every value that it gets, so steps that a resumed run repeats are not sent twice.
 
     Args:
-        tracking_uri: the server; default: the environment's MLFLOW_TRACKING_URI, else `<run>/mlflow.db` (view it with
-            `mlflow ui --backend-store-uri sqlite:///<run>/mlflow.db`).
-        experiment: created if there is none of this name.
-        flush_seconds: the interval at which values are sent together.
+        tracking_uri: URI of the tracking server. Default: the environment variable MLFLOW_TRACKING_URI, else the
+            database `<run>/mlflow.db` (view it with `mlflow ui --backend-store-uri sqlite:///<run>/mlflow.db`).
+        experiment: name of the experiment, which is created if it does not exist.
+        flush_seconds: interval in seconds at which values are sent in one request.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MLflow:
         self.place = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Queues the numbers of one step."""
+        """Queues the metrics of one step."""
         if step <= self._last:
             return
         moment = int(time.time() * 1000)
@@ -87,7 +87,7 @@ class MLflow:
             self._client.log_text(self._id, text, f"samples/step-{step:08d}-{safe}.txt")
 
     def close(self) -> None:
-        """Sends what is queued and ends the run."""
+        """Sends the queued metrics and ends the MLflow run."""
         self._send()
         self._client.set_terminated(self._id)
 

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in `<run>/tensorboard`; view them with `tensorboard --logdir runs`."""
+"""The TensorBoard tracker: event files in `<run>/tensorboard`. View them with `tensorboard --logdir runs`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from weft.observe.run_info import RunInfo, scalars
 class TensorBoard:
     """Writes scalars (train/loss, validation/loss, speed/mfu, ...) and sampled text.
 
-    A resumed run purges the steps that it repeats.
+    A resumed run purges the logged steps that it repeats.
 
     Args:
-        flush_seconds: the maximum age of what is not on disk yet.
+        flush_seconds: maximum number of seconds between flushes to disk.
     """
 
     def __init__(self, run: RunInfo, *, flush_seconds: float = 2.0):
@@ -27,7 +27,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=(run.resumed_step or 0) + 1)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Writes the numbers of one step."""
+        """Writes the metrics of one step."""
         for name, value in scalars(metrics).items():
             self._writer.add_scalar(name, value, step)
         self._flush()
@@ -38,7 +38,7 @@ class TensorBoard:
         self._flush()
 
     def close(self) -> None:
-        """Flushes and closes the file."""
+        """Flushes and closes the event file."""
         self._writer.close()
 
     def _flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline; files in `<run>/wandb`. Needs `pip install 'weft-train[wandb]'`."""
+"""The Weights & Biases tracker (online or offline). Needs `pip install 'weft-train[wandb]'`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from weft.observe.run_info import RunInfo, scalars
 class WandB:
     """Logs all sessions of a run as one wandb run, whose id is kept in the run directory.
 
-    wandb keeps the first value of a step; those that a resumed run repeats are the same.
+    wandb keeps the first value of each step. A resumed run repeats some steps, with the same values.
 
     Args:
-        project, entity, group, tags: as in `wandb.init`; by default project "weft" and your default entity.
-        mode: online; offline (then run `wandb sync` on the folder that it names); or disabled.
+        project: name of the wandb project.
+        entity: user or team that owns the project. Default: your default entity.
+        mode: "online"; "offline" (upload the run later with the `wandb sync` command that is printed); or "disabled".
+        group: name of the group of runs that the run belongs to. Default: no group.
+        tags: tags of the run. Default: no tags.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class WandB:
         self.place = {"online": self._run.url, "offline": f"wandb sync {folder}"}.get(mode)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Logs the numbers of one step."""
+        """Logs the metrics of one step."""
         self._run.log(scalars(metrics), step=step)
 
     def text(self, step: int, name: str, text: str) -> None:

@@ -1,4 +1,5 @@
-"""Callbacks: actions at events of a run. Each file of this folder is a built-in one: `callbacks: [early_stopping]`."""
+"""Callbacks: code that runs at events of a run. Each module here is a built-in callback: `callbacks:
+[early_stopping]`."""
 
 from __future__ import annotations
 
@@ -11,23 +12,24 @@ __all__ = ["Callback", "State"]
 
 
 class Callback:
-    """The interface of callbacks. A custom callback need not inherit from it, and has the methods that it needs.
+    """The interface of callbacks. A custom callback need not inherit from this class, and defines only the methods it
+    needs.
 
-    All ranks call all callbacks in the order of the list, so a callback may use collectives. The order in a step is
+    All ranks call all callbacks in the order of the config, so a callback can use collectives. The order in a step is
     `step`, then `saved` if a checkpoint was written, then `validated` if there was a validation.
     """
 
     def begin(self, state: State) -> None:
-        """Called before the first step of a session, with the model and saved state loaded."""
+        """Called before the first step of a session, after the model and the saved state are loaded."""
 
     def step(self, state: State) -> None:
         """Called after each update."""
 
     def saved(self, state: State) -> None:
-        """Called when a checkpoint of `state.step` is on disk."""
+        """Called when the checkpoint of `state.step` is on disk."""
 
     def validating(self, state: State) -> AbstractContextManager[Any]:
-        """Returns a context in which a validation runs."""
+        """Returns a context manager. The validation runs within its context."""
         return nullcontext()
 
     def validated(self, state: State) -> None:
@@ -37,9 +39,11 @@ class Callback:
         """Called at the end of the run (see `state.status`), after its last checkpoint. Not called after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for checkpoints: JSON values and tensors in nested dicts, equal on all ranks. A tensor
-        whose key is the name of a parameter is sharded as the parameter is."""
+        """Returns the state for checkpoints: JSON values and tensors in nested dicts, equal on all ranks.
+
+        A tensor whose key is the name of a parameter is sharded as this parameter is.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`; called before `begin`."""
+        """Restores a state that `state_dict` returned. Called before `begin`."""

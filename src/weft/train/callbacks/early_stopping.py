@@ -11,12 +11,12 @@ from weft.train.callbacks import Callback, State
 
 
 class EarlyStopping(Callback):
-    """Stops after `patience` consecutive validations without an improvement. The run ends with a checkpoint.
+    """Stops the run after `patience` consecutive validations without an improvement. The run ends with a checkpoint.
 
     Args:
-        patience: validations without an improvement.
-        min_delta: an improvement is lower than the best value by more than this.
-        metric: a validation metric; lower is better.
+        patience: number of consecutive validations without an improvement after which the run stops.
+        min_delta: minimum improvement. A better value is lower than the best value by more than this.
+        metric: name of the validation metric; lower is better.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class EarlyStopping(Callback):
         self.best, self.waited = math.inf, 0
 
     def begin(self, state: State) -> None:
-        """Stops a run again that was stopped early, unless `patience` was raised."""
+        """Stops a resumed run that was stopped early, unless `patience` was raised."""
         if state.config.data.validation is None:
             raise state.mistake("callbacks: early_stopping needs validations; set data.validation")
         self._stop_if_due(state)
 
     def validated(self, state: State) -> None:
-        """Compares with the best validation so far."""
+        """Compares the metric with its best value so far."""
         if self.metric not in state.metrics:
             found = ", ".join(name for name in state.metrics if name.startswith("validation_"))
             raise state.mistake(
-                f"callbacks: early_stopping.metric: a validation has no {self.metric!r}; it has {found}"
+                f"callbacks: early_stopping.metric: validations have no metric {self.metric!r}; use one of {found}"
             )
         value = float(state.metrics[self.metric])
         if value < self.best - self.min_delta:
@@ -54,10 +54,10 @@ class EarlyStopping(Callback):
             state.request_stop(f"{self.metric} has not improved on {self.best:.4f} in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and the validations since."""
+        """Returns the best value, and the number of validations since then."""
         return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the best value and the validations since."""
+        """Restores the best value, and the number of validations since then."""
         self.best = math.inf if state["best"] is None else float(state["best"])
         self.waited = int(state["waited"])

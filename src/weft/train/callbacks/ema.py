@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (Polyak & Juditsky, 1992)."""
+"""The callback `ema`: an exponential moving average of the weights (Polyak & Juditsky, 1992)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from weft.train.callbacks import Callback, State
 
 
 class Ema(Callback):
-    """Keeps the average as a second copy of the trained parameters, with their sharding and device.
+    """Keeps an exponential moving average (EMA) of the trained parameters.
 
-    In checkpoints its tensors are `callback/ema/weights/<parameter>`.
+    The average is a second copy of these parameters, with the same sharding and device. In checkpoints its tensors are
+    named `callback/ema/weights/<parameter>`.
 
     Args:
-        decay: of the average.
-        every: update the average every N-th step.
-        validate: validate with the averaged weights.
+        decay: decay rate of the average; an update is decay * average + (1 - decay) * parameters.
+        every: interval of the updates of the average, in steps.
+        validate: whether validations use the averaged weights.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def begin(self, state: State) -> None:
-        """Starts a new average with the current weights."""
+        """Starts a new average with the current weights, unless a checkpoint contained the average."""
         self.trained = {
             name: tensor
             for name, (tensor, _) in model_tensors(state.model).items()
@@ -48,7 +49,9 @@ class Ema(Callback):
         if not self.weights:
             self.weights = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         if missing := self.trained.keys() - self.weights.keys():
-            raise state.mistake(f"callbacks: ema: the checkpoint has no average of {sorted(missing)[0]}; remove ema")
+            raise state.mistake(
+                f"callbacks: ema: the checkpoint has no average of {sorted(missing)[0]}; remove ema from callbacks"
+            )
 
     @torch.no_grad()
     def step(self, state: State) -> None:
@@ -59,7 +62,7 @@ class Ema(Callback):
 
     @contextmanager
     def validating(self, state: State) -> Iterator[None]:
-        """Swaps in the averaged weights."""
+        """Uses the averaged weights within the context, if `validate` is set."""
         if not self.validate:
             yield
             return

@@ -6,10 +6,13 @@ from weft.train.callbacks import Callback, State
 
 
 class LrMonitor(Callback):
-    """Logs `lr/matrix`, `lr/norm`, ...: each parameter group by its role, numbered if a role has several groups."""
+    """Logs the learning rate of each parameter group by the role of the group, as `lr/matrix`, `lr/norm`, ...
+
+    If a role has several groups, the groups are numbered.
+    """
 
     def step(self, state: State) -> None:
-        """Logs the learning rates of the update."""
+        """Logs the learning rates of the last update."""
         if not state.logged:
             return
         groups = state.optimizer.param_groups
