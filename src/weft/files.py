@@ -1,7 +1,7 @@
-"""Atomic files and folders: each is written under a hidden name in the same folder, then renamed into place.
+"""Writes files and folders atomically: under a hidden name in the same folder, which is then renamed.
 
-A reader, or a crash at any moment, finds the old content or the new. A killed process leaves only hidden files. The
-next writer of the same name replaces them; `replace_file` deletes them after an hour.
+A reader always finds either the old content or the new content, also after a crash. A process that is killed leaves
+only hidden files, which the next writer of the same path replaces. `replace_file` deletes hidden files after an hour.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ from typing import Any, BinaryIO
 
 from weft.errors import UserError
 
-ABANDONED = 3600.0  # seconds without a write before a partial file counts as abandoned; its writer may be remote
+ABANDONED = 3600.0  # seconds without a write after which a hidden file is deleted; its writer may be on another host
 
 
 def partial_path(path: Path, mark: str | int = "") -> Path:
-    """The hidden name under which `path` is written. Concurrent writers of one path need different marks."""
+    """Returns the hidden name under which `path` is written. Concurrent writers of a path need different marks."""
     return path.with_name(f".{path.name}.{mark}.partial" if mark else f".{path.name}.partial")
 
 
 @contextmanager
 def report_write_errors(path: Path, consequence: str = "nothing was written") -> Iterator[None]:
-    """Turns an OSError of the block (disk full, permission denied) into a UserError about `path`."""
+    """Context that raises a UserError about `path` for an OSError of the block (disk full, permission denied).
+
+    Args:
+        consequence: end of the message: the state of the files after the error.
+    """
     try:
         yield
     except OSError as error:
         raise UserError(f"cannot be written: {error.strerror or error}; {consequence}", path) from error
 
 
-def refuse_existing(out: Path, remedy: str = "name another folder") -> None:
-    """Raises UserError if `out` exists, unless it is an empty folder."""
+def refuse_existing(out: Path, remedy: str = "choose another folder") -> None:
+    """Raises UserError if `out` exists and is not an empty folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"exists already; {remedy}, or move it away", out)
+        raise UserError(f"already exists; {remedy}, or move the existing one away", out)
 
 
 @contextmanager
 def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Opens a file for writing. It is renamed to `path` if the block succeeds and deleted otherwise.
+    """Context that opens a hidden file, and renames it to `path` if the block succeeds or deletes it otherwise.
 
     Args:
-        durable: fsync the file and its folder before returning.
+        mark: text or number in the hidden name. Concurrent writers of a path need different marks.
+        durable: whether to fsync the file and its folder.
 
     Raises:
         OSError: the file cannot be written.
@@ -69,7 +74,7 @@ def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Itera
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replaces a file's content atomically; concurrent calls are safe. Raises OSError."""
+    """Replaces the content of a file atomically; concurrent calls are safe. Raises OSError if writing fails."""
     with new_file(path, os.getpid(), durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     abandoned = re.compile(rf"\.{re.escape(path.name)}\.\d+\.partial")
@@ -81,7 +86,9 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
-    """Makes an empty hidden folder next to `out`, to be renamed by `publish`. Deletes it afterwards if it remains.
+    """Context that makes an empty hidden folder next to `out`, which the block passes to `publish`.
+
+    The folder is deleted after the block if it was not renamed.
 
     Raises:
         UserError: another process is writing `out`.
@@ -90,47 +97,50 @@ def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
     partial = partial_path(out, mark)
     lock = _lock_folder(partial, out)
     try:
-        for left in partial.iterdir():  # by a killed process
+        for left in partial.iterdir():  # files of a process that was killed
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield partial
     finally:
-        if _is_open_at(lock, partial):  # not renamed, and not another process's by now
+        if _is_open_at(lock, partial):  # not renamed by `publish`, and not replaced by another process
             shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
 
 
 def _lock_folder(partial: Path, out: Path) -> int:
-    """Makes the hidden folder if needed and locks it. Returns the descriptor that holds the lock while open."""
+    """Makes the hidden folder if needed, and locks it. Returns a file descriptor; closing it releases the lock."""
     while True:
         partial.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(partial, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # its owner has just finished
+            continue  # another process has just renamed or deleted the folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise UserError("another process is writing it; wait for that, or name another folder", out) from None
+            raise UserError(
+                "another process is writing this folder; wait until it ends, or choose another folder", out
+            ) from None
         except OSError:
             pass  # a network file system without locks
         if _is_open_at(lock, partial):
             return lock
-        os.close(lock)  # its owner renamed or deleted the folder meanwhile
+        os.close(lock)  # another process has renamed or deleted the folder meanwhile
 
 
 def _is_open_at(handle: int, path: Path) -> bool:
+    """Whether a file descriptor refers to the file or folder that is at `path` now."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False
 
 
 def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
-    """Renames a folder whose files are synced to `out`, and syncs the new name.
+    """Renames a folder to `out`, and fsyncs the names. The caller has fsynced the files in the folder.
 
     Args:
-        replace: exchange the folder with an existing `out`, then delete the old one. Otherwise `out` may only be an
-            empty folder.
+        replace: whether to replace an existing `out`: the two folders are exchanged, then the old one is deleted. If
+            False, `out` must not exist or be an empty folder.
 
     Raises:
         OSError: the folder cannot be renamed.
@@ -146,8 +156,8 @@ def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swaps two names. The swap is atomic on Linux; elsewhere `other` is missing for an instant."""
-    import ctypes  # takes 10 ms to import and is seldom needed
+    """Swaps two files or folders. This is atomic on Linux; on other systems `other` is missing for an instant."""
+    import ctypes  # imported here because the import takes 10 ms and is seldom needed
 
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_cwd, exchange = -100, 2
@@ -161,7 +171,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder. It is hidden first, so that a visible folder is never incomplete. Warns if deletion fails."""
+    """Deletes a folder, under a hidden name, so that a visible folder is always complete. Warns if deletion fails."""
     if not os.path.lexists(path):
         return
     try:
@@ -172,11 +182,11 @@ def remove(path: Path) -> None:
             path = old
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
-        warnings.warn(f"{path}: could not be deleted: {error.strerror or error}", stacklevel=2)
+        warnings.warn(f"{path}: could not be deleted ({error.strerror or error}); delete it yourself", stacklevel=2)
 
 
 def sync(path: Path) -> None:
-    """Fsyncs a file, or the names in a folder. Raises OSError."""
+    """Fsyncs a file, or the names in a folder. Raises OSError if fsync fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -185,7 +195,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Fsyncs a folder and everything in it. Raises OSError."""
+    """Fsyncs a folder and everything in it. Raises OSError if fsync fails."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
@@ -195,12 +205,14 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise UserError("no such file", path) from None
+        raise UserError("this file does not exist; check the path", path) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", path) from None
+        raise UserError(f"cannot be read: {error.strerror}; check the file and its permissions", path) from None
     except json.JSONDecodeError as error:
-        raise UserError(f"broken JSON: {error.msg}; the file is damaged, make it again", path, error.lineno) from None
+        raise UserError(f"invalid JSON ({error.msg}); restore the file or write it again", path, error.lineno) from None
     except UnicodeDecodeError:
-        raise UserError("not UTF-8; the file is damaged, make it again", path) from None
-    except (RecursionError, ValueError):  # such as a number of thousands of digits
-        raise UserError("nested too deep, or a number too long; the file is damaged, make it again", path) from None
+        raise UserError("the file is not UTF-8 text; restore the file or write it again", path) from None
+    except (RecursionError, ValueError):  # for example, a number with thousands of digits
+        raise UserError(
+            "invalid JSON (nested too deeply, or a number is too long); restore the file or write it again", path
+        ) from None

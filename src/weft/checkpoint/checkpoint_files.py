@@ -1,7 +1,7 @@
-"""The files of a checkpoint: names, checksums, listing, pruning and verification.
+"""Names, checksums, listing, pruning and verification of checkpoint files.
 
-A checkpoint is a directory `step-%08d`. Its name is `.step-%08d.partial` while it is written and `.step-%08d.old`
-while it is deleted, so a visible name always means a complete checkpoint.
+A checkpoint is a directory `step-%08d`. The directory is named `.step-%08d.partial` while it is written and
+`.step-%08d.old` while it is deleted, so a checkpoint with a visible name is always complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INDEX = "index.json"
 OPTIMIZER = "optimizer.json"
 MODEL = "model.json"
 STATE = "state.json"
-# In an imported folder: what Hugging Face's files state and a model section does not, for the export.
+# In an imported folder: the content of config.json and generation_config.json, which the export writes again.
 ORIGIN = "huggingface.json"
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -31,22 +31,23 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
 
 
 def checkpoint_name(step: int) -> str:
+    """Returns the directory name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in a checkpoint's name; None for any other name."""
+    """Returns the step in the name of a checkpoint directory; None if the name is not that of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name is that of an interrupted save or deletion."""
+    """Whether the path has the hidden name of a checkpoint whose save or deletion was interrupted."""
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder by name, oldest step first."""
+    """Returns the paths of all checkpoints in a folder, lowest step first; files are not verified."""
     if not folder.is_dir():
         return []
     found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and path.is_dir()]
@@ -75,33 +76,41 @@ def write_json(path: Path, value: Any) -> Digest:
 
 
 def write_checksums(directory: Path, digests: dict[str, Digest]) -> None:
+    """Writes checksums.json: the digest of each file, and a digest of this list."""
     files = {name: asdict(digest) for name, digest in sorted(digests.items())}
     write_json(directory / CHECKSUMS, {"files": files, "digest": _digest_of(files)})
 
 
 def _digest_of(files: dict) -> str:
-    """Checksum of the list itself, so that a damaged list is not reported as a damaged file."""
+    """Returns the SHA-256 of the list of digests, which distinguishes a damaged list from a damaged file."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what interrupted saves and deletions left."""
+    """Deletes the hidden directories that interrupted saves and deletions left in a folder."""
     for path in list(folder.iterdir()):
         if is_leftover(path):
             remove(path)
 
 
 class Keep(NamedTuple):
-    """Which checkpoints to keep: the `last` highest steps, and permanently those whose step is divisible by `every`."""
+    """Which checkpoints to keep.
+
+    Attributes:
+        last: number of newest checkpoints to keep.
+        every: checkpoints whose step is divisible by this number are never deleted; None: no such checkpoints.
+    """
 
     last: int
     every: int | None = None
 
 
 def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
-    """Deletes all checkpoints except those to keep and `newest`.
+    """Deletes all checkpoints in a folder, except `newest` and the checkpoints that `keep` selects.
 
-    `newest` defaults to the last undamaged checkpoint, judged by file sizes. Without one nothing is deleted.
+    Args:
+        newest: default: the checkpoint of the highest step whose files are complete, judged by their sizes. If no
+            checkpoint is complete, nothing is deleted.
     """
     newest = newest or last_complete(folder, contents=False)
     if newest is None:
@@ -119,13 +128,18 @@ def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a checkpoint."""
+    """A damaged file of a checkpoint.
+
+    Attributes:
+        what: the kind of damage, such as "the file is missing".
+    """
 
     file: Path
     what: str
 
 
 def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
+    """Returns file name -> digest from checksums.json, or the damage of checksums.json."""
     path = directory / CHECKSUMS
     try:
         content = json.loads(path.read_bytes())
@@ -138,21 +152,21 @@ def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
     except OSError as error:
         return Damage(path, f"it cannot be read: {error.strerror or error}")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Damage(path, "it is not the JSON that was written")
+        return Damage(path, "its contents are not the JSON that was written")
     for name in digests:
         if os.path.basename(name) != name:
-            return Damage(path, f"it names a file outside the checkpoint ({name})")
+            return Damage(path, f"it lists a file outside the checkpoint ({name})")
     return digests
 
 
-_verified: set[tuple] = set()  # files by their stat(): one process does not hash the same bytes twice
+_verified: set[tuple] = set()  # os.stat() values of verified files, so that one process does not hash a file twice
 
 
 def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
     try:
         stat = path.stat()
         if stat.st_size != digest.bytes:
-            return Damage(path, f"it has {stat.st_size:,} bytes of {digest.bytes:,}")
+            return Damage(path, f"it has {stat.st_size:,} bytes instead of {digest.bytes:,}")
         identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, digest.sha256)
         if not contents or identity in _verified:
             return None
@@ -169,7 +183,7 @@ def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
 
 
 def threads() -> int:
-    """Threads for reading, writing and hashing. SHA-256 processes 1 to 2 GB/s per thread."""
+    """Returns the number of threads for reading, writing and hashing. SHA-256 takes 1 s for 1 to 2 GB per thread."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
@@ -177,8 +191,9 @@ def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_
     """Returns the first damaged file of a checkpoint, or None.
 
     Args:
-        contents: hash the files; False checks existence and sizes only.
-        rank, world_size: hash every `world_size`-th file from `rank` on; the sizes of all files are checked.
+        contents: whether to hash the files. If False, only their existence and sizes are checked.
+        rank, world_size: if given, only every `world_size`-th file is hashed, beginning with file number `rank`. The
+            sizes of all files are checked.
     """
     digests = read_checksums(directory)
     if isinstance(digests, Damage):
@@ -197,7 +212,12 @@ def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_
 
 
 def last_complete(folder: Path, before: int | None = None, contents: bool = True) -> Path | None:
-    """Returns the undamaged checkpoint of the highest step (below `before`). `contents` as in `find_damage`."""
+    """Returns the undamaged checkpoint of the highest step, or None.
+
+    Args:
+        before: only checkpoints of lower steps are considered.
+        contents: whether to hash the files. If False, only their existence and sizes are checked.
+    """
     for path in reversed(list_checkpoints(folder)):
         step = step_of(path)
         if (before is None or (step is not None and step < before)) and find_damage(path, contents=contents) is None:

@@ -1,4 +1,4 @@
-"""Finding, verifying and loading checkpoints on any mesh."""
+"""Functions that find, verify and load checkpoints. A checkpoint can be loaded on any mesh."""
 
 from __future__ import annotations
 
@@ -37,37 +37,43 @@ _MISMATCH = ("the checkpoint does not fit", "; use the configuration that it was
 
 
 def checkpoints(run_directory: str | Path) -> list[Path]:
-    """Returns the run's checkpoints, oldest step first. Incomplete ones have other names and are not included."""
+    """Returns the paths of a run's complete checkpoints, lowest step first."""
     return files.list_checkpoints(Path(run_directory) / files.FOLDER)
 
 
 def resolve(path: str | Path) -> Path:
-    """Returns the checkpoint that a path names: a checkpoint itself, or the newest one of a run directory.
+    """Returns the newest checkpoint of a run directory, or the path itself if it is a checkpoint.
 
-    A Hugging Face folder is returned unchanged. A single process also checks the checksums; on several ranks only the
-    file sizes are checked here, because `load` divides the hashing among them.
+    The path of a Hugging Face folder is returned unchanged and unchecked. A single process verifies the checksums of
+    the checkpoint. On several ranks only the file sizes are checked here, because `load` divides the hashing among
+    the ranks.
 
     Raises:
-        UserError: there is no checkpoint, or it is damaged (names the file and the previous complete checkpoint).
+        UserError: the path has no checkpoint, or the checkpoint is damaged. The message names the damaged file and
+            the previous complete checkpoint.
     """
     path = Path(path)
     if not path.exists():
-        raise UserError("there is no such run or checkpoint; give a run directory or a checkpoint in it", path)
+        raise UserError("this path does not exist; give a run directory or a checkpoint", path)
     if not path.is_dir():
-        raise UserError("a file is not a run; give a run directory or a checkpoint directory", path)
+        raise UserError("this is a file; give a run directory or a checkpoint directory", path)
     if is_huggingface(path):
         return path
     if files.is_leftover(path):
-        raise UserError(f"this checkpoint was never completed; give the run directory {path.parent.parent}", path)
+        raise UserError(
+            f"the save of this checkpoint was interrupted; give the run directory instead: {path.parent.parent}", path
+        )
     if files.step_of(path) is not None or any((path / name).exists() for name in (files.CHECKSUMS, files.INDEX)):
         checkpoint = path
     else:
         folder = path if path.name == files.FOLDER else path / files.FOLDER
         found = files.list_checkpoints(folder)
         if not found and (folder.is_dir() or (path / "config.yaml").exists()):
-            raise UserError("this run has no checkpoint yet; train it until it has saved one", path)
+            raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
         if not found:
-            raise UserError("this is neither a run directory (no checkpoints/ in it) nor a checkpoint", path)
+            raise UserError(
+                "this is neither a run directory (it has no checkpoints/) nor a checkpoint; give one of the two", path
+            )
         checkpoint = found[-1]
     _raise_if_damaged(checkpoint, files.find_damage(checkpoint, contents=ranks.world_size() == 1))
     return checkpoint
@@ -77,7 +83,7 @@ def verify(checkpoint: str | Path) -> None:
     """Checks every file of a checkpoint against its size and SHA-256.
 
     Raises:
-        UserError: names the damaged file, and the previous complete checkpoint of the same run.
+        UserError: a file is damaged. The message names the file and the previous complete checkpoint of the run.
     """
     _raise_if_damaged(Path(checkpoint), files.find_damage(Path(checkpoint)))
 
@@ -87,19 +93,21 @@ def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
         return
     previous = files.last_complete(checkpoint.parent, before=files.step_of(checkpoint))
     if (checkpoint / files.ORIGIN).exists():
-        remedy = "make it again with `weft import`"
+        remedy = "import the model again (`weft import`)"
     elif previous is None or previous == checkpoint:
-        remedy = "there is no older complete checkpoint; restore the file from a copy, or start over with --fresh"
+        remedy = (
+            "no older checkpoint is complete; restore this file from a backup, or start over with `weft train --fresh`"
+        )
     else:
         remedy = (
-            f"the previous complete checkpoint is {previous}; give that one, or `weft train --from-last-good` sets "
-            "this one aside and resumes from there"
+            f"use the previous complete checkpoint, {previous}; `weft train --from-last-good` moves the damaged "
+            "checkpoint aside and resumes from the previous one"
         )
     raise UserError(f"damaged checkpoint: {damage.what}; {remedy}", damage.file)
 
 
 def _verify_on_all_ranks(checkpoint: Path) -> None:
-    """Each rank hashes some of the files; all ranks raise if one file is damaged."""
+    """Verifies a checkpoint on all ranks: each rank hashes some of the files. All ranks raise if a file is damaged."""
     found = ranks.all_gather_object(files.find_damage(checkpoint, rank=ranks.rank(), world_size=ranks.world_size()))
     damage = next(filter(None, found), None)
     if damage is not None:
@@ -107,7 +115,14 @@ def _verify_on_all_ranks(checkpoint: Path) -> None:
 
 
 def tokenizer_folder(checkpoint: Path) -> Path | None:
-    """Returns the tokenizer folder of a path from `resolve`: the run's, the checkpoint's or the Hugging Face folder."""
+    """Returns the folder with the tokenizer of a checkpoint; None if it has no tokenizer.
+
+    This is the run's `tokenizer` folder, the `tokenizer` folder in an imported checkpoint, or a Hugging Face folder
+    itself.
+
+    Args:
+        checkpoint: a path that `resolve` returned.
+    """
     if is_huggingface(checkpoint):
         folder = checkpoint
     elif checkpoint.absolute().parent.name == files.FOLDER:
@@ -118,19 +133,26 @@ def tokenizer_folder(checkpoint: Path) -> Path | None:
 
 
 def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
-    """Returns the model section of a path from `resolve`. Raises UserError if it is invalid."""
+    """Returns the model section of a checkpoint. Raises UserError if the section is invalid.
+
+    Args:
+        checkpoint: a path that `resolve` returned.
+    """
     if is_huggingface(checkpoint):
         return section_of(checkpoint)
     content = read_json(checkpoint / files.MODEL)
     try:
-        # `from` is done: the weights are in the checkpoint.
+        # `from` is no longer needed: the weights are in the checkpoint.
         content = {key: value for key, value in content.items() if key not in ("from", "from_", "load_optimizer")}
         section = CustomModelSection if ":" in content.get("type", "") else ModelSection
         section = TransformersModelSection if content.get("type") == "hf" else section
         return section.model_validate(content)
     except (ValidationError, AttributeError, TypeError) as error:
         detail = " ".join(str(error).splitlines()[1:3]) or error
-        raise UserError(f"not a model section of this version of Weft ({detail})", checkpoint / files.MODEL) from error
+        raise UserError(
+            f"this model section is not valid in this version of Weft ({detail}); use the version that saved it",
+            checkpoint / files.MODEL,
+        ) from error
 
 
 def load(
@@ -140,25 +162,29 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     others: Callable[[dict[str, list[int]]], dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
-    """Loads a checkpoint of any mesh into a model and an optimizer, in place. Every rank must call it.
+    """Loads a checkpoint into a model and an optimizer, in place. Every rank must call this function.
 
-    The checksums are verified first. Parameters keep their dtype and placement. The saved state replaces that of the
-    optimizer.
+    The mesh can differ from the mesh that saved the checkpoint. The checksums are verified first. Parameters keep
+    their dtype and placement. The optimizer's current state is replaced.
 
     Args:
-        checkpoint: a path from `resolve`. A Hugging Face folder has no optimizer state.
-        others: receives the names -> shapes of all saved tensors; returns which of `save`'s `others` to fill.
+        checkpoint: a path that `resolve` returned. A Hugging Face folder has no optimizer state.
+        others: selects further tensors to load: it receives name -> shape of all saved tensors, and returns name ->
+            tensor to fill, for names that were passed to `save` as `others`.
 
     Returns:
-        The `state` that `save` was given, and `step`.
+        The `state` that was passed to `save`, with the key `step`.
 
     Raises:
-        UserError: a damaged file, names or shapes that differ from the model's, or another optimizer's state.
+        UserError: a file is damaged, names or shapes differ from the model's, or the checkpoint has no state of this
+            class of optimizer.
     """
     checkpoint = Path(checkpoint)
     if is_huggingface(checkpoint):
         if optimizer is not None:
-            raise UserError("a Hugging Face folder has no optimizer's state; load the model only", checkpoint)
+            raise UserError(
+                "a Hugging Face folder has no optimizer state; load the model without an optimizer", checkpoint
+            )
         opened: list[HuggingFaceFolder] = []
         ranks.run_on_all(lambda: opened.append(open_folder(checkpoint)))
         return fill(opened[0], model)
@@ -183,7 +209,7 @@ def load(
         for tensor, source in copies:
             tensor.copy_(source)
     for parameter, state in states:
-        assert optimizer is not None  # without one there are no states
+        assert optimizer is not None  # otherwise `states` is empty
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[parameter] = state
@@ -196,7 +222,8 @@ def _match_model(
     """Adds the model's tensors to `targets` under their saved names.
 
     Returns:
-        (tensor, target to copy it from) for the second of two tensors that were tied when they were saved.
+        Pairs (tensor, source): after loading, `source` must be copied to `tensor`. One pair for each tensor that was
+        tied to `source` when the checkpoint was saved and is a separate tensor in this model.
     """
     saved = {name.removeprefix(MODEL_PREFIX) for name in index["tensors"] if name.startswith(MODEL_PREFIX)}
     problems: list[str] = []
@@ -205,33 +232,40 @@ def _match_model(
     for name, (tensor, names) in model_tensors(model).items():
         source = next((name for name in _candidates(names, index) if name in saved), None)
         if source is None:
-            problems.append(f"{name} is in this model, not in the checkpoint")
+            problems.append(f"{name} is in this model, but not in the checkpoint")
             continue
         used.add(source)
         key = MODEL_PREFIX + source
         shape = index["tensors"][key]["shape"]
         if list(tensor.shape) != shape:
-            problems.append(f"{name} is {list(tensor.shape)} in this model, {shape} in the checkpoint")
+            problems.append(f"{name} has shape {list(tensor.shape)} in this model, but {shape} in the checkpoint")
         elif key in targets:
             copies.append((tensor, targets[key]))
         else:
             targets[key] = tensor.detach()  # the same storage; autograd forbids filling it from several threads
-    raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, not in this model", *_MISMATCH)
+    raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, but not in this model", *_MISMATCH)
     return copies
 
 
 def _match_optimizer(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, index: dict, targets: dict[str, Tensor]
 ) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Returns each optimized parameter with its saved state, whose empty tensors are added to `targets`."""
+    """Returns (parameter, state) for each optimized parameter.
+
+    The tensors of a state are empty. They are added to `targets` under their saved names, to be loaded.
+
+    Raises:
+        UserError: the checkpoint has no optimizer state, the state of another class of optimizer, or the state of
+            parameters that `optimizer` does not optimize.
+    """
     saved = read_json(checkpoint / files.OPTIMIZER)
     if saved is None:
-        raise UserError("this checkpoint was saved without an optimizer's state; load the model only", checkpoint)
+        raise UserError("this checkpoint has no optimizer state; load the model without an optimizer", checkpoint)
     name = type(optimizer).__name__
     if saved["class"] != name:
         raise UserError(
-            f"this checkpoint has {saved['class']}'s state and the run uses {name}; set the optimizer back, or start a "
-            "new run from it (model.from) without load_optimizer",
+            f"this checkpoint has the optimizer state of {saved['class']}, but the run uses {name}; use the same "
+            "optimizer, or start a new run from this checkpoint (model.from) without load_optimizer",
             checkpoint,
         )
     used: set[str] = set()
@@ -250,5 +284,5 @@ def _match_optimizer(
 
 
 def _candidates(names: list[str], index: dict) -> list[str]:
-    """Returns the saved names to look for: a weight that was tied when saved is stored under its first name."""
+    """Returns the saved names of a tensor with these names. A tied weight is saved under its first name only."""
     return names + [index["tied"][name] for name in names if name in index["tied"]]

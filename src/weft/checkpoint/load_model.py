@@ -1,4 +1,4 @@
-"""`weft.load_model`: loads a trained model from a run directory or a checkpoint."""
+"""`weft.load_model`, which loads a trained model from a run directory or a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()  # to find a l
 
 
 def checkpoint_of(model: nn.Module) -> Path | None:
-    """Returns the checkpoint that `load_model` loaded the model from; None for any other model."""
+    """Returns the checkpoint from which `load_model` loaded a model; None for any other model."""
     return _LOADED.get(model)
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """Loads the model of a run's newest checkpoint, or of one checkpoint.
+    """Loads the model of a checkpoint, by default the newest of a run.
 
     >>> model = weft.load_model("runs/run", dtype=torch.bfloat16)
     >>> model(torch.tensor([[5, 6, 7]])).shape
@@ -34,18 +34,18 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     Args:
         path: a run directory, a checkpoint, or a Hugging Face folder.
         device: the device of the model.
-        dtype: of floating-point parameters and buffers. Default: as saved.
+        dtype: dtype of floating-point parameters and buffers. Default: the saved dtype.
 
     Returns:
-        A module in eval mode, from token ids [batch, seq] to logits [batch, seq, vocab].
+        A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, or `dtype` is not a torch.dtype.
+        UserError: the path has no checkpoint, the checkpoint is damaged, or `dtype` is not a torch.dtype.
     """
     from weft.models.build import build_model
 
     if not isinstance(dtype, torch.dtype | None):
-        raise UserError(f"dtype: {dtype!r} is not a torch.dtype; give one, such as torch.bfloat16")
+        raise UserError(f"dtype: {dtype!r} is not a torch.dtype; use a dtype such as torch.bfloat16")
 
     checkpoint = resolve(path)
     section = architecture(checkpoint)
@@ -82,7 +82,12 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
 
 def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | None, *, unsaved: bool = True) -> None:
-    """Casts a model's tensors to `dtype` or their saved dtypes; with `unsaved` also those that no checkpoint holds."""
+    """Casts a model's tensors to `dtype`; if None, to their saved dtypes.
+
+    Args:
+        saved: name -> dtype of each tensor in the checkpoint.
+        unsaved: whether to cast tensors that are not in the checkpoint, too.
+    """
     floating = {kind for kind in saved.values() if kind.is_floating_point}
     if (dtype is not None or len(floating) == 1) and unsaved:
         model.to(dtype or floating.pop())

@@ -1,4 +1,4 @@
-"""Resizes the vocabulary of a saved model: rows of its embedding and head."""
+"""Changes the vocabulary size of a saved model: the number of rows of its embedding and its head."""
 
 from __future__ import annotations
 
@@ -36,30 +36,32 @@ def resize(
     shrink: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Writes a checkpoint, as `weft import` does, of the same model with another vocabulary size.
+    """Writes a checkpoint of the same model with another vocabulary size. It has no optimizer state.
 
     Args:
         source: a run, a checkpoint, an imported folder or a Hugging Face folder.
-        vocab_size: number of rows; or
-        tokenizer: a folder with the new tokenizer. It replaces the model's tokenizer, and each token gets a row.
-        multiple: round the number of rows up to a multiple of this.
+        vocab_size: new number of rows. Default: the number of tokens of the tokenizer.
+        tokenizer: a folder with a tokenizer that replaces the model's tokenizer.
+        multiple: the number of rows is rounded up to a multiple of this number.
         init: how to initialize new rows. "mean": the mean of the old rows, so that a new token is neither likely nor
             unlikely (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021). "zero": zeros.
-            "normal": drawn as for a new model.
-        shrink: allow fewer rows; the last ones are dropped.
+            "normal": random values with the standard deviation of a new model.
+        shrink: whether the number of rows can become smaller. The last rows are dropped.
 
     Returns:
-        Rows before and after.
+        The numbers of rows before and after.
 
     Raises:
-        UserError: not the built-in decoder; fewer rows without `shrink`, or than the tokenizer has tokens; or `out`
-            cannot be written.
+        UserError: the model is not the built-in decoder, has more rows than requested and `shrink` is false, or the
+            tokenizer has more tokens than rows were requested; or `out` cannot be written.
     """
     out, console = Path(out), console or Console(speaks=False)
     weights = open_weights(source, huggingface=False)
     section = architecture(weights.path)
     if not isinstance(section, ModelSection):
-        raise UserError("only the built-in decoder can be resized: the rows of other models are not known", source)
+        raise UserError(
+            "only the built-in decoder can be resized; use a run or an imported model of the built-in decoder", source
+        )
     old = weights.tensors[RESIZED[0]].shape[0]
     new_tokenizer = Path(tokenizer) if tokenizer is not None else None
     folder = new_tokenizer or tokenizer_folder(weights.path)
@@ -85,11 +87,13 @@ def resize(
 
 def _check_rows(source: str | Path, old: int, new: int, tokens: int, shrink: bool) -> None:
     if new < tokens:
-        raise UserError(f"the tokenizer has {tokens:,} tokens, more than the {new:,} rows; give more rows", source)
+        raise UserError(
+            f"the tokenizer has {tokens:,} tokens, more than the {new:,} rows requested; request more rows", source
+        )
     if new < old and not shrink:
         raise UserError(
-            f"the model has {old:,} rows, and {new:,} would drop the last {old - new:,}; give --shrink to allow that "
-            "(more rows than tokens do no harm)",
+            f"the model has {old:,} rows, and a resize to {new:,} drops the last {old - new:,}; use --shrink to allow "
+            "this, or keep the rows (a model can have more rows than tokens)",
             source,
         )
 
@@ -102,7 +106,7 @@ def _entry(name: str, saved: SavedTensor, section: ModelSection, rows: int, init
 
 
 def _resized(name: str, saved: SavedTensor, section: ModelSection, rows: int, init: str) -> Iterator[torch.Tensor]:
-    """Yields the old rows, up to `rows`, and then the new ones."""
+    """Yields the tensor with `rows` rows in blocks: first the old rows, then initialized new rows."""
     width, left = saved.shape[1], rows
     total = torch.zeros(width, dtype=torch.float64)
     for block in saved.blocks():
@@ -111,7 +115,7 @@ def _resized(name: str, saved: SavedTensor, section: ModelSection, rows: int, in
             yield block[:left]
         left -= len(block)
     mean = (total / saved.shape[0]).to(saved.dtype)
-    # Keyed by name and size: the same command writes the same bytes.
+    # The seed depends only on the name and the size, so the same command writes the same bytes.
     key = hashlib.sha256(f"resize {name} {saved.shape[0]}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
     while left > 0:
@@ -126,7 +130,7 @@ def _resized(name: str, saved: SavedTensor, section: ModelSection, rows: int, in
 
 
 def _resized_origin(path: Path, section: ModelSection, tokenizer: Path | None) -> dict[str, Any]:
-    """Returns `read_origin` with the new vocabulary size and the special ids that a new tokenizer defines."""
+    """Returns the result of `read_origin`, with the new vocabulary size and the new tokenizer's special ids."""
     origin = read_origin(path)
     if not origin:
         return {}

@@ -1,4 +1,4 @@
-"""Saving a training run's state: an incomplete checkpoint never has a checkpoint's name."""
+"""Saves the state of a training run as a checkpoint, which gets its visible name only when it is complete."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ def save(
     keep: files.Keep,
     others: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Writes `<run>/checkpoints/step-%08d` and deletes older checkpoints beyond `keep`. Every rank must call it.
+    """Writes the checkpoint `<run>/checkpoints/step-%08d` and deletes old checkpoints. Every rank must call it.
 
-    All ranks write under a hidden name. When every file is on the disk, with its size and SHA-256 in `checksums.json`,
-    one rename makes the checkpoint visible. Checkpoints beyond `keep.last` are deleted before the save, and the oldest
-    kept one only after it. An existing checkpoint of this step is exchanged for the new one.
+    All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256 in
+    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before the save.
+    The checkpoint that the new one displaces is deleted after the save. An existing checkpoint of this step is
+    replaced atomically.
 
     Args:
-        step: optimizer steps done.
-        optimizer: its state per parameter is saved: tensors and numbers in any nesting. The values of its groups (lr,
-            betas) are not saved, because the run's configuration sets them.
-        state: JSON values from which the loop resumes; rank 0's are written.
-        architecture: the resolved model section, for `load_model`.
-        others: more tensors by unique names. Ranks may have different ones.
+        step: number of optimizer steps so far.
+        optimizer: its state of each parameter is saved: tensors and numbers in any nesting. Values of parameter groups
+            (lr, betas) are not saved, because the run's configuration sets them.
+        state: JSON values from which the training loop resumes. The values of rank 0 are written.
+        architecture: the resolved model section, which `load_model` needs.
+        others: further tensors by unique names. Different ranks can pass different tensors.
 
     Raises:
-        UserError: on all ranks, if any rank could not write (disk full). Older checkpoints are unchanged.
+        UserError: a rank could not write, for example because the disk is full. It is raised on all ranks, and the
+            older checkpoints are complete.
     """
     folder = Path(run_directory) / files.FOLDER
     target = folder / files.checkpoint_name(step)
@@ -75,7 +77,7 @@ def save(
     except (
         Exception,
         CheckpointException,
-    ) as error:  # the latter is no Exception; all ranks get here
+    ) as error:  # CheckpointException is not an Exception; all ranks get here
         ranks.run_on_first(lambda: remove(partial))
         raise _explain(error, target) from error
     doing(task, "save", LONG)
@@ -86,14 +88,19 @@ def save(
 def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(folder)
-    files.prune(folder, keep)  # `keep.last` may have been lowered because the disk is full
+    files.prune(folder, keep)  # the user may have lowered `keep.last` because the disk was full
     partial.mkdir()
 
 
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
-    """Returns tensors by name, other names of tied weights -> saved name, and the description of the optimizer."""
+    """Collects what to save from all ranks.
+
+    Returns:
+        Name -> tensor of this rank, further name of a tied weight -> saved name, and the optimizer's class and values
+        that are not tensors (see `optimizer_state`). The latter two cover all ranks.
+    """
 
     def local() -> tuple:
         tensors, aliases = {}, {}
@@ -108,7 +115,7 @@ def _collect(
     collected: list = []
     ranks.run_on_all(lambda: collected.append(local()))
     tensors, aliases, description = collected[0]
-    # Pipeline ranks hold different parameters; the files describe all of them.
+    # Pipeline ranks have different parameters; the files describe the parameters of all ranks.
     for other_aliases, other in ranks.distinct_values([aliases, description]):
         aliases = {**other_aliases, **aliases}
         if description is not None and other is not None:
@@ -117,27 +124,27 @@ def _collect(
 
 
 def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
-    """Rank 0 writes the JSON files, checks the sizes of all files and renames the checkpoint."""
+    """Writes the JSON files, checks the sizes of all files and renames the checkpoint; for rank 0."""
     written = {name: files.write_json(partial / name, content) for name, content in contents.items()}
     files.write_checksums(partial, digests | written)
     if (damage := files.find_damage(partial, contents=False)) is not None:
         raise OSError(
             errno.EIO,
-            f"{damage.file.name}: {damage.what} (on rank 0; the run directory must be on storage that all hosts share)",
+            f"{damage.file.name}: {damage.what} (on rank 0; put the run directory on storage that all hosts share)",
         )
     publish(partial, target, replace=True)
 
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Suppresses DCP's warning that it assumes a single process when there is no process group."""
+    """Context that suppresses the warning of DCP that it assumes one process because there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Returns the failing rank's exception from a CheckpointException, preferring an OSError."""
+    """Returns the exception of the first failed rank in a CheckpointException, or an OSError if any rank raised one."""
     if not isinstance(error, CheckpointException):
         return error
     failures = [failure for _, (failure, _) in sorted(error.failures.items())]
@@ -152,11 +159,11 @@ def _explain(error: BaseException, target: Path) -> BaseException:
         return failure
 
     def text() -> str:
-        remedy = "free space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "fix that"
+        remedy = "free space" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the cause"
         last = files.last_complete(target.parent, contents=False)
-        state = f"the last complete checkpoint is {last.name}" if last else "there is no complete checkpoint yet"
-        outcome = "it resumes from there" if last else "it begins at step 0"
-        return f"{failure.strerror or failure}; {state}; {remedy} and start again: {outcome}"
+        state = f"the last complete checkpoint is {last.name}" if last else "no checkpoint is complete yet"
+        outcome = "training resumes from there" if last else "training begins at step 0"
+        return f"{failure.strerror or failure}; {state}; {remedy} and run the same command again: {outcome}"
 
     explained = UserError(ranks.run_on_first(text), target)
     explained.quiet = ranks.rank() != 0

@@ -1,4 +1,4 @@
-"""New folders of tensors: checkpoints and Hugging Face folders, written atomically by several threads."""
+"""Writes new checkpoints and Hugging Face folders, atomically and with several threads."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from weft.families.config_json import INDEX, SINGLE
 from weft.files import hidden_folder, publish, refuse_existing, report_write_errors, sync_tree
 from weft.observe.console import Console
 
-SHARD_BYTES = 5_000_000_000  # per file, the default of save_pretrained
+SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, the default of save_pretrained
 _Result = TypeVar("_Result")
-OnBytes = Callable[[int], None]  # is called with the number of bytes written since the last call
+OnBytes = Callable[[int], None]  # receives the number of bytes written since its last call
 
 
 @contextmanager
 def new_folder(out: Path, needed: int) -> Iterator[Path]:
-    """Makes a hidden folder that is renamed to `out` if the block succeeds and deleted otherwise.
+    """Context that makes a hidden folder, and renames it to `out` if the block succeeds or deletes it otherwise.
 
     Args:
-        needed: bytes that will be written.
+        needed: number of bytes that will be written.
 
     Raises:
-        UserError: `out` exists or cannot be written, another process writes it, or the disk has too little space.
+        UserError: `out` exists or cannot be written, another process writes `out`, or the disk has too little space.
     """
     if out.name in ("", ".."):
-        raise UserError(f"{out}: the folder to write needs a name; such as {out / 'new'}")
+        raise UserError(f"{out}: the output folder needs a name; use, for example, {out / 'new'}")
     refuse_existing(out)
     with report_write_errors(out), hidden_folder(out) as partial:
-        refuse_existing(out)  # another process may have finished it just now
+        refuse_existing(out)  # another process may have just written `out`
         free = shutil.disk_usage(partial).free
         if free < needed:
-            raise OSError(errno.ENOSPC, f"no room on the disk: {needed:,} bytes needed, {free:,} free")
+            raise OSError(errno.ENOSPC, f"the disk is full: {needed:,} bytes are needed, {free:,} are free")
         yield partial
         sync_tree(partial)
         publish(partial, out)
@@ -57,7 +57,13 @@ def _written_shards(
     console: Console,
     warnings: Sequence[str] = (),
 ) -> Iterator[tuple[Path, list[_Result]]]:
-    """Writes files of tensors into a new folder. Yields the folder, for further files, and each file's result."""
+    """Context that writes files of tensors into a new folder.
+
+    It yields the hidden folder, so that the block can add files, and the result of `write` for each file.
+
+    Args:
+        shards: file name -> tensors of the file.
+    """
     total = sum(entry.bytes for shard in shards.values() for entry in shard)
     with new_folder(out, total) as folder, console.progress(total, task, unit="B") as progress:
         for warning in warnings:
@@ -75,17 +81,17 @@ def write_checkpoint(
     task: str,
     console: Console,
 ) -> int:
-    """Writes a checkpoint at step 0, without optimizer state. `out` appears by one rename, or not at all.
+    """Writes a checkpoint at step 0, without optimizer state. `out` appears only when it is complete.
 
     Args:
-        entries: the model's tensors, by their names in a checkpoint.
-        contents: the JSON files: model.json, and others.
-        tokenizer: a folder to copy into the checkpoint.
-        warnings: printed once it is certain that `out` can be written.
+        entries: the model's tensors, with their names in the checkpoint.
+        contents: name -> JSON value of further files, with at least model.json.
+        tokenizer: a tokenizer's folder, which is copied into the checkpoint.
+        warnings: texts to print, after the check that `out` can be written.
         task: label of the progress bar.
 
     Returns:
-        The number of files of tensors.
+        The number of files with tensors.
 
     Raises:
         UserError: `out` cannot be written.
@@ -105,7 +111,7 @@ def write_checkpoint(
 
 
 def split_into_shards(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
-    """Splits entries into files of at most `limit` bytes, named as by `save_pretrained`. No tensor is split."""
+    """Splits entries into files of at most `limit` bytes, named like those of `save_pretrained`. No tensor is split."""
     groups = split_by_size(entries, limit)
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     return dict(zip(names if len(groups) > 1 else [SINGLE], groups, strict=True))
@@ -115,7 +121,13 @@ def split_into_shards(entries: Iterable[Entry], limit: int) -> dict[str, list[En
 def new_huggingface_folder(
     out: Path, shards: dict[str, list[Entry]], task: str, console: Console, warnings: Sequence[str] = ()
 ) -> Iterator[Path]:
-    """Writes a Hugging Face folder and yields it for further files. Adds the index of several shards if missing."""
+    """Context that writes the tensors of a Hugging Face folder, and yields the folder so that the block can add files.
+
+    If there are several files of tensors and the block writes no index of them, the index is added.
+
+    Args:
+        shards: file name -> tensors of the file.
+    """
 
     def write(path: Path, entries: list[Entry], on_bytes: OnBytes) -> None:
         write_safetensors(path, entries, {"format": "pt"}, on_bytes)
@@ -130,12 +142,13 @@ def new_huggingface_folder(
 
 
 def run_in_threads(write: Callable[..., _Result], *columns: Sequence[Any], progress: Any, total: int) -> list[_Result]:
-    """Calls `write(first, second, ..., on_bytes)` for each row of `columns`, on a few threads.
+    """Calls `write(first, second, ..., on_bytes)` for each row of `columns`, on up to 4 threads.
 
-    If one call fails, or Ctrl-C is pressed, the others end at their next call of `on_bytes`.
+    If one call fails, or Ctrl-C is pressed, the other calls end the next time that they call `on_bytes`.
 
     Args:
-        progress: a progress bar that is updated with the bytes of all calls, up to `total`.
+        columns: the first arguments of all calls, the second arguments of all calls, and so on.
+        progress: a progress bar, which is updated with the bytes of all calls, up to `total`.
     """
     done, ended, lock = 0, threading.Event(), threading.Lock()
 
@@ -156,4 +169,4 @@ def run_in_threads(write: Callable[..., _Result], *columns: Sequence[Any], progr
 
 
 class _Ended(Exception):
-    """The result of this thread is no longer needed."""
+    """Raised in a thread whose result is no longer needed, because another thread failed."""

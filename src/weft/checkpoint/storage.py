@@ -1,9 +1,9 @@
-"""The storage of torch.distributed.checkpoint (DCP): safetensors files and one JSON index, without pickle.
+"""A storage of torch.distributed.checkpoint (DCP): safetensors files and a JSON index, without pickle.
 
-DCP plans which rank writes what and reshards on loading; this module defines only the files. DCP's own `hf_storage`
-reads every rank's headers on every rank, infers tensor shapes from them and builds each file in memory. Here an index
-is written, and the bytes are hashed while they are written. The files keep the names and headers of `hf_storage`, so
-PyTorch's `HuggingFaceStorageReader` reads them too.
+DCP plans which rank writes which tensors, and reshards when it loads. This module defines only the files. DCP's
+`hf_storage` reads the headers of all files on every rank, infers tensor shapes from them, and builds each file in
+memory. This storage writes an index instead, and hashes the bytes while it writes them. Names and headers of the files
+are those of `hf_storage`, so PyTorch's `HuggingFaceStorageReader` can read them.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ from weft.checkpoint.checkpoint_files import INDEX, Digest, threads, write_json
 from weft.checkpoint.tensor_file import Entry, dtype_name, split_by_size, write_safetensors
 from weft.observe.status import LONG, doing
 
-FILE_BYTES = 256 * 2**20  # several files per rank, so that several threads write and hash them
+FILE_BYTES = 256 * 2**20  # maximum size of a file; several threads write and hash the files of a rank
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A tensor, or a rectangular slice of one, in a file."""
+    """A tensor in a file, or a rectangular slice of a tensor.
+
+    Attributes:
+        offsets: where the slice begins in the tensor, for each dimension.
+        shape: shape of the slice.
+    """
 
     tensor: str
     file: str
@@ -59,12 +64,12 @@ class Chunk:
 
 
 def shard_names(rank: int, count: int) -> list[str]:
-    """Returns the names of the files of tensors that a rank writes."""
+    """Returns the names of the `count` files of tensors that a rank writes."""
     return [f"shard-{rank + 1:05d}-model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
 
 
 def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], None]) -> tuple[Digest, list[Chunk]]:
-    """Writes one file of a checkpoint's tensors, with the header of DCP's `hf_storage`."""
+    """Writes one file of tensors, with a header as in DCP's `hf_storage`. Returns the file's digest and chunks."""
     chunks = [Chunk(e.name, path.name, e.offsets or (0,) * len(e.shape), e.shape) for e in entries]
     offsets = {chunk.tensor: {"saved_offsets": chunk.offsets} for chunk in chunks}
     header = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
@@ -74,11 +79,11 @@ def write_shard(path: Path, entries: Sequence[Entry], on_bytes: Callable[[int], 
 def build_index(
     chunks: Sequence[Chunk], tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], tied: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the content of index.json: the chunks of each tensor.
+    """Returns the content of index.json, which lists the dtype, shape and chunks of each tensor.
 
     Args:
         tensors: name -> dtype and full shape.
-        tied: other names of tied weights -> the name that the tensor is saved under.
+        tied: further name of a tied weight -> the name under which the tensor is saved.
     """
     files = {name: number for number, name in enumerate(dict.fromkeys(chunk.file for chunk in chunks))}
     found: dict[str, list] = {name: [] for name in tensors}
@@ -92,14 +97,14 @@ def build_index(
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes each rank's tensors into an existing directory, and on rank 0 the index.
+    """A DCP writer of each rank's tensors into an existing directory. Rank 0 also writes the index.
 
     Args:
-        tied: other names of tied weights -> the name that the tensor is saved under.
+        tied: further name of a tied weight -> the name under which the tensor is saved.
         task: the activity that a rank reports to its launcher while it writes.
 
     Attributes:
-        digests: on rank 0, after the save: name -> digest of every written file.
+        digests: file name -> digest of every written file; set on rank 0 after the save.
     """
 
     def __init__(self, directory: Path, tied: dict[str, str], task: str):
@@ -172,12 +177,16 @@ def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
 
 
 def _size(item: WriteItem) -> int:
-    """Bytes of a planned chunk (`item.tensor_storage_size()` is that of the full tensor)."""
+    """Returns the bytes of a planned chunk. (`item.tensor_storage_size()` returns the bytes of the full tensor.)"""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter` wrote, on any mesh."""
+    """A DCP reader of the files that `SafetensorsWriter` wrote, on any mesh.
+
+    Args:
+        index: the content of index.json.
+    """
 
     def __init__(self, directory: Path, index: dict):
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, hashing while writing; it is never fully in memory."""
+"""Writes safetensors files tensor by tensor and hashes them meanwhile. A file is never fully in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.checkpoint.checkpoint_files import Digest
 
 _BLOCK = 16 * 2**20
 
-# torch's names -> those in a safetensors header.
+# torch's name of a dtype -> the name in a safetensors header.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -39,21 +39,24 @@ DTYPES = {
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a CPU tensor as a file holds them."""
+    """Returns the bytes of a CPU tensor, as a safetensors file stores them."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its header, and a function that reads it.
+    """A tensor to write, or a slice of a tensor.
 
     Attributes:
-        read: returns the full tensor, or yields consecutive blocks of it, one in memory at a time.
-        offsets: where a slice begins in its tensor; None for a full tensor.
+        shape: shape of the tensor or slice.
+        read: function that returns the tensor or slice, or yields consecutive blocks of its rows, so that only one
+            block is in memory.
+        offsets: where the slice begins in the tensor, for each dimension; None for a full tensor.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Entry:
 
 
 def main_dtype(entries: Sequence[Entry]) -> str:
-    """Returns the name of the most frequent dtype."""
+    """Returns the name of the most frequent dtype of the entries."""
     return Counter(dtype_name(entry.dtype) for entry in entries).most_common(1)[0][0]
 
 
@@ -78,14 +81,14 @@ def write_safetensors(
     metadata: Mapping[str, str],
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Digest:
-    """Writes and fsyncs a safetensors file.
+    """Writes and fsyncs a safetensors file, and returns its digest.
 
     Args:
-        entries: with unique names.
-        metadata: strings for the header.
-        on_bytes: called with the number of tensor bytes written since the last call.
+        entries: the tensors to write, with unique names.
+        metadata: names and texts for the header's `__metadata__`.
+        on_bytes: function that receives the number of tensor bytes written since its last call.
     """
-    # The widest dtypes first, so that every tensor is aligned to its element size.
+    # Tensors of the widest dtypes come first, so that every tensor is aligned to its element size.
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -116,7 +119,7 @@ def write_safetensors(
                     on_bytes(min(_BLOCK, len(data) - start))
                 del data, block
             if size - before != entry.bytes or (isinstance(found, torch.Tensor) and tuple(found.shape) != entry.shape):
-                raise RuntimeError(f"{entry.name}: {size - before:,} bytes where {list(entry.shape)} was planned")
+                raise RuntimeError(f"{entry.name}: {size - before:,} bytes were read for shape {list(entry.shape)}")
             del found
         file.flush()
         os.fsync(file.fileno())
@@ -124,7 +127,10 @@ def write_safetensors(
 
 
 def split_by_size(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """Splits entries, in order, into groups of at most `limit` bytes with unique names. A larger entry gets a group."""
+    """Splits entries, in order, into groups of at most `limit` bytes. A larger entry becomes a group alone.
+
+    The names in a group are unique.
+    """
     groups: list[list[Entry]] = []
     names: set[str] = set()
     room = 0

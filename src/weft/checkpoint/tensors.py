@@ -1,4 +1,7 @@
-"""The tensors and JSON values that are saved of a model and an optimizer, under the single-device model's names."""
+"""Collects the tensors and JSON values of a model and an optimizer for a checkpoint.
+
+Their names are those of the model on a single device.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,16 @@ _NAMED = 4  # mismatches that a message lists
 
 
 def plain_name(name: str) -> str:
-    """Removes what activation checkpointing and torch.compile insert into a parameter's name."""
+    """Returns a parameter's name without the prefixes that activation checkpointing, torch.compile and FSDP insert."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
-    """Returns parameters and persistent buffers: first name -> (tensor, all names). A tied weight has one entry.
+    """Returns a model's parameters and persistent buffers: first name -> (tensor, all names of the tensor).
+
+    A tied weight has one entry.
 
     Raises:
         UserError: a custom module has extra state that is not a tensor.
@@ -43,7 +48,7 @@ def model_tensors(model: nn.Module) -> dict[str, tuple[Tensor, list[str]]]:
         name = plain_name(name)
         if not isinstance(value, Tensor):
             raise UserError(
-                f"{name}: a {type(value).__name__} as extra state cannot be saved, only tensors; make it a buffer"
+                f"{name}: extra state of type {type(value).__name__} cannot be saved; make it a tensor (a buffer)"
             )
         found.setdefault(id(value), (value, []))[1].append(name)
     return {names[0]: (tensor, names) for tensor, names in found.values()}
@@ -64,10 +69,11 @@ def raise_mismatch(
     """Raises one UserError on all ranks if any rank found a problem or no rank uses a saved tensor.
 
     Args:
-        problems: the mismatches of this rank.
-        used: the saved names that this rank uses. Pipeline ranks use different ones.
-        saved: all saved names.
-        unused: the text after the name of a saved tensor that no rank uses.
+        problems: mismatches that this rank found, one text each.
+        used: names of the saved tensors that this rank uses. Pipeline ranks use different tensors.
+        saved: names of all saved tensors.
+        unused: text of the problem that no rank uses a saved tensor; it follows the tensor's name.
+        summary, remedy: texts before and after the list of problems.
     """
     answers = ranks.distinct_values([problems, sorted(used)])
     found = [problem for rank_problems, _ in answers for problem in rank_problems]
@@ -87,7 +93,7 @@ def optimizer_parameters(
     """Yields (first name, all names, parameter, parameter group) for each optimized parameter.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's.
+        ValueError: the optimizer has a parameter that is not in the model.
     """
     names = {id(tensor): (name, same) for name, (tensor, same) in model_tensors(model).items()}
     for group in optimizer.param_groups:
@@ -99,10 +105,11 @@ def optimizer_parameters(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of an optimizer's state, and its description as JSON values.
+    """Splits an optimizer's state into tensors and a JSON value, from which `empty_state` builds the state again.
 
     Returns:
-        `optimizer.<parameter>.<state>` -> tensor, and `{"class": ..., "state": {parameter: {state: description}}}`.
+        Name (`optimizer.<parameter>.<key>`) -> tensor, and `{"class": ..., "state": {parameter: {key: description}}}`.
+        A description contains the values that are not tensors, and the layout of each tensor.
     """
     tensors: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
@@ -115,9 +122,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 
 
 def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns the description of a value of an optimizer's state, and adds its tensors to `tensors`."""
     if isinstance(value, Tensor):
         if not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value):
-            raise UserError(f"{path}: optimizer state of type {type(value).__name__} cannot be saved yet")
+            raise UserError(f"{path}: tensors of type {type(value).__name__} cannot be saved; use plain tensors")
         if path in tensors:
             raise ValueError(f"{path}: two optimizer states have this name")
         tensors[path] = value
@@ -129,15 +137,16 @@ def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tenso
         return {"tuple" if isinstance(value, tuple) else "list": items}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise UserError(f"{path}: optimizer state of type {type(value).__name__} cannot be saved; keep tensors and numbers")
+    raise UserError(f"{path}: values of type {type(value).__name__} cannot be saved; use tensors and numbers only")
 
 
 def _layout(value: Tensor, parameter: Tensor) -> str:
-    """How a state tensor relates to its parameter, in terms that hold on any mesh.
+    """Returns the kind of a state tensor, which does not depend on the mesh.
 
-    scalar: a plain number on every rank. parameter: shape and sharding of the parameter. whole: a plain tensor,
-    replicated although the parameter is sharded. other: a replicated tensor of another shape, which is a DTensor if the
-    parameter is one.
+    - "scalar": a tensor without dimensions, equal on all ranks.
+    - "parameter": a tensor with the shape and the sharding of the parameter.
+    - "whole": a plain, replicated tensor, although the parameter is a DTensor (or the reverse).
+    - "other": a replicated tensor of another shape. It is a DTensor if the parameter is a DTensor.
     """
     same_kind = isinstance(value, DTensor) == isinstance(parameter, DTensor)
     if value.dim() == 0:
@@ -150,12 +159,14 @@ def _layout(value: Tensor, parameter: Tensor) -> str:
 def empty_state(
     description: dict[str, Any], path: str, parameter: Tensor, group: dict, index: dict, targets: dict[str, Tensor]
 ) -> Any:
-    """Returns a parameter's state as described, with empty tensors, which are added to `targets` by name.
+    """Builds a value of a parameter's optimizer state. Its tensors are empty, and are added to `targets` by name.
 
     Args:
-        path: name of the state in the checkpoint.
-        group: the parameter's group: fused and capturable optimizers keep their step counter on the device.
-        index: the checkpoint's index (dtypes and shapes).
+        description: the value's description, from `optimizer_state`.
+        path: the value's name in the checkpoint.
+        group: the parameter group, which decides where a step counter is: on the CPU or on the device.
+        index: the checkpoint's index, with dtypes and shapes.
+        targets: saved name -> tensor to load.
     """
     ((kind, content),) = description.items()
     if kind == "value":
@@ -184,5 +195,5 @@ def empty_state(
 
 
 def _counts_on_host(group: dict) -> bool:
-    """PyTorch's optimizers keep `step` on the CPU unless fused or capturable; others, on the parameter's device."""
+    """Whether an optimizer keeps its step counter on the CPU: PyTorch's optimizers do, unless fused or capturable."""
     return ("fused" in group or "capturable" in group) and not (group.get("fused") or group.get("capturable"))

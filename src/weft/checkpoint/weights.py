@@ -1,4 +1,4 @@
-"""The tensors of any saved model: names, dtypes and shapes, with rows read on demand."""
+"""Opens the tensors of any saved model. Names, dtypes and shapes are read from headers; rows are read on demand."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from weft.families.config_json import is_huggingface
 from weft.files import read_json
 from weft.models.huggingface_weights import Transform, invert
 
-BLOCK = 4 * 2**20  # bytes processed at a time; a row is never split
+BLOCK = 4 * 2**20  # bytes in a block of rows, approximately; a row is never split
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One saved tensor.
+    """A tensor of a saved model, read on demand.
 
     Attributes:
-        read: `read(start, length)` returns these rows on the CPU; of a tensor without dimensions, the tensor.
-        reads_all: every `read` computes the full tensor.
+        read: `read(start, length)` returns `length` rows, beginning with row `start`, on the CPU. For a tensor without
+            dimensions it returns the tensor.
+        reads_all: whether every call of `read` computes the full tensor.
     """
 
     dtype: torch.dtype
@@ -51,15 +52,16 @@ class SavedTensor:
 
     @property
     def rows(self) -> int:
-        """Rows in a block of about `BLOCK` bytes."""
+        """Number of rows in a block of about `BLOCK` bytes."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         return max(1, BLOCK // max(1, row))
 
     def full(self) -> torch.Tensor:
+        """Reads the full tensor."""
         return self.read(0, self.shape[0] if self.shape else 1)
 
     def blocks(self, rows: int | None = None) -> Iterator[torch.Tensor]:
-        """Yields `rows` rows at a time (default: `self.rows`)."""
+        """Yields consecutive blocks of up to `rows` rows (default: `self.rows`)."""
         rows = rows or self.rows
         if not self.shape:
             yield self.full()
@@ -75,11 +77,11 @@ class Weights:
     """The tensors of a saved model.
 
     Attributes:
-        path: the result of `resolve`.
-        huggingface: whether names and shapes are those of Hugging Face's files; otherwise the model's.
-        tensors: name -> tensor, in order.
-        file: name -> file, if the model is read from Hugging Face's files under their names.
-        warnings: what is not read as the files have it.
+        path: path of the checkpoint or Hugging Face folder, as `resolve` returned it.
+        huggingface: whether the names and shapes are those in Hugging Face files; otherwise, those in Weft's model.
+        tensors: name -> tensor, in the order of the model or files.
+        file: name -> file of the tensor, for a Hugging Face folder opened with the names of its files; else empty.
+        warnings: texts about tensors that are ignored or converted.
     """
 
     path: Path
@@ -90,15 +92,15 @@ class Weights:
 
 
 def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pickle: bool = False) -> Weights:
-    """Opens a run, a checkpoint, an imported folder or a Hugging Face folder. Reads only headers.
+    """Opens the model of a run, a checkpoint, an imported folder or a Hugging Face folder. Reads only headers.
 
     Args:
-        huggingface: use the names and shapes of Hugging Face's files (True) or of Weft's model (False). Default: those
-            of the files. A translation needs a model of a known family.
-        allow_pickle: read `.bin` files too.
+        huggingface: use the names and shapes in Hugging Face files (True) or in Weft's model (False). Default: True for
+            a Hugging Face folder, otherwise False. A conversion requires a built-in model family.
+        allow_pickle: whether to read `.bin` files, if there are no safetensors files.
 
     Raises:
-        UserError: there is no model, it is damaged, or its names cannot be translated.
+        UserError: the path has no model, a file is damaged, or the names cannot be converted.
     """
     path = resolve(path)
     in_files = is_huggingface(path)
@@ -118,17 +120,25 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
         return Weights(path, False, tensors, {})
     section = architecture(path)
     if not isinstance(section, ModelSection):
-        raise UserError("a custom model has no names in Hugging Face's files; give one of the built-in decoder", path)
+        raise UserError(
+            "only the built-in decoder has names in Hugging Face files; use a run of the built-in decoder", path
+        )
     return Weights(path, True, to_huggingface(path, section, tensors), {})
 
 
 def to_huggingface(path: Path, section: ModelSection, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Converts a model's tensors to Hugging Face's names and shapes. Raises UserError if a tensor is missing."""
+    """Returns a model's tensors with the names and shapes in Hugging Face files.
+
+    Raises:
+        UserError: a tensor is missing.
+    """
     found: dict[str, SavedTensor] = {}
     for external, sources in names_in_files(section).items():
         for name, _ in sources:
             if name not in tensors:
-                raise UserError(f"{name}, which model.json requires, is missing; the checkpoint is damaged", path)
+                raise UserError(
+                    f"damaged checkpoint: {name}, required by model.json, is missing; use another checkpoint", path
+                )
         saved, transform = [tensors[name] for name, _ in sources], sources[0][1]
         expert = None if transform is None else transform.expert
         shapes = [one.shape if expert is None else one.shape[1:] for one in saved]
@@ -141,19 +151,23 @@ def to_huggingface(path: Path, section: ModelSection, tensors: Mapping[str, Save
 def _read_inverted(
     saved: list[SavedTensor], transform: Transform | None, expert: int | None, start: int, length: int
 ) -> torch.Tensor:
+    """Reads rows of a tensor in Hugging Face's layout, assembled from tensors of Weft's model."""
     tensor = invert(transform, [one.full() if expert is None else one.read(expert, 1)[0] for one in saved])
     return tensor[start : start + length] if tensor.dim() else tensor
 
 
 def _file_reader(file: Path, name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a tensor that is in one file. The file is opened per block, which releases the pages read."""
+    """Returns a function that reads rows of a tensor from one file.
+
+    Each call opens and closes the file, which releases the memory of the pages read.
+    """
 
     def read(start: int, length: int) -> torch.Tensor:
         try:
             with open_tensors(file) as found:
                 return found.get_slice(name)[start : start + length] if shape else found.get_tensor(name)
         except SafetensorError as error:
-            raise UserError(f"cannot be read ({error}); download it again", file) from None
+            raise UserError(f"cannot be read ({error}); download or copy the file again", file) from None
 
     return read
 
@@ -182,7 +196,7 @@ def _checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
 
 
 def _read_chunks(name: str, dtype: torch.dtype, shape: tuple, chunks: list, start: int, length: int) -> torch.Tensor:
-    """Assembles rows of a tensor from the chunks that hold them."""
+    """Reads rows of a tensor from the chunks that contain them."""
     block = torch.empty((length, *shape[1:]), dtype=dtype)
     for file, offset, size in chunks:
         first, last = max(start, offset[0]), min(start + length, offset[0] + size[0])

@@ -1,4 +1,4 @@
-"""`weft doctor`: prints the environment and checks it for known problems."""
+"""`weft doctor`: prints the environment, and checks the environment for known problems."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GROUP = "use"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints versions, devices, memory, disk, interconnect, compilers and installed extras, then checks them for "
-        "known problems, each with a remedy. Paste the output into bug reports: it holds no paths, host names or keys. "
-        "Exits with code 1 if there is a problem."
+        "Prints versions, devices, memory, disk, interconnect, compilers and installed extras, then known problems, "
+        "each with a remedy. Paste the output into bug reports: it contains no paths, host names or keys. Exits with "
+        "code 1 if a problem was found."
     )
     parser.epilog = "example: weft doctor --json > doctor.json"
     parser.add_argument("--json", action="store_true", help="print JSON")

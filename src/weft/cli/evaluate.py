@@ -12,54 +12,64 @@ if TYPE_CHECKING:
     from weft.evaluation.evaluate import Evaluation
     from weft.observe.console import Console
 
-HELP = "measure a model: perplexity, bits per byte, benchmark tasks"
+HELP = "evaluate a model: perplexity, bits per byte, benchmark tasks"
 GROUP = "use"
 
 MEANING = """\
-loss: nats per predicted token. perplexity: e^loss, the number of equally likely tokens with the same uncertainty.
-bits per byte: bits of the predicted tokens per byte of their text; comparable across tokenizers."""
+loss: mean cross-entropy in nats per predicted token. perplexity: e^loss.
+bits per byte: cross-entropy of the predicted tokens in bits, per byte of their text; comparable across tokenizers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Evaluates a run's newest checkpoint, one checkpoint, an imported folder or a Hugging Face folder. The default "
-        "is the run's full validation data. --store selects other token stores; --tasks selects tasks of EleutherAI's "
-        "lm-evaluation-harness."
+        "Evaluates a run's newest checkpoint, one checkpoint, an imported folder or a Hugging Face folder. By default, "
+        "the model is evaluated on the full validation data of the run. --store selects other token stores; --tasks "
+        "selects tasks of EleutherAI's lm-evaluation-harness."
     )
     parser.add_argument("source", metavar="RUN", help="a run directory, a checkpoint, or a Hugging Face folder")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="default: as saved")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
+    )
+    parser.add_argument("--device", help="device, such as cpu or cuda:1 (default: a GPU, if available)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences per batch (default: 8)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="the model's tokenizer (default: the one next to the model)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of a tokenizer (default: the model's tokenizer)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
     stores = parser.add_argument_group("token stores")
     stores.add_argument(
-        "--store", dest="stores", action="append", metavar="DIR", help="a token store; may be given several times"
+        "--store", dest="stores", action="append", metavar="DIR", help="a token store; can be given several times"
     )
     stores.add_argument(
-        "--sequence-length", type=int, metavar="N", help="maximum tokens of a window (default: as in training)"
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens in a window (default: as in training)",
     )
     stores.add_argument(
         "--stride",
         type=int,
         metavar="N",
-        help="distance of consecutive windows: each token has at least sequence-length - N tokens before it, and "
-        "tokens are read more than once (default: the sequence length)",
+        help="number of tokens from the start of a window to the start of the next (default: the sequence length). "
+        "With a smaller N, windows overlap, and each token is predicted from at least sequence-length - N tokens",
     )
     stores.add_argument(
         "--documents",
         choices=["apart", "joined"],
-        help="evaluate each document separately, or all concatenated (default: as in training; apart if unknown)",
+        help="evaluate documents separately (apart) or concatenated (default: as in training, or apart if unknown)",
     )
     stores.add_argument("--max-tokens", type=int, metavar="N", help="stop after N tokens of each store")
     tasks = parser.add_argument_group("tasks (pip install 'weft-train[eval]')")
-    tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks")
+    tasks.add_argument("--tasks", metavar="TASK,...", help="names of tasks, separated by commas")
     tasks.add_argument("--include-path", metavar="DIR", help="a folder with custom tasks (YAML files)")
     tasks.add_argument(
-        "--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)"
+        "--num-fewshot",
+        type=int,
+        metavar="N",
+        help="number of examples before each question (default: set by the task)",
     )
     tasks.add_argument("--limit", type=int, metavar="N", help="use the first N questions of each task")
-    tasks.add_argument("--apply-chat-template", action="store_true", help="apply the tokenizer's chat template")
+    tasks.add_argument(
+        "--apply-chat-template", action="store_true", help="format questions by the tokenizer's chat template"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise UserError("no file can be written there; name one in an existing folder", args.json)
+        raise UserError("--json: no file can be written here; use the path of a file in an existing folder", args.json)
     console, settings = Console(), vars(args).copy()
     for name in ("source", "stores", "tasks", "json"):
         del settings[name]
     settings["dtype"] = getattr(torch, args.dtype) if args.dtype else None
     try:
         found = evaluate(args.source, args.stores, args.tasks, console=console, **settings)
-    except UserError as error:  # it names arguments of the function
+    except UserError as error:  # its message names arguments of the function
         raise UserError(re.sub("`(store|device)`", r"--\1", str(error))) from error
     if found.stores:
         _print_stores(found, console)

@@ -12,12 +12,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes the model of a run's newest checkpoint, of one checkpoint, or of an imported or Hugging Face folder. "
         "--to hf, the default, writes config.json, safetensors and tokenizer files for AutoModelForCausalLM and "
-        "AutoTokenizer, without remote code. A checkpoint of several ranks is assembled one tensor at a time."
+        "AutoTokenizer, without remote code. A sharded checkpoint is assembled one tensor at a time."
     )
     parser.add_argument("source", metavar="SRC", help="a run, a checkpoint, an imported or a Hugging Face folder")
-    parser.add_argument("out", metavar="OUT", help="the path to write")
-    parser.add_argument("options", metavar="key=value", nargs="*", help="options of the target, each a YAML value")
-    parser.add_argument("--to", default="hf", metavar="TARGET", help="hf (default), a plugin's, or module:function")
+    parser.add_argument("out", metavar="OUT", help="the folder or file to write")
+    parser.add_argument("options", metavar="key=value", nargs="*", help="options of the format; each value is YAML")
+    parser.add_argument(
+        "--to",
+        default="hf",
+        metavar="FORMAT",
+        help="output format: hf (default), the name of a plugin, or module:function",
+    )
     parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
     parser.add_argument("--max-shard-size", metavar="SIZE", help="maximum size of a file (default: 5GB)")
 
@@ -31,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for option in args.options:
         name, sign, value = option.partition("=")
         if not sign or not name.isidentifier():
-            raise UserError(f"{option!r}: SRC and OUT are followed by options of the target, each as key=value")
+            raise UserError(f"{option!r}: write options of the format, which follow SRC and OUT, as key=value")
         options[name] = _yaml_value(value)
     console = Console()
     written = export_model(args.source, args.out, args.to, console=console, **options)
@@ -47,4 +52,4 @@ def _yaml_value(text: str) -> object:
     try:
         return YAML(typ="safe", pure=True).load(text)
     except YAMLError:
-        raise UserError(f"{text!r}: not a YAML value; put it in quotes") from None
+        raise UserError(f"{text!r}: not a YAML value; put the value in quotes") from None

@@ -12,25 +12,41 @@ GROUP = "use"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Continues PROMPTs with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face folder. "
-        "A blank at the end of a prompt is treated as the beginning of the next word if tokens begin with blanks. The "
-        "text of a single prompt streams to the terminal; several prompts are continued in batches of up to 16 and "
-        "printed when done."
+        "Continues each PROMPT with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face "
+        "folder. If tokens of the tokenizer begin with a blank, a blank at the end of a prompt becomes part of the "
+        "next word. The text of a single prompt is printed while it is generated. Several prompts are continued in batches "
+        "of up to 16, and each text is printed when it is complete."
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, a checkpoint, or a Hugging Face folder"
     )
-    parser.add_argument("prompts", metavar="PROMPT", nargs="*", help="text to continue; - reads it from standard input")
+    parser.add_argument(
+        "prompts", metavar="PROMPT", nargs="*", help="text to continue; - reads the text from standard input"
+    )
     parser.add_argument(
         "--prompts", metavar="FILE", dest="prompts_file", help="continue each line of a text file, except blank lines"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: greedy decoding (default: 0.8)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the most likely tokens of probability P")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed and prompt give the same text (default: 0)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], help="default: as saved (float32)")
-    parser.add_argument("--no-cache", action="store_true", help="recompute all tokens at each step (for comparison)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="temperature; 0: greedy decoding (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed; the same seed and prompt give the same text (default: 0)"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="recompute all tokens at each step, without a key-value cache (for comparison)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,23 +91,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(number: int, text: str) -> None:
-    """Prints one of several texts with its number."""
+    """Prints one of several texts with its number.
+
+    Args:
+        number: index of the text, from 0.
+    """
     _write(f"{chr(10) if number else ''}[{number + 1}] {text}\n")
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
-    """Returns the prompts of the command line and of the file. Raises UserError if there is none, or one is invalid."""
+    """Returns the prompts of the command line and of the file of prompts.
+
+    Raises:
+        UserError: no prompt was given, or a prompt is not UTF-8 text.
+    """
     from weft.errors import UserError
 
     if args.prompts.count("-") > 1:
-        raise UserError("standard input is read once; give - once")
+        raise UserError("- was given more than once, but standard input can be read only once; use - once")
     texts = [_read_prompt(argument) for argument in args.prompts]
     if args.prompts_file is not None:
         path = Path(args.prompts_file)
         try:
             lines = path.read_bytes().split(b"\n")
         except OSError as error:
-            raise UserError(f"the file of prompts cannot be read: {error.strerror}", path) from None
+            raise UserError(
+                f"the file of prompts cannot be read: {error.strerror}; check the path given to --prompts", path
+            ) from None
         for number, line in enumerate(lines, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
@@ -100,27 +126,31 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
             if text.strip():
                 texts.append(text)
         if not texts:
-            raise UserError("there is no prompt in it; write one per line", path)
+            raise UserError("the file has no prompts; write one prompt per line", path)
     if not texts:
-        raise UserError("there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE")
+        raise UserError("no prompt was given; give a PROMPT, - for standard input, or --prompts FILE")
     return texts
 
 
 def _read_prompt(argument: str) -> str:
-    """Returns a PROMPT argument, or standard input for -. Raises UserError if it is not UTF-8."""
+    """Returns the text of a PROMPT argument; for -, the text of standard input.
+
+    Raises:
+        UserError: the text is not UTF-8.
+    """
     from weft.errors import UserError
 
-    # Python decodes invalid UTF-8 in an argument to surrogates, which no tokenizer accepts.
+    # Python decodes invalid UTF-8 in an argument to surrogates. No tokenizer accepts surrogates.
     raw = sys.stdin.buffer.read() if argument == "-" else argument.encode("utf-8", "surrogateescape")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         place = "the prompt on standard input" if argument == "-" else f"the prompt {argument!r}"
-        raise UserError(f"{place} is not UTF-8 text, from byte {error.start:,} on; convert it to UTF-8") from None
+        raise UserError(f"{place} has invalid UTF-8 at byte {error.start:,}; convert the prompt to UTF-8") from None
 
 
 def _write(text: str) -> None:
-    """Prints without a line end. Characters outside the terminal's encoding become `?`."""
+    """Prints a text without a line end. A character that the terminal's encoding lacks becomes `?`."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

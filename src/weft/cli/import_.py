@@ -7,19 +7,22 @@ import argparse
 HELP = "convert a Hugging Face folder to a checkpoint"
 GROUP = "use"
 ALLOW_PICKLE = (
-    "read .bin files if a Hugging Face folder has no safetensors. Loading a pickle can run any program; these are read "
-    "by torch's restricted unpickler, which builds only tensors. Use it only for files that you trust"
+    "read .bin files if a Hugging Face folder has no safetensors files. These are pickles, and loading a pickle can "
+    "run any program. Weft uses torch's restricted unpickler, which builds only tensors. Use this option only for "
+    "files that you trust"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Reads config.json, safetensors (one file or several) and the tokenizer of HF_DIR, tensor by tensor, and "
-        "writes the folder OUT, which `weft generate`, `weft export`, weft.load_model and `model: {from: OUT}` accept "
-        "like a run's checkpoint. No remote code is run, and no pickle is read without --allow-pickle. "
-        "`model: {from: HF_DIR}` needs no import."
+        "Reads config.json, safetensors files and the tokenizer of HF_DIR, tensor by tensor, and writes a checkpoint "
+        "to the folder OUT. `weft generate`, `weft export`, weft.load_model and `model: {from: OUT}` accept OUT like "
+        "the checkpoint of a run. No remote code is run, and no pickle is read without --allow-pickle. "
+        "`model: {from: HF_DIR}` in a run file reads HF_DIR directly, without an import."
     )
-    parser.add_argument("source", metavar="HF_DIR", help="a folder as written by save_pretrained or the Hub")
+    parser.add_argument(
+        "source", metavar="HF_DIR", help="a Hugging Face folder, as save_pretrained writes or the Hub provides"
+    )
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", help="dtype of the weights, such as bfloat16 (default: as saved)")
     parser.add_argument("--allow-pickle", action="store_true", help=ALLOW_PICKLE)

@@ -1,8 +1,9 @@
-"""The `weft` command: finds a verb and runs it. This module imports nothing heavy.
+"""The `weft` command, which finds a subcommand and runs it. This module imports no large packages.
 
-A verb is a module of this package, or of a sub-package with sub-verbs. It defines HELP (one line), GROUP (the group
-under which `weft --help` lists it), `add_arguments(parser)`, and `run(args)`, which returns the exit code. A verb
-imports its dependencies inside `run`. Installed packages add verbs as plugins (docs/plugins.md).
+A subcommand such as `weft train` is a module of this package. A subcommand such as `weft data pack` is a module of a
+sub-package. The module defines HELP (one line), GROUP (the group in which `weft --help` lists the subcommand),
+`add_arguments(parser)`, and `run(args)`, which returns the exit code. It imports its dependencies inside `run`.
+Installed packages add subcommands as plugins of the kind `verb` (docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GROUPS = ("start", "data", "train", "use")
 HANDLE_SIGTERM = ("weft train", "weft quickstart")  # training saves a checkpoint at SIGTERM
 
 PAGE = """\
-usage: weft VERB ... | weft --help | weft --version
+usage: weft COMMAND ... | weft --help | weft --version
 
 Weft trains language models, from raw text to a trained, evaluated and exported model. A run is described by one short
 YAML file. The same file trains on a laptop's CPU and on many GPUs. An interrupted run resumes when it is started again.
@@ -41,27 +42,30 @@ examples:
   weft train run.yaml optimizer.lr=1e-3                  train with one value overridden
   weft generate runs/run "Once upon a time"              generate text
 
-`weft VERB --help` describes a verb.
+`weft COMMAND --help` describes a command.
 """
 
 SUB_PAGE = """\
-usage: {command} SUB-VERB ...
+usage: {command} SUBCOMMAND ...
 
 {what}.
 
 {verbs}
 
-`{command} SUB-VERB --help` describes a sub-verb.
+`{command} SUBCOMMAND --help` describes a subcommand.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line and suggests the nearest valid name."""
+    """An argument parser that reports an error in one line and suggests the most similar valid name."""
 
     def read(self, words: list[str]) -> argparse.Namespace:
-        """Parses options and positional arguments in any order: `run.yaml --nproc 4 optimizer.lr=1e-3`.
+        """Parses options and positional arguments in any order, such as `run.yaml --nproc 4 optimizer.lr=1e-3`.
 
         An unknown option is reported before any other error.
+
+        Args:
+            words: the arguments of the subcommand.
         """
         for word in words:
             if word == "--":
@@ -74,7 +78,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-") and len(word) > 1:
                 self.unknown_option(word)
         if rest:
-            self.error(f"too many arguments: {' '.join(rest)}")
+            self.error(f"unexpected arguments: {' '.join(rest)}; remove them")
         return found
 
     def unknown_option(self, word: str) -> NoReturn:
@@ -86,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         if near:
             what += f"; did you mean '{options[near[0]]}'?"
         elif "." in name and any(action.dest == "overrides" for action in self._actions):
-            what += f"; a configuration override has no dashes: {name.lstrip('-')}=..."
+            what += f"; write a configuration override without dashes: {name.lstrip('-')}=..."
         self.error(what)
 
     def error(self, message: str) -> NoReturn:
@@ -101,21 +105,21 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
     def add_argument(self, *args, **kwargs) -> argparse.Action:
-        """Adds an argument. Unlike argparse, accepts an empty list for a positional argument with `nargs="*"`."""
+        """Adds an argument. A positional argument with `nargs="*"` defaults to an empty list."""
         if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
             kwargs.setdefault("default", [])
         return super().add_argument(*args, **kwargs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb.
+    """Runs the subcommand that a command line names.
 
     Args:
-        argv: the command line without the program's name; default `sys.argv[1:]`.
+        argv: the command line without the program's name. Default: `sys.argv[1:]`.
 
     Returns:
-        The exit code. 0: success. 2: invalid input or unwritable standard output, reported in one line. 130: Ctrl-C.
-        143: SIGTERM. Any other code is the verb's.
+        The exit code. 0: success. 2: invalid input, or standard output cannot be written. 130: Ctrl-C. 143: SIGTERM.
+        Other codes are defined by the subcommand.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
@@ -131,19 +135,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("terminated" if terminated else "interrupted", file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
-        # The reader closed the pipe (`weft config show | head`), no error. Python must not flush again at exit.
+        # A closed pipe (`weft config show | head`) is no error. Python must not flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.filename is not None or not unwritable(sys.stdout):
             raise
-        print(f"weft: cannot write to standard output: {error.strerror}; redirect it", file=sys.stderr)
+        print(
+            f"weft: cannot write to standard output: {error.strerror}; redirect the output to another file",
+            file=sys.stderr,
+        )
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
 
 
 def unwritable(stream: TextIO) -> bool:
-    """Whether writing a newline to the stream fails, for example because the disk is full."""
+    """Whether writing to a stream fails, for example because the disk is full. Writes a newline to find out."""
     try:
         stream.write("\n")
         stream.flush()
@@ -153,10 +160,12 @@ def unwritable(stream: TextIO) -> bool:
 
 
 def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
-    """Finds a verb of a package, parses its arguments and runs it. Prints a UserError and returns 2.
+    """Finds a subcommand, parses its arguments, runs it and returns the exit code. Prints a UserError and returns 2.
 
     Args:
-        command: the command so far: "weft" or "weft data".
+        argv: the words of the command line after `command`.
+        package: the package with the modules of the subcommands.
+        command: the beginning of the command line that was already parsed: "weft", or for example "weft data".
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         if argv[1:] and argv[0] == "help":
@@ -171,13 +180,13 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
         if verb is None:
             return unknown(argv[0], package, command)
         command = f"{command} {argv[0]}"
-        if hasattr(verb, "GROUPS"):  # a package of sub-verbs
+        if hasattr(verb, "GROUPS"):  # a package of subcommands
             return dispatch(argv[1:], verb, command)
         parser = Parser(prog=command, description=verb.HELP, allow_abbrev=False)
         verb.add_arguments(parser)
         try:
             args = parser.read(argv[1:])
-        except SystemExit as leaving:  # argparse has printed its help (0) or the mistake (2)
+        except SystemExit as leaving:  # argparse has printed its help (code 0) or the error (code 2)
             return int(leaving.code or 0)
         with one_line_warnings(), nullcontext() if command in HANDLE_SIGTERM else terminable():
             return int(verb.run(args) or 0)
@@ -188,7 +197,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
 
 
 def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None:
-    """Returns the module of a verb: built in, or a plugin (`verb.NAME`, `verb.data.NAME`). None if there is none."""
+    """Returns the module of a subcommand, built in or a plugin (`verb.NAME`, `verb.data.NAME`); None if unknown."""
     module = None if name.startswith("-") else built_in(package, name, "HELP")
     if module is not None:
         return module
@@ -197,7 +206,10 @@ def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None
 
 
 def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
-    """Returns group -> verb -> help line. A plugin is not imported; its help line names its package."""
+    """Returns group -> name of a subcommand -> help line.
+
+    Plugins are not imported, so the help line of a plugin only names its package.
+    """
     groups: dict[str, dict[str, str]] = {group: {} for group in (GROUPS if package is cli else package.GROUPS)}
     for name, module in built_ins(package, "HELP").items():
         groups[module.GROUP][name] = module.HELP
@@ -210,7 +222,7 @@ def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str
 
 
 def help_page(package: ModuleType, command: str) -> str:
-    """Returns the help page of `weft`, or of a verb with sub-verbs."""
+    """Returns the help page of `weft`, or of a command with subcommands, such as `weft data`."""
     groups, lines = verbs_by_group(package, command), []
     width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
     for group, verbs in groups.items():
@@ -223,22 +235,22 @@ def help_page(package: ModuleType, command: str) -> str:
 
 
 def unknown(given: str, package: ModuleType, command: str) -> int:
-    """Reports an unknown verb or option, suggests the nearest valid one, and returns 2."""
+    """Reports an unknown subcommand or option, suggests the most similar valid name, and returns exit code 2."""
     kind, known = (
-        "verb" if package is cli else "sub-verb",
+        "command" if package is cli else "subcommand",
         [v for g in verbs_by_group(package, command).values() for v in g],
     )
     if given.startswith("-"):
         kind, known = "option", ["--help", "--version"] if package is cli else ["--help"]
     near = difflib.get_close_matches(given, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"{kind}s are {', '.join(known)}"
+    hint = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(known)}"
     print(f"{command}: unknown {kind} {given!r}; {hint} ({command} --help lists them)", file=sys.stderr)
     return 2
 
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Context in which Weft's warnings print as one line. Warnings of other libraries keep their format."""
+    """Context in which a warning of Weft is printed in one line. Warnings of other libraries keep their format."""
     before, here = warnings.formatwarning, str(Path(__file__).parent.parent)
 
     def format_warning(message, category, filename, lineno, line=None) -> str:

@@ -1,4 +1,4 @@
-"""`weft models`: lists model families and presets with their sizes."""
+"""`weft models`: lists model families, and presets with their sizes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from weft.formatting import amount
 
 HELP = "list model families and presets with their sizes"
 GROUP = "train"
-VOCABULARY = 32_000  # assumed for presets without a vocabulary size
+VOCABULARY = 32_000  # vocabulary size that is assumed for presets without a vocabulary size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists the presets of all families with their parameters and training FLOPs per token. If NAME is a preset, "
-        "prints its keys for a run file. If NAME is a family or a Transformers class, prints the family's "
-        "architectures and presets."
+        "Lists the presets of all families with their numbers of parameters and training FLOPs per token. If NAME is a "
+        "preset, prints the model section of a run file. If NAME is a family or a Transformers class, prints the "
+        "architectures and presets of the family."
     )
     parser.epilog = "example: weft models qwen3-8b > model.yaml, then `extends: model.yaml` in run.yaml"
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="a preset, a family, or a Transformers class such as LlamaForCausalLM"
     )
     parser.add_argument(
-        "--sequence-length", type=int, metavar="N", help="sequence length for FLOPs (default: each model's context)"
+        "--sequence-length", type=int, metavar="N", help="sequence length for FLOPs (default: the model's context)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print the table of families (docs/models.md)")
+    form.add_argument("--json", action="store_true", help="print the result as JSON")
+    form.add_argument("--markdown", action="store_true", help="print all families as Markdown (docs/models.md)")
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
 
     if args.sequence_length is not None and args.sequence_length < 1:
-        raise UserError(f"--sequence-length {args.sequence_length}: must be at least 1")
+        raise UserError(f"--sequence-length {args.sequence_length}: use at least 1")
     if args.markdown:
         if args.name is not None:
             raise UserError("--markdown prints all families; remove NAME")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
-    """All presets: their sizes, and as a table."""
+    """Returns the parameters and FLOPs of all presets, as JSON values and as a table."""
     from weft.families import presets
 
     found = [facts(name, sequence_length) for name in presets()]
@@ -65,7 +65,15 @@ def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
 
 
 def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], str]:
-    """One preset or family, by its name or architecture. Raises UserError if there is none."""
+    """Returns a preset, or a family with its presets, as JSON values and as text.
+
+    Args:
+        name: name of a preset, a family, or an architecture of a family.
+        sequence_length: sequence length for FLOPs. Default: each model's context.
+
+    Raises:
+        UserError: `name` is unknown.
+    """
     from weft.config.dump import dump_section
     from weft.config.suggest import did_you_mean
     from weft.errors import UserError
@@ -95,7 +103,12 @@ def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], s
 
 
 def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
-    """A preset's parameters and FLOPs."""
+    """Returns a preset's numbers of parameters and FLOPs per token, by JSON key.
+
+    Args:
+        name: name of the preset.
+        sequence_length: sequence length for the FLOPs. Default: the preset's context.
+    """
     from weft.config.model import ModelSection
     from weft.families import presets
     from weft.observe.flop_count import flops_per_token
@@ -116,7 +129,7 @@ def facts(name: str, sequence_length: int | None) -> dict[str, Any]:
 
 
 def resolved(name: str) -> dict[str, Any]:
-    """A preset's keys in the order of the reference, with derived sizes."""
+    """Returns a preset's model keys in the order of docs/configuration.md, with derived sizes such as head_dim."""
     from weft.config.model import ModelSection
     from weft.families import presets
 
@@ -129,7 +142,11 @@ def resolved(name: str) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
-    """Presets as aligned columns, with notes on how the numbers are counted."""
+    """Returns presets as text in aligned columns, with notes on how parameters and FLOPs are counted.
+
+    Args:
+        found: results of `facts`, one for each preset.
+    """
     from weft.observe.flop_count import FLOPS_PER_TOKEN
 
     header = ("family", "preset", "parameters", "matmul", "GFLOPs/token", "vocabulary", "context")
@@ -156,18 +173,18 @@ def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
     length = "the context" if sequence_length is None else f"{sequence_length:,} tokens"
     lines += [
         "",
-        "matmul: parameters in matrix products of one token, including a tied head and the active experts, without",
-        "embedding tables.",
+        "matmul: number of parameters in the matrix products of a token: with a tied head and the active experts,",
+        "without embedding tables.",
         f"FLOPs per token = {FLOPS_PER_TOKEN}, forward and backward. Width",
         f"is heads x head size; the sequence is {length}. Causal masks and windows are not deducted.",
     ]
     if any(one["vocab_size"] is None for one in found):
-        lines.append(f"If the vocabulary is the tokenizer's, {VOCABULARY:,} tokens are assumed.")
+        lines.append(f"If the vocabulary size is the tokenizer's, {VOCABULARY:,} tokens are assumed.")
     return "\n".join(lines) + "\n"
 
 
 def gigas(found: dict[str, Any]) -> str:
-    """GFLOPs per token."""
+    """Returns a preset's GFLOPs per token as text. `found` is a result of `facts`."""
     return f"{found['flops_per_token'] / 1e9:,.2f}"
 
 
@@ -192,7 +209,7 @@ file: [Add a model](add-a-model.md).
 
 
 def page() -> str:
-    """The table of families, docs/models.md."""
+    """Returns the text of docs/models.md: the table of families."""
     from weft.families import families, presets
 
     text = PAGE
@@ -208,5 +225,5 @@ def page() -> str:
 
 
 def about(family: Family) -> str:
-    """The first line of a family's docstring."""
+    """Returns the description of a family: the first line of its module's docstring."""
     return (family.__doc__ or "").partition("\n")[0]

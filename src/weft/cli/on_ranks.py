@@ -1,4 +1,4 @@
-"""Runs a verb on ranks: in this process, as one rank of a torchrun job, or as N local processes."""
+"""Runs a subcommand on ranks: in this process, as a rank of a torchrun job, or in N local processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that select a run and the number of ranks."""
+    """Adds the arguments for a run file, its overrides and the number of ranks to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="the YAML file of the run")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of the file")
-    parser.add_argument("--nproc", type=int, metavar="N", help="local processes (default: one per GPU, or 1 on CPU)")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of local processes (default: the number of GPUs, or 1 without GPUs)",
+    )
 
 
 def run_on_ranks(
@@ -33,10 +38,11 @@ def run_on_ranks(
     """Runs `act` on every rank; returns the exit code.
 
     Args:
-        args: the arguments of `add_run_arguments`.
-        verb: the verb of local processes, as in `weft train`.
-        act: the work of one rank with the checked config.
-        prepare: called once, before any rank starts; returns the run directory and the options of local processes.
+        args: parsed arguments, with those of `add_run_arguments`.
+        verb: name of the subcommand, such as "train". Local processes run this subcommand.
+        act: function that does the work of one rank, given the checked config.
+        prepare: function that is called once, before any rank starts. It returns the directory in which messages look
+            for checkpoints and logs, and the command line options of local processes.
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig
@@ -49,7 +55,9 @@ def run_on_ranks(
         join_launcher()
         return run_rank(lambda: RunConfig.load(args.file, args.overrides), act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
-    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports mistakes before torch is imported
+    config = RunConfig.load(
+        args.file, args.overrides, ranks=ranks
+    )  # reports errors in the config before torch is imported
     run_directory, options = prepare(config)
     from weft.launch.local import checked_nproc, launch_local
 
@@ -62,7 +70,13 @@ def run_on_ranks(
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:
-    """Runs `act` in this process; returns the exit code."""
+    """Runs `act` on this rank, reports a failure, and returns the exit code.
+
+    Args:
+        load: function that returns the checked config.
+        act: function that does the work of this rank, given the config.
+        verb: name of the subcommand.
+    """
     from weft.launch.failures import report_exception, report_mistake
 
     config = None

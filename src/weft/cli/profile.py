@@ -1,4 +1,4 @@
-"""`weft profile`: time and memory of a training step."""
+"""`weft profile`: measures the time and memory of training steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ GROUP = "train"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Run the first steps of the run that FILE describes under PyTorch's profiler, from its initial weights, "
-        "without validation, samples, trackers or checkpoints. The run directory does not change. FOLDER gets a Chrome "
-        "trace and a picture of the memory for each rank, profile.json and profile.html."
+        "Runs the first training steps of the run that FILE describes under PyTorch's profiler, from the initial "
+        "weights, without validation, samples, trackers or checkpoints. The run directory does not change. "
+        "Writes profile.html, profile.json, and a Chrome trace and a plot of the memory for each rank to FOLDER."
     )
     parser.epilog = (
         "in the table:\n"
@@ -33,31 +33,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "                 collectives), and compiled code\n"
         "  communication  GPU: NCCL's kernels, gloo's work; CPU: gloo's work, calls of collectives, waits for them\n"
         "  exposed        communication during which this rank computes nothing\n"
-        "  idle           the rest of the step: Python; waiting for data, which 'data' shows\n"
-        "operators and collectives: means of a step and a rank; waits count as communication, not for operators\n\n"
+        "  idle           the remaining time of the step: Python code, and waiting for data (see 'data')\n"
+        "operators and collectives: means per step and rank; waiting times count as communication, not as operators\n\n"
         "examples:\n"
         "  weft profile run.yaml\n"
         "  weft profile run.yaml training.compile=true --nproc 4 --ranks 0,3 --out compiled\n"
         "  weft profile run.yaml --structure --nproc 16\n"
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft profile run.yaml --out /shared/profile\n\n"
-        "exit codes: 0; 1 the loss is not finite; 2 a mistake in the input; 3 a process was killed; 130 Ctrl-C, 143\n"
-        "SIGTERM. FOLDER appears when it is complete, or not at all."
+        "exit codes: 0 success; 1 the loss is not finite; 2 an error in the input; 3 a process was killed;\n"
+        "130 Ctrl-C; 143 SIGTERM. FOLDER appears only when it is complete."
     )
     add_run_arguments(parser)
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="steps to record (default: 3)")
-    parser.add_argument("--warmup", type=int, default=5, metavar="W", help="warm-up steps before them (default: 5)")
-    parser.add_argument("--ranks", default="all", metavar="R", help="ranks that record: all (default), or 0,1,...")
+    parser.add_argument("--steps", type=int, default=3, metavar="K", help="number of steps to record (default: 3)")
+    parser.add_argument(
+        "--warmup", type=int, default=5, metavar="W", help="number of warm-up steps before these (default: 5)"
+    )
+    parser.add_argument("--ranks", default="all", metavar="R", help="ranks to record: all (default), or 0,1,...")
     parser.add_argument("--out", metavar="FOLDER", help="output folder (default: profiles/NAME, NAME-2, ...)")
     parser.add_argument(
         "--structure",
         action="store_true",
-        help="run no step: print the sharded model of rank 0 of N (--nproc; default: the fewest ranks of the mesh), "
-        "what wraps its forwards, and the placements of its parameters; needs neither ranks nor memory for weights",
+        help="run no step; print the sharded model of rank 0, the wrappers of each module's forward, and the "
+        "placements of the parameters. --nproc sets the number of ranks (default: the fewest that fit the mesh). No "
+        "ranks are started, and no memory for weights is needed",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    # Read when torch loads. They silence its profiler, also about memory from before the profile.
+    # torch reads these variables when it is imported. They suppress log lines of its profiler.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     ranks = checked_ranks(args)
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
         args.out = str(args.out or default_out(config))
-        refuse_existing(Path(args.out), "name another --out")  # before torch is imported
+        refuse_existing(Path(args.out), "choose another --out")  # before torch is imported
         options = {"--out": args.out, "--steps": args.steps, "--warmup": args.warmup, "--ranks": args.ranks}
         return Path(args.out), [str(word) for option in options.items() for word in option]
 
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_structure(args: argparse.Namespace) -> int:
-    """Prints what wraps what in the model of rank 0."""
+    """Prints the sharded model of rank 0: its modules, their wrappers, and the placements of parameters."""
     from weft.config.legal_mesh import check_mesh
     from weft.config.mesh import least_ranks
     from weft.config.run import RunConfig
@@ -95,16 +98,16 @@ def show_structure(args: argparse.Namespace) -> int:
 
 
 def checked_ranks(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Returns the ranks that record, or None for all; raises UserError for an invalid --ranks, --steps or --warmup."""
+    """Returns the ranks to record (None: all). Raises UserError if --ranks, --steps or --warmup is invalid."""
     if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: at least 1 is needed")
+        raise UserError(f"--steps {args.steps}: use at least 1")
     if args.warmup < 0:
-        raise UserError(f"--warmup {args.warmup}: at least 0 is needed")
+        raise UserError(f"--warmup {args.warmup}: use at least 0")
     if args.ranks == "all":
         return None
     words = args.ranks.split(",")
     if not all(word.isdecimal() for word in words):
-        raise UserError(f"--ranks {args.ranks}: give all, or numbers separated by commas, such as 0,1")
+        raise UserError(f"--ranks {args.ranks}: use all, or numbers separated by commas, such as 0,1")
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -119,7 +122,11 @@ def default_out(config: RunConfig) -> Path:
 
 
 def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] | None) -> Outcome:
-    """Profiles in this process; the first rank prints the tables."""
+    """Profiles training steps on this rank. Rank 0 prints the tables.
+
+    Args:
+        ranks: the ranks to record; None: all.
+    """
     from weft.train.capture import Request
     from weft.train.profile import profile as run_profile
 
@@ -131,7 +138,11 @@ def profile(config: RunConfig, args: argparse.Namespace, ranks: tuple[int, ...] 
 
 
 def show(out: Path) -> None:
-    """Prints the tables of a profile."""
+    """Prints the tables of a profile.
+
+    Args:
+        out: the folder of the profile.
+    """
     from weft.observe.console import Console
     from weft.observe.profile_page import shares_text, tables, warmup_text
 

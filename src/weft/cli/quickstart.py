@@ -1,4 +1,4 @@
-"""`weft quickstart`: trains a small code model on Python's standard library, using Weft's public verbs."""
+"""`weft quickstart`: trains a small code model on Python's standard library, with Weft's subcommands."""
 
 from __future__ import annotations
 
@@ -51,19 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains a small Llama-style model on the standard library of the running Python interpreter (thousands of "
         f"files, no download). Holds out {HELD_OUT_PERCENT}% of the files, trains a tokenizer, packs the files, trains "
-        "the model, compares it with gzip and xz on the held-out files, and generates text. Every step is a Weft verb, "
-        "printed as it runs, and the YAML file of the run is kept. After Ctrl-C the same command resumes."
+        "the model, compares it with gzip and xz on the held-out files, and generates text. Each step is a Weft "
+        "command, which is printed before it runs. The YAML file of the run is kept. After Ctrl-C, the same command "
+        "resumes."
     )
     parser.add_argument("--minutes", type=float, default=3.0, help="training time in minutes (default: 3)")
     parser.add_argument("--directory", default="quickstart", help="output directory (default: quickstart)")
-    parser.add_argument("--fresh", action="store_true", help="train again from the start, for --minutes")
+    parser.add_argument(
+        "--fresh", action="store_true", help="discard an earlier run and train from the start, for --minutes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from weft.errors import UserError
 
     if args.minutes <= 0:
-        raise UserError(f"--minutes {args.minutes}: give a positive number, for example 3")
+        raise UserError(f"--minutes {args.minutes}: use a positive number, for example 3")
     began, home = time.perf_counter(), Path(args.directory)
     yaml, run_directory = home / "run.yaml", home / "runs" / "quickstart"
     try:
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         replace_file(yaml, text)
         log(f"wrote {yaml}: {steps} steps fit into {args.minutes:g} minutes on this machine")
     weft("train", str(yaml), *(["--fresh"] if fresh else []))
-    # Two newlines come first because `def` is rare at the very start of a file.
+    # The prompt begins with two newlines because `def` is rare at the start of a file.
     how = ["--max-new-tokens", "120", "--temperature", "0.7", "--top-p", "0.95"]
     weft("generate", str(run_directory), "\n\ndef ", *how)
     weft("report", str(run_directory))
@@ -97,11 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def log(text: str) -> None:
+    """Prints a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def weft(*arguments: str) -> None:
-    """Runs a verb as a user would. Exits with its exit code unless that is 0."""
+    """Runs a `weft` subcommand in a new process. If it fails, this process exits with the same exit code."""
     log("\n$ weft " + " ".join(quoted(a) for a in arguments))
     process = subprocess.Popen([sys.executable, "-m", "weft", *arguments])
     while True:
@@ -109,7 +113,7 @@ def weft(*arguments: str) -> None:
             code = process.wait()
             break
         except KeyboardInterrupt:
-            continue  # the verb received the signal too and saves before it exits
+            continue  # the subcommand received the signal, too, and saves a checkpoint before it exits
     if code:
         if code in (-2, 130, 143, -15):
             log("stopped; `weft quickstart` resumes from here")
@@ -117,16 +121,17 @@ def weft(*arguments: str) -> None:
 
 
 def quoted(argument: str) -> str:
-    """Returns the argument as one types it in a shell."""
+    """Returns an argument quoted for a shell, if it contains blanks or line ends."""
     if "\n" in argument:
         return "$'" + argument.replace("\n", "\\n") + "'"
     return f'"{argument}"' if " " in argument else argument
 
 
 def split_library(home: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the standard library's Python files for training and held out (5%, by a hash of their path).
+    """Splits the Python files of the standard library into training files and held-out files.
 
-    Writes both lists to `home`.
+    A hash of the path selects HELD_OUT_PERCENT of the files as held out. The lists are written to train.txt and
+    heldout.txt in `home`, and returned.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
@@ -143,7 +148,7 @@ def split_library(home: Path) -> tuple[list[Path], list[Path]]:
 
 
 def readable(path: Path) -> bool:
-    """Whether the file is UTF-8. A few test files of the library use other encodings on purpose."""
+    """Whether a file is UTF-8 text. A few test files of the standard library use other encodings on purpose."""
     try:
         path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -152,7 +157,10 @@ def readable(path: Path) -> bool:
 
 
 def steps_for(minutes: float, home: Path) -> int:
-    """Returns the number of steps that fit into the time, by timing a few. This also warms the compiler's cache."""
+    """Returns the number of training steps that fit into `minutes`, after timing TRIAL_STEPS steps.
+
+    The trial also fills the compiler's cache.
+    """
     text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, part=10 * TRIAL_STEPS)
     trial = home / "trial.yaml"
     trial.write_text(text, encoding="utf-8")
@@ -172,7 +180,11 @@ def steps_for(minutes: float, home: Path) -> int:
 
 
 def summary(home: Path, yaml: Path, run_directory: Path, held_out_files: list[Path], seconds: float) -> None:
-    """Prints the bits per byte of the model and of two compressors, and commands to try next."""
+    """Prints the held-out bits per byte of the model, gzip and xz, and commands to try next.
+
+    Args:
+        seconds: total time of the quickstart.
+    """
     lines = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = next(line for line in reversed(lines) if "validation_bits_per_byte" in line)
     texts = [path.read_bytes() for path in held_out_files]

@@ -1,15 +1,15 @@
-"""`weft report RUN`: one HTML page on a run."""
+"""`weft report`: writes an HTML page about a run."""
 
 from __future__ import annotations
 
 import argparse
 
-HELP = "write a page with a run's curves, samples and config"
+HELP = "write an HTML page with a run's curves, samples and config"
 GROUP = "use"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run directory, such as runs/demo; the run may still be training")
+    parser.add_argument("run", metavar="RUN", help="a run directory, such as runs/demo; the run can still be training")
 
 
 def run(args: argparse.Namespace) -> int:

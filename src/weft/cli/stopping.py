@@ -1,4 +1,4 @@
-"""SIGTERM handling: a verb stops as at Ctrl-C and removes its unfinished output."""
+"""SIGTERM handling: a subcommand stops as after Ctrl-C, and deletes its unfinished output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weft.processes import signal_handler
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised at SIGTERM. A subclass of KeyboardInterrupt, so the same cleanup runs as at Ctrl-C."""
+    """Raised at SIGTERM. It is a subclass of KeyboardInterrupt, so that the same cleanup runs as after Ctrl-C."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Context in which SIGTERM raises Terminated in this process. Forked child processes terminate immediately."""
+    """Context in which SIGTERM raises Terminated in this process, but terminates forked child processes immediately."""
     owner = os.getpid()
 
     def terminate(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""`weft train`: trains the model of a config."""
+"""`weft train`: trains the model that a run file describes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from weft.config.run import RunConfig
     from weft.train.loop import Outcome
 
-HELP = "train the model of a YAML file; resume if the run was interrupted"
+HELP = "train the model that a run file describes; resume an interrupted run"
 GROUP = "train"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Train the model that FILE describes, in the run directory <run.directory>/<run.name>. If that holds a "
-        "checkpoint, training resumes from the last complete one. SIGTERM and Ctrl-C save a checkpoint and exit; the "
-        "same command resumes."
+        "Trains the model that FILE describes. The run directory is <run.directory>/<run.name>. If the run directory "
+        "has checkpoints, training resumes from the newest. SIGTERM and Ctrl-C save a checkpoint and exit. The same "
+        "command resumes the run."
     )
     parser.epilog = (
         "examples:\n"
@@ -30,14 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "  torchrun --nnodes 2 --nproc-per-node 8 ... -m weft train run.yaml\n\n"
         "exit codes:\n"
         "  0    finished\n"
-        "  1    the loss is not finite (a checkpoint is saved), or a bug of Weft (with its traceback)\n"
-        "  2    a mistake in the input, too little memory or disk space, or an exception in custom code\n"
-        "  3    a process of --nproc was killed, or did not stop (the same command resumes from the last checkpoint)\n"
-        "  130  stopped by Ctrl-C, 143 by SIGTERM (a checkpoint is saved)\n"
+        "  1    the loss is not finite (a checkpoint is saved), or a bug of Weft (a traceback is printed)\n"
+        "  2    an error in the input, too little memory or disk space, or an exception in custom code\n"
+        "  3    a local process was killed, or did not stop (the same command resumes from the last checkpoint)\n"
+        "  130  stopped by Ctrl-C (a checkpoint is saved)\n"
+        "  143  stopped by SIGTERM (a checkpoint is saved)\n"
         "Under torchrun every exit code other than 0 becomes 1."
     )
     add_run_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="move the content of the run directory aside and restart")
+    parser.add_argument(
+        "--fresh", action="store_true", help="move the contents of the run directory aside and start over"
+    )
     parser.add_argument(
         "--from-last-good",
         action="store_true",
@@ -47,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.fresh and args.from_last_good:
-        raise UserError("--fresh starts over and --from-last-good resumes; give one of the two")
+        raise UserError("--fresh starts over, but --from-last-good resumes; use only one of the two options")
     options = ["--fresh"] * args.fresh + ["--from-last-good"] * args.from_last_good
     return run_on_ranks(args, "train", lambda config: fit(config, args), lambda config: (config.run_directory, options))
 
 
 def fit(config: RunConfig, args: argparse.Namespace) -> Outcome:
-    """Trains in this process."""
+    """Trains on this rank, and returns the outcome."""
     from weft.train.trainer import Trainer
 
     return Trainer(config, fresh=args.fresh, from_last_good=args.from_last_good).fit()

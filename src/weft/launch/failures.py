@@ -1,7 +1,8 @@
-"""Failure reporting: each failure is reported once, by one rank.
+"""Failure reporting: each failure of a run is reported once.
 
-When a rank fails, the others see only a broken connection. So no rank prints its traceback: each sends it to the
-launcher (by a pipe to Weft's, in the file that torchrun names), which shows that of the rank that failed first.
+When a rank fails, the other ranks see only a broken connection. Therefore no rank prints its traceback. Each rank sends
+its traceback to the launcher, which prints that of the rank that failed first. Weft's launcher receives it through a
+pipe, torchrun in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ from weft.formatting import byte_size
 from weft.observe import status
 from weft.observe.logs import log_path, log_to_file, open_log
 
-MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # the fault of the input, of custom code, of other code
+MISTAKE, CUSTOM, INTERNAL = "mistake", "custom", "internal"  # who is at fault: the input, custom code, other code
 EXIT_LOST = 3
-GRACE = 5  # seconds in which another rank reports what all ranks have found
+GRACE = 5  # seconds that a rank waits for another rank to report an error that all ranks found
 EXIT_BY_SIGNAL = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-_KEY = "weft"  # the key of what only Weft's launcher reads
+_KEY = "weft"  # key of the part of a message that only Weft's launcher reads
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 
 class Failure(Protocol):
-    """What a launcher knows of a failed rank."""
+    """A failed rank, as its launcher sees it.
+
+    Attributes:
+        exitcode: exit code of the process; -N if signal N killed the process.
+        message: the failure that the rank sent (see `send_to_launcher`), or any other value if it sent none.
+    """
 
     @property
     def pid(self) -> int: ...
@@ -48,14 +54,17 @@ class Failure(Protocol):
 
 
 def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | None = None) -> int:
-    """Reports what ended this process to the launcher, or prints it without one; returns the exit code.
+    """Reports the exception that ends this process, and returns the exit code.
+
+    The exception is sent to the launcher. Without a launcher, it is printed in one line if memory, disk space or custom
+    code is the cause.
 
     Args:
-        config: the config as plain data, which names custom components.
-        logs: the run directory, to log the traceback of an early failure there.
+        config: the config as plain data, in which custom components are looked up.
+        logs: the run directory, where the traceback is logged even if logging has not begun; None: not logged then.
 
     Raises:
-        Exception: `error`, if there is no launcher, and neither resources nor custom code are the cause.
+        Exception: `error` itself, if this process has no launcher and the cause is something else.
     """
     log, line, rank = logging.getLogger("weft.train"), out_of_resources(error), int(os.environ.get("RANK", 0))
     if line is not None and logs is not None:
@@ -78,7 +87,7 @@ def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | N
 
 
 def out_of_resources(error: Exception) -> str | None:
-    """Returns one line if the memory or a disk is full, else None."""
+    """Returns a one-line message with a remedy if `error` means that memory or a disk is full; otherwise None."""
     what = " ".join(str(error).split())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = f"{error.filename}: " if error.filename else ""
@@ -91,17 +100,17 @@ def out_of_resources(error: Exception) -> str | None:
         size = byte_size(int(size.removesuffix("bytes")))
     device = "the GPU's" if "CUDA" in what else "this machine's"
     return (
-        f"out of memory: {device} memory has no room for {f'another {size}' if size else 'an allocation'}; lower "
+        f"out of memory: {device} memory has no space for {f'another {size}' if size else 'an allocation'}; lower "
         "training.micro_batch_size or data.sequence_length, set training.activation_checkpointing: full, or shard over "
         "more ranks (parallel)"
     )
 
 
 def report_mistake(error: UserError) -> None:
-    """Reports a mistake to the launcher; `weft` itself prints it. (Torchrun repeats it below its own output.)
+    """Sends an error in the input to the launcher. The command line prints the error. (Torchrun prints it, too.)
 
-    If all ranks find a mistake, one on each machine reports it. The others wait: the first rank to exit has its
-    launcher end the rest.
+    If all ranks found the same error, one rank on each machine reports it. The other ranks wait for GRACE seconds,
+    because a launcher terminates all ranks as soon as the first one exits.
     """
     if not reported_elsewhere(error):
         send_to_launcher(str(error), MISTAKE)
@@ -128,10 +137,10 @@ def send_to_launcher(text: str, kind: str) -> bool:
 
 
 def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) -> int:
-    """Prints, once, which rank ended the run and how; returns the exit code of the launcher.
+    """Prints which rank failed first, and how. Returns the exit code of the launcher.
 
     Args:
-        failures: the ranks that did not exit with 0, in the order in which they ended.
+        failures: rank -> failure of the ranks that did not exit with code 0, in the order in which they ended.
     """
     messages = {r: f.message for r, f in failures.items() if isinstance(f.message, dict) and _KEY in f.message}
     by_time = sorted(messages, key=lambda rank: messages[rank][_KEY]["time"])
@@ -143,7 +152,7 @@ def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) ->
     codes = [failure.exitcode for failure in failures.values()]
     if stopped := [code for code in codes if code in EXIT_BY_SIGNAL]:
         return stopped[0]
-    # The launcher ends the remaining ranks by SIGTERM.
+    # The launcher terminates the remaining ranks with SIGTERM.
     killed = [(rank, f) for rank, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     if killed:
         rank, failure = killed[0]
@@ -157,20 +166,21 @@ def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) ->
 
 
 def print_error(text: str) -> None:
-    """Prints a line on stderr."""
+    """Prints a text and a line end on stderr."""
     print(text.rstrip("\n"), file=sys.stderr, flush=True)
 
 
 def _signal_name(number: int) -> str:
+    """Returns the name of a signal, with the usual cause of SIGKILL."""
     try:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    return f"{name} (the system does so when memory runs out)" if name == "SIGKILL" else name
+    return f"{name} (the system does this when memory runs out)" if name == "SIGKILL" else name
 
 
 def resume_hint(run_directory: Path) -> str:
-    """Returns which checkpoint the same command will resume from."""
+    """Returns a text that says from which checkpoint the same command resumes, and where the logs are."""
     from weft.checkpoint.load import checkpoints
 
     logs = f"the logs of the ranks are in {run_directory / 'logs'}"
@@ -182,10 +192,16 @@ def resume_hint(run_directory: Path) -> str:
 
 
 def custom_component_error(error: BaseException, config: Mapping[str, Any]) -> str | None:
-    """Returns a line that names the place in the user's code, then the traceback from the user's file on.
+    """Returns a message for an exception in custom code: file, line and component, then the traceback.
 
-    None if the user's code is not the cause: no frame is the user's, or PyTorch failed to communicate beneath it (the
-    forward of a model all-gathers weights).
+    The traceback begins at the first frame in custom code.
+
+    Returns:
+        The message; None if custom code is not the cause. This is the case if no frame is in custom code, or if a
+        collective of torch.distributed failed within it (the forward of a sharded model all-gathers weights).
+
+    Args:
+        config: the config as plain data, in which custom components are looked up.
     """
     frames = user_frames(error)
     if not frames or any(_communicates(f.f_code.co_filename) for f, _ in traceback.walk_tb(frames[-1])):
@@ -196,25 +212,29 @@ def custom_component_error(error: BaseException, config: Mapping[str, Any]) -> s
 
 
 def _communicates(file: str) -> bool:
-    """Whether it is a file of torch.distributed; the operators of DTensor communicate by other files."""
+    """Whether a source file belongs to torch.distributed, except DTensor, which communicates through other files."""
     where = Path(file).as_posix()
     return "/torch/distributed/" in where and "/torch/distributed/tensor/" not in where
 
 
 def _component_of(frames: list[FrameType], config: Mapping[str, Any]) -> str:
-    """Returns ` (in my:Boom, optimizer)`: the custom component with the innermost of the user's frames."""
+    """Returns the custom component with the innermost frame, as ` (in TYPE, KEY)`; "" if no frame is in a component.
+
+    Args:
+        frames: the frames in custom code, innermost first.
+    """
     components = list(_custom_types(config))
     for frame in frames:
         module, name = frame.f_globals.get("__name__"), frame.f_code.co_qualname.partition(".")[0]
         here = [(type_, key) for key, type_ in components if type_.partition(":")[0] == module]
-        if here:  # the class of the frame, or another one of its module
+        if here:  # prefer the class of the frame; otherwise, another class in its module
             type_, key = min(here, key=lambda component: component[0].partition(":")[2] != name)
             return f" (in {type_}, {key})"
     return ""
 
 
 def _custom_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields key and type of every custom component in a config: `type: module:Class`, or a component of the model."""
+    """Yields (key, type) of every custom component in a config: `type: module:Class`, or a component of the model."""
     if isinstance(tree, Mapping):
         if ":" in str(tree.get("type", "")):
             yield key, tree["type"]

@@ -1,4 +1,4 @@
-"""Local launcher: starts, watches and stops N processes of this command on this machine."""
+"""The local launcher, which starts, watches and stops N processes of a command on this machine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,28 @@ from weft.launch.failures import EXIT_BY_SIGNAL, EXIT_LOST, print_error, report_
 from weft.observe import status
 from weft.processes import LAUNCHER, STORE_SOCKET, die_with, signal_handler
 
-POLL = 0.1  # seconds
-STOP_SECONDS = 30.0  # after a signal, ranks without progress for this long are killed
-FAIL_SECONDS = 10.0  # after the failure of a rank, the others are killed
-TELL_SECONDS = 5.0  # seconds without progress after a signal, until the launcher prints what it waits for
-NAMED = 4  # ranks in a message
-PROCESSES_PER_CORE = 16  # each takes 0.2 GB or more; more than a few per core are for trying out a mesh
+POLL = 0.1  # seconds between two checks of the processes
+STOP_SECONDS = 30.0  # after a signal, ranks are killed if they make no progress for this time
+FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they make no progress for this time
+TELL_SECONDS = 5.0  # after a signal, the launcher prints what it waits for if no rank makes progress for this time
+NAMED = 4  # maximum number of ranks that a message lists
+PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
 
 
 @dataclass
 class Rank:
-    """The process of a rank, and its last report."""
+    """The process of a rank, and the last activity that it reported to the launcher.
+
+    Attributes:
+        pipe: file descriptor from which the rank's reports are read.
+        unread: bytes of an incomplete report.
+        doing: the rank's last reported activity.
+        since: time of the last report.
+        longest: the longest time between recent reports, in seconds.
+        may_take: time in seconds that the current activity is allowed to take.
+        message: the failure that the rank sent; None: none.
+        ended: time at which the process ended; None: it is running.
+    """
 
     number: int
     process: subprocess.Popen
@@ -38,9 +49,9 @@ class Rank:
     unread: bytes = b""
     doing: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    longest: float = 0.0  # seconds between its recent reports
-    may_take: float = 0.0  # seconds to allow for its current work
-    message: Any = None  # why it failed
+    longest: float = 0.0
+    may_take: float = 0.0
+    message: Any = None
     ended: float | None = None
 
     @property
@@ -52,7 +63,7 @@ class Rank:
         return self.process.returncode
 
     def read(self) -> bool:
-        """Reads its reports; returns False at the end of the pipe."""
+        """Reads the rank's reports from the pipe. Returns False at the end of the pipe."""
         data = os.read(self.pipe, 1 << 16)
         *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
@@ -64,11 +75,11 @@ class Rank:
         return bool(data)
 
     def __str__(self) -> str:
-        return f"rank {self.number} (process {self.pid}{', stopped by a signal' * self.is_stopped}): {self.doing}"
+        return f"rank {self.number} (process {self.pid}{', suspended by a signal' * self.is_stopped}): {self.doing}"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is stopped by SIGSTOP or a debugger."""
+        """Whether the process is suspended, by SIGSTOP or a debugger."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -77,12 +88,12 @@ class Rank:
 
 
 class LocalRanks:
-    """The ranks of one launch.
+    """The ranks that a launcher started.
 
     Attributes:
-        received: signals to the launcher.
-        ending: when the ranks were asked to end, because of a signal or the failure of a rank.
-        killed: the numbers of ranks that had to be killed.
+        received: signals that the launcher received.
+        ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None: not yet.
+        killed: numbers of the ranks that the launcher killed.
     """
 
     def __init__(self, command: Sequence[str], nproc: int, run_directory: Path, received: list[int]):
@@ -93,7 +104,7 @@ class LocalRanks:
         self.pipes = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         try:
-            with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:  # for the store of rank 0
+            with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:  # for the TCPStore of rank 0
                 for number in range(nproc):
                     self.ranks.append(start_rank(command, number, nproc, listener))
                     self.pipes.register(self.ranks[-1].pipe, selectors.EVENT_READ, self.ranks[-1])
@@ -104,7 +115,7 @@ class LocalRanks:
                 os.close(rank.pipe)
             self.pipes.close()
             what = f"rank {len(self.ranks)} of {nproc} cannot be started: {error.strerror or error}"
-            raise UserError(f"{what}; ask for fewer processes (--nproc), or raise the system's limits") from None
+            raise UserError(f"{what}; use fewer processes (--nproc), or raise the system's limits") from None
 
     def wait(self) -> None:
         """Waits until all ranks have ended."""
@@ -122,7 +133,7 @@ class LocalRanks:
         self.read_reports(0)
 
     def read_reports(self, seconds: float) -> None:
-        """Reads all reports; waits up to `seconds` for the first."""
+        """Reads the reports of all ranks. Waits up to `seconds` for the first report."""
         while ready := self.pipes.select(seconds):
             for key, _ in ready:
                 if not key.data.read():
@@ -137,11 +148,16 @@ class LocalRanks:
                 rank.process.send_signal(number)
 
     def kill_if_stuck(self, alive: list[Rank], since: float) -> None:
-        """Kills ranks that make no progress after they were asked to end; first prints what it waits for."""
+        """Kills ranks that make no progress after they were asked to end. Before that, prints what they are doing.
+
+        Args:
+            alive: the ranks that have not ended.
+            since: time at which the ranks were asked to end.
+        """
         quiet = time.monotonic() - max(since, *(rank.since for rank in alive))
         allowed = max(max(2 * rank.longest, rank.may_take) for rank in alive)
         most = STOP_SECONDS + allowed if self.received else FAIL_SECONDS
-        # A stopped rank holds up the others, so it comes first.
+        # A suspended rank delays the other ranks, so it is listed first.
         order = sorted(alive, key=lambda rank: (not rank.is_stopped, rank.number))
         shown = first_few([str(rank) for rank in order], NAMED, "; ")
         if self.received.count(signal.SIGINT) > 1 or quiet > most:
@@ -151,10 +167,12 @@ class LocalRanks:
             print_error(f"{why}: {shown}; {resume_hint(self.run_directory)}")
         elif self.received and quiet > TELL_SECONDS and not self.warned:
             self.warned = True
-            print_error(f"waiting for {shown}; killed in {most - quiet:.0f} s without progress (a second Ctrl-C: now)")
+            print_error(
+                f"waiting for {shown}; killed after {most - quiet:.0f} s without progress (Ctrl-C again: kill now)"
+            )
 
     def exit_code(self) -> int:
-        """Returns the exit code of the launcher; prints the failure of a rank."""
+        """Returns the exit code of the launcher. Prints the failure of the rank that failed first, if any."""
         if self.killed and self.received:
             return 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
@@ -168,10 +186,10 @@ class LocalRanks:
 
 
 def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket.socket) -> Rank:
-    """Starts one rank, with the environment of torchrun and a share of the cores.
+    """Starts one rank, with the environment variables of torchrun and an equal number of OpenMP threads per rank.
 
     Args:
-        listener: a listening socket for the store of rank 0.
+        listener: a listening socket, which rank 0 uses for its TCPStore.
     """
     reading, writing = os.pipe()
     environment = {
@@ -200,16 +218,20 @@ def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket
 
 
 def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int:
-    """Runs `command` as ranks 0 to `nproc` - 1 and waits for them.
+    """Runs `command` in `nproc` processes, as ranks 0 to `nproc` - 1, and waits until all ranks have ended.
 
-    SIGTERM and SIGINT to this process ask all ranks to save a checkpoint and exit. Each rank dies with this process,
-    however it ends.
+    SIGTERM and SIGINT to this process ask all ranks to save a checkpoint and exit. If this process ends in any way, its
+    ranks are killed.
+
+    Args:
+        run_directory: the directory in which messages look for checkpoints and logs.
 
     Returns:
-        0, 128 + the signal's number, 3 if ranks had to be killed, or the result of `report_failed_ranks`.
+        The exit code: 0 if all ranks succeeded, 128 + the number of a signal that stopped the ranks, 3 if ranks had to
+        be killed after a signal, or else the result of `report_failed_ranks`.
 
     Raises:
-        UserError: a rank cannot be started; those that were started are killed.
+        UserError: a rank cannot be started. The ranks that were started are killed.
     """
     received: list[int] = []
     with signal_handler(lambda number, frame: received.append(number), signal.SIGINT, signal.SIGTERM):
@@ -222,8 +244,8 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int
 
 
 def join_launcher() -> None:
-    """Connects a rank to the local launcher that started it, if any, and has it die with the launcher."""
-    launcher = os.environ.pop(LAUNCHER, None)  # processes that this one starts have another parent
+    """Connects this rank to the local launcher that started it, if any. The rank is killed when the launcher ends."""
+    launcher = os.environ.pop(LAUNCHER, None)  # child processes must not connect to the launcher
     if launcher is not None:
         process, pipe = map(int, launcher.split())
         os.set_inheritable(pipe, False)
@@ -232,22 +254,22 @@ def join_launcher() -> None:
 
 
 def checked_nproc(nproc: int | None) -> int:
-    """Returns the number of local processes: as given, or one for each GPU, or one.
+    """Returns the number of local processes: `nproc`; if None, the number of GPUs, or 1 without a GPU.
 
     Raises:
-        UserError: not positive, more than the GPUs, or more than the memory of any machine has room for.
+        UserError: `nproc` is below 1, above the number of GPUs, or above PROCESSES_PER_CORE per core.
     """
     if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc}: at least 1 process is needed")
+        raise UserError(f"--nproc {nproc}: use at least 1 process")
     import torch
 
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     if nproc is None:
         return max(1, gpus)
     if gpus and nproc > gpus:
-        raise UserError(f"--nproc {nproc}: this machine has {gpus} GPUs; ask for at most that")
+        raise UserError(f"--nproc {nproc}: this machine has {gpus} GPUs; use at most {gpus} processes")
     if nproc > PROCESSES_PER_CORE * cores:
         raise UserError(
-            f"--nproc {nproc}: this machine has {cores} cores; ask for at most {PROCESSES_PER_CORE * cores}"
+            f"--nproc {nproc}: this machine has {cores} cores; use at most {PROCESSES_PER_CORE * cores} processes"
         )
     return nproc

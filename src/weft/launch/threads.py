@@ -1,4 +1,4 @@
-"""Wait policy of OpenMP threads; set before torch loads, because the runtime reads it once."""
+"""Sets the wait policy of OpenMP threads. The OpenMP runtime reads the policy once, when torch is imported."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 
 
 def wait_briefly() -> None:
-    """Has waiting threads spin for some ten microseconds and then sleep, unless OMP_WAIT_POLICY is set.
+    """Makes waiting OpenMP threads spin for about 10 microseconds, then sleep. Keeps a policy in OMP_WAIT_POLICY.
 
-    Spinning without end, libgomp's default, is fastest on an idle machine and eight times slower beside one busy
-    process. Sleeping at once costs a sixth of the speed on an idle machine. This policy is within 2% of the first and
-    10 to 40% of the second (14M parameters, bf16, 4 cores).
+    By default, libgomp's threads spin without end. This is fastest on an idle machine, but eight times slower if
+    another process is busy. Threads that sleep immediately lose a sixth of the speed on an idle machine. With this
+    policy, training is at most 2% slower than the default on an idle machine, and 10 to 40% slower than immediate
+    sleep beside a busy process (14M parameters, bf16, 4 cores).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,4 +1,4 @@
-"""Restores a model from a base and a delta, block by block, and checks the digests of every tensor."""
+"""Restores a model from a base model and a delta, block by block, and checks the digests of every tensor."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ def apply(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Restores the model of a delta: a checkpoint or a Hugging Face folder, as the model was.
+    """Restores the model from which `weft delta make` made a delta, bit for bit.
+
+    Args:
+        base: the model against which the delta was made.
+        out: the folder to write. It becomes a checkpoint or a Hugging Face folder, like the model.
+        allow_pickle: whether to read `.bin` files of the base, if it has no safetensors files.
 
     Returns:
-        The number of tensors, and of their bytes.
+        The number of tensors, and the number of their bytes.
 
     Raises:
-        UserError: another base, a damaged delta, or `out` cannot be written. Then `out` does not exist.
+        UserError: the base is not the base of the delta, the delta is damaged, or `out` cannot be written. In each
+            case, `out` does not exist afterwards.
     """
     delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
     if not is_delta(delta):
-        raise UserError("there is no delta.json here; `weft delta make` writes one", delta)
+        raise UserError("this folder has no delta.json; give a folder that `weft delta make` wrote", delta)
     manifest = read_manifest(delta)
     weights = open_weights(base, huggingface=manifest.huggingface, allow_pickle=allow_pickle)
     _check_base(weights, manifest)
@@ -69,7 +75,7 @@ def apply(
 
 
 def _check_base(base: Weights, manifest: Manifest) -> None:
-    """Raises UserError, before any work, if the base lacks tensors that the delta requires."""
+    """Checks that the base has the tensors that the delta requires. Raises UserError if it does not."""
     for name, tensor in manifest.tensors.items():
         if tensor.base is None:
             continue
@@ -78,21 +84,31 @@ def _check_base(base: Weights, manifest: Manifest) -> None:
             raise _wrong_base(base, f"it has no {name}")
         found = (dtype_name(saved.dtype), list(saved.shape))
         if found != (tensor.base.dtype, tensor.base.shape):
-            raise _wrong_base(base, f"{name} is {found[0]} {found[1]}, not {tensor.base.dtype} {tensor.base.shape}")
+            raise _wrong_base(
+                base, f"{name} is {found[0]} {found[1]} instead of {tensor.base.dtype} {tensor.base.shape}"
+            )
     lacking = [name for name in manifest.removed if name not in base.tensors]
     if lacking:
         raise _wrong_base(base, f"it has no {lacking[0]}")
 
 
 def _wrong_base(base: Weights, what: str) -> UserError:
-    return UserError(f"this is not the base that the delta was made from: {what}; give that base", base.path)
+    return UserError(
+        f"the delta was not made against this base: {what}; give the base that the delta was made against", base.path
+    )
 
 
 def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Iterator[torch.Tensor]:
-    """Yields the blocks of a model's tensor, and then checks the digests."""
+    """Yields the blocks of a restored tensor, and then checks the digests of base, delta and result.
+
+    Raises:
+        UserError: a digest differs.
+    """
     dtype, shape = getattr(torch, tensor.dtype), tuple(tensor.shape)
     base_sum, model_sum, delta_sum = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    damage = UserError(f"damaged delta: {name} differs from what was written; get it again", delta / tensor.file)
+    damage = UserError(
+        f"damaged delta: {name} differs from what was written; download or copy the delta again", delta / tensor.file
+    )
     base_blocks = base.tensors[name].blocks(tensor.rows) if tensor.base is not None else iter(())
     with open(delta / tensor.file, "rb") as file:
         file.seek(tensor.offset)
@@ -101,7 +117,7 @@ def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Itera
             if base_block is not None:
                 base_sum.update(byte_view(base_block))
             if size is None:
-                continue  # the base has more rows, which its digest includes
+                continue  # the base has more rows than the model; the digest of the base includes them
             if base_block is not None:
                 base_block = base_block.to(dtype)[: size[0] if size else ...]
             try:
@@ -113,11 +129,13 @@ def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Itera
             model_sum.update(byte_view(block))
             yield block
     if tensor.base is not None and base_sum.hexdigest() != tensor.base.sha256:
-        raise _wrong_base(base, f"{name} differs")
+        raise _wrong_base(base, f"its {name} has other values")
     if delta_sum.hexdigest() != tensor.delta:
         raise damage
     if model_sum.hexdigest() != tensor.sha256:
-        raise UserError(f"{name} was not restored, although base and delta are intact; report this", delta)
+        raise UserError(
+            f"{name} was not restored, although base and delta are intact; report this as a bug of Weft", delta
+        )
 
 
 def _block_shapes(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, ...]]:

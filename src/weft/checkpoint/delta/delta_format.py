@@ -1,16 +1,19 @@
-"""The format of a delta, and the encoding of a tensor.
+"""The format of a delta, and the encoding of a tensor's differences.
 
-    delta.json                    each tensor: shape, digests, and where its delta is stored
-    delta-00001-of-00003.bin      the deltas of the tensors, concatenated
-    model/                        the model's other files: config, tokenizer
+A delta is a folder:
 
-Adding a floating-point difference does not restore the model, since both operations round. The bit patterns, taken as
-integers, have an exact (wrapping) difference, whatever they mean. It is small for weights that moved little, because
-neighboring floats are neighboring integers. Signed differences become unsigned by zigzag encoding; then the first bytes
-of all numbers, mostly zero, are grouped, then the second bytes, and zstd compresses the result. That is a tenth smaller
-and faster than the exclusive-or of the patterns.
+    delta.json                    for each tensor: shape, digests, and where its differences are stored
+    delta-00001-of-00003.bin      the differences of the tensors, concatenated
+    model/                        the model's other files, such as config and tokenizer
 
-Each delta is a sequence of blocks: a length of four bytes, and a zstd frame of that length.
+Subtracting and adding floating-point numbers does not restore the model, because both operations round. Therefore the
+bit patterns are subtracted as integers, which is exact (the difference wraps around). The difference is small if a
+weight changed little, because the bit patterns of adjacent floats are adjacent integers. Zigzag encoding makes the
+signed differences unsigned. Then the bytes are reordered: the first byte of every number (they are mostly zero), the
+second byte of every number, and so on. Last, zstd compresses the bytes. The result is a tenth smaller than that of an
+exclusive-or of the bit patterns, and the computation is faster.
+
+The differences of a tensor are a sequence of blocks. A block is a length in four bytes, then a zstd frame.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """The tensor of the base that a delta applies to."""
+    """A tensor of the base model, to which a difference is added."""
 
     dtype: str
     shape: list[int]
@@ -48,14 +51,16 @@ class BaseTensor:
 
 @dataclass(frozen=True)
 class TensorDelta:
-    """A tensor of the model.
+    """The entry of a model's tensor in delta.json.
 
     Attributes:
-        base: the tensor to which the difference is added; None: zeros.
-        sha256: digest of the model's tensor.
-        rows: rows per block.
-        file, offset, bytes, delta: where the blocks are stored, and their SHA-256.
-        place: the file that holds the tensor, if the model is a Hugging Face folder.
+        dtype, shape: dtype and shape of the model's tensor.
+        base: the tensor of the base to which the difference is added; None: the difference is added to zeros.
+        sha256: SHA-256 of the model's tensor.
+        rows: number of rows in a block.
+        file, offset, bytes: file that contains the blocks, where they begin in the file, and their size.
+        delta: SHA-256 of the blocks.
+        place: file of the model that contains the tensor, if the model is a Hugging Face folder; otherwise None.
     """
 
     dtype: str
@@ -75,10 +80,10 @@ class Manifest:
     """The content of delta.json.
 
     Attributes:
-        huggingface: whether the model is a Hugging Face folder; otherwise a checkpoint.
-        tensors: the model's, by name.
-        removed: tensors of the base that the model lacks.
-        files: path below model/ -> SHA-256.
+        huggingface: whether the model is a Hugging Face folder; otherwise, it is a checkpoint.
+        tensors: name of a model's tensor -> its entry.
+        removed: names of the tensors that are in the base, but not in the model.
+        files: path of a file below model/ -> SHA-256 of the file.
     """
 
     huggingface: bool
@@ -88,12 +93,12 @@ class Manifest:
 
 
 def is_delta(path: str | Path) -> bool:
-    """Whether `weft delta make` wrote this folder."""
+    """Whether a path is a folder that `weft delta make` wrote."""
     return (Path(path) / MANIFEST).is_file()
 
 
 def manifest_content(manifest: Manifest) -> dict[str, Any]:
-    """Returns the JSON value of delta.json, with its digest."""
+    """Returns the JSON value of delta.json: the manifest, and a digest of the manifest."""
     content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     return content | {"digest": _digest(content)}
 
@@ -103,14 +108,22 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads delta.json and checks its digest and the delta's other files. Raises UserError."""
+    """Reads delta.json, and checks the files of the delta against it, by their sizes or (below model/) digests.
+
+    Raises:
+        UserError: the folder is not a delta, a newer Weft wrote the delta, or a file is missing or damaged.
+    """
     content = read_json(path / MANIFEST)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError("not the file of a delta; `weft delta make` writes one", path / MANIFEST)
+        raise UserError("not the delta.json of a delta; give a folder that `weft delta make` wrote", path / MANIFEST)
     if content.get("version") != VERSION:
-        raise UserError(f"version {content.get('version')} is not supported; use a newer Weft", path / MANIFEST)
+        raise UserError(
+            f"version {content.get('version')} of the delta format is not supported; use a newer Weft", path / MANIFEST
+        )
     if content.pop("digest", None) != _digest(content):
-        raise UserError("damaged: its contents differ from what was written; get it again", path / MANIFEST)
+        raise UserError(
+            "damaged file: its contents differ from what was written; download or copy the delta again", path / MANIFEST
+        )
     try:
         tensors = {
             name: TensorDelta(**{**entry, "base": BaseTensor(**entry["base"]) if entry["base"] else None})
@@ -118,25 +131,31 @@ def read_manifest(path: Path) -> Manifest:
         }
         manifest = Manifest(content["huggingface"], tensors, content["removed"], content["files"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"not what `weft delta make` writes ({error}); get it again", path / MANIFEST) from None
+        raise UserError(
+            f"invalid content ({error}); download the delta again, or make it again with `weft delta make`",
+            path / MANIFEST,
+        ) from None
     ends: dict[str, int] = {}
     for name, tensor in tensors.items():
-        # File names must not lead out of the delta, or out of the folder that is written from it.
+        # File names must not lead out of the delta, or out of the folder that `weft delta apply` writes.
         for file, suffix in ((tensor.file, ".bin"), (tensor.place or "a.safetensors", ".safetensors")):
             if Path(file).name != file or Path(file).suffix != suffix:
-                raise UserError(f"{name} is listed in {file!r}, which no delta has; do not use it", path / MANIFEST)
+                raise UserError(
+                    f"{name} is listed in {file!r}, not a file name that Weft writes; do not use this delta",
+                    path / MANIFEST,
+                )
         if tensor.dtype not in DTYPES or (tensor.base is not None and tensor.base.dtype not in DTYPES):
             raise UserError(f"{name} has a dtype that is not supported; use a newer Weft", path / MANIFEST)
         ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.offset + tensor.bytes)
     for name, size in ends.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
-            what = "is missing" if found is None else f"has {found:,} bytes of {size:,}"
-            raise UserError(f"damaged delta: {name} {what}; get it again", path)
+            what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise UserError(f"damaged delta: {name} {what}; download or copy the delta again", path)
     for name, sha256 in manifest.files.items():
         file = path / FOLDER / name
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            raise UserError("damaged delta: the file is missing or differs from what was written; get it again", file)
+            raise UserError("this file of the delta is missing or damaged; download or copy the delta again", file)
     return manifest
 
 
@@ -149,7 +168,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
-    """Returns a block's delta. `base` has the model's dtype and at most as many rows; missing rows are zero."""
+    """Returns the compressed difference of a block of a tensor.
+
+    Args:
+        model: a block of the model's tensor.
+        base: the same rows of the base, in the model's dtype; rows that are missing at the end count as zeros. None:
+            zeros.
+    """
     difference = bits(model).clone()
     if base is not None:
         difference[: base.numel()] -= bits(base)
@@ -160,16 +185,25 @@ def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
 
 
 def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the model's block. Raises ValueError if `delta` is not a block of this size."""
+    """Returns the block of the model's tensor from a compressed difference.
+
+    Args:
+        delta: a result of `encode`.
+        base: the block of the base that was passed to `encode`.
+        dtype, shape: dtype and shape of the model's block.
+
+    Raises:
+        ValueError: `delta` is damaged, or is not the difference of a block of this size.
+    """
     size, count = dtype.itemsize, torch.Size(shape).numel()
     try:
         if zstandard.frame_content_size(delta) != count * size:
-            raise ValueError("a block of another size")
+            raise ValueError("the block has another size")
         planes = zstandard.ZstdDecompressor().decompress(delta)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
     together = np.empty((count, size), np.uint8)
-    for place in range(size):  # one by one: four times as fast as a transposition
+    for place in range(size):  # a loop over the bytes of a number is four times as fast as a transposition
         together[:, place] = np.frombuffer(planes, np.uint8, count, place * count)
     zigzag = torch.from_numpy(together.reshape(-1)).view(_INTEGERS[size])
     half = (zigzag >> 1) & torch.iinfo(zigzag.dtype).max  # a logical shift
@@ -180,10 +214,10 @@ def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: t
 
 
 def frames(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """Yields the blocks from the file's position to `end`, without their lengths."""
+    """Yields the zstd frames from a file's current position to `end`. Raises ValueError if a frame is truncated."""
     while file.tell() < end:
         length = int.from_bytes(file.read(4), "little")
         frame = file.read(length)
         if len(frame) < length or file.tell() > end:
-            raise ValueError("a block ends too early")
+            raise ValueError("a block is truncated")
         yield frame

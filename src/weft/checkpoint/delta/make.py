@@ -1,4 +1,4 @@
-"""Makes a delta from a base and a model, block by block."""
+"""Makes a delta, which contains the differences of a model from a base model, block by block."""
 
 from __future__ import annotations
 
@@ -41,7 +41,14 @@ CHECKPOINT_FILES = (files.MODEL, files.STATE, files.ORIGIN)
 
 @dataclass(frozen=True)
 class DeltaSize:
-    """Numbers of tensors and of unchanged tensors, and the bytes of the deltas and of the model."""
+    """The size of a delta that was written.
+
+    Attributes:
+        tensors: number of tensors of the model.
+        same: number of tensors that are equal in the base.
+        bytes: bytes of the compressed differences.
+        model_bytes: bytes of the model's tensors.
+    """
 
     tensors: int
     same: int
@@ -57,10 +64,14 @@ def make(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> DeltaSize:
-    """Writes the differences of `model` from `base`. `apply` restores the model bit for bit.
+    """Writes the differences of `model` from `base`, from which `apply` restores the model bit for bit.
 
-    Tensors are matched by their names in the model's files. A tensor may have more rows than the base's (a resized
-    vocabulary) or another floating-point dtype, or be missing in the base.
+    Tensors are matched by their names in the model's files. A tensor of the model can have another number of rows (a
+    resized vocabulary) or another floating-point dtype than the tensor of the base, or be missing in the base.
+
+    Args:
+        out: the folder to write.
+        allow_pickle: whether to read `.bin` files of a model that has no safetensors files.
 
     Raises:
         UserError: the base or the model is incomplete, or `out` cannot be written.
@@ -106,7 +117,7 @@ def make(
 
 
 def _differences(base: Weights, model: Weights, removed: list[str]) -> Iterator[str]:
-    """Yields a line for each difference in names and shapes."""
+    """Yields lines of text about tensors whose names or shapes differ between base and model."""
     new = sorted(name for name in model.tensors if name not in base.tensors)
     for names, what in ((new, "not in the base"), (removed, "only in the base")):
         if names:
@@ -117,7 +128,7 @@ def _differences(base: Weights, model: Weights, removed: list[str]) -> Iterator[
 
 
 def _comparable(base: SavedTensor, model: SavedTensor) -> bool:
-    """Whether the tensors differ at most in the number of rows and in their floating-point dtype."""
+    """Whether two tensors can be subtracted: only their numbers of rows and their floating-point dtypes can differ."""
     if len(base.shape) != len(model.shape) or base.shape[1:] != model.shape[1:]:
         return False
     return base.dtype == model.dtype or (base.dtype.is_floating_point and model.dtype.is_floating_point)
@@ -126,7 +137,7 @@ def _comparable(base: SavedTensor, model: SavedTensor) -> bool:
 def _write_tensor(
     file: BinaryIO, file_name: str, name: str, start: Weights, target: Weights, on_bytes: OnBytes
 ) -> TensorDelta:
-    """Writes the blocks of one tensor's delta."""
+    """Writes the blocks of one tensor's differences to `file`. Returns the tensor's entry in delta.json."""
     base, model, offset = start.tensors.get(name), target.tensors[name], file.tell()
     if base is not None and not _comparable(base, model):
         base = None
@@ -136,7 +147,7 @@ def _write_tensor(
         if base_block is not None:
             base_sum.update(byte_view(base_block))
         if block is None:
-            continue  # the base has more rows, which its digest includes
+            continue  # the base has more rows than the model; the digest of the base includes them
         if base_block is not None:
             base_block = base_block.to(model.dtype)[: len(block) if block.dim() else ...]
         model_sum.update(byte_view(block))
@@ -161,12 +172,12 @@ def _write_tensor(
 
 
 def copy_other_files(model: Weights, folder: Path) -> None:
-    """Copies the model's files that are not weights."""
+    """Copies a model's files other than weights, such as config and tokenizer, into a folder."""
     if not model.huggingface:
         for name in CHECKPOINT_FILES:
             if (model.path / name).is_file():
                 content = read_json(model.path / name)
-                if name == files.MODEL:  # `from` is a path of this machine
+                if name == files.MODEL:  # `from` is a path on this machine
                     content = {key: value for key, value in content.items() if key not in ("from", "load_optimizer")}
                 files.write_json(folder / name, content)
         tokenizer = tokenizer_folder(model.path)

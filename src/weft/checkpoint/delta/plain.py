@@ -1,6 +1,7 @@
-"""Floating-point deltas as used by FastChat's `apply_delta`: a Hugging Face folder that is added to another one.
+"""Applies plain (floating-point) differences, as FastChat's `apply_delta` does: adds two Hugging Face folders.
 
-They are rounded and have no digests, so they are not exact and cannot be verified. `weft delta make` writes exact ones.
+Plain differences are rounded and have no digests, so the result is not exact and cannot be verified. The deltas of
+`weft delta make` are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.families.config_json import INDEX, is_huggingface
 from weft.formatting import first_few
 from weft.observe.console import Console
 
-# Buffers that older versions of transformers saved with the weights; the base may have them without the delta.
+# Buffers that older versions of transformers saved with the weights. The base can have buffers that the delta lacks.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias$|\.position_ids$")
 _NAMED = 4
 
@@ -35,21 +36,27 @@ def apply_plain(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Adds the tensors of two models in float32 (in float64 if one is float64) and casts to the delta's dtypes.
+    """Adds plain differences to the tensors of a base, and writes a Hugging Face folder.
 
-    `out` becomes a Hugging Face folder with the delta's config and tokenizer.
+    The sums are computed in float32 (in float64 if a tensor is float64) and cast to the dtypes of the delta. The
+    folder gets the delta's config and tokenizer.
+
+    Args:
+        delta: a Hugging Face folder with the differences.
+        out: the folder to write.
+        allow_pickle: whether to read `.bin` files of a folder that has no safetensors files.
 
     Returns:
-        The number of tensors, and of their bytes.
+        The number of tensors, and the number of their bytes.
 
     Raises:
-        UserError: the tensors do not match (each is named), or `out` cannot be written.
+        UserError: names or shapes of the tensors do not match, or `out` cannot be written.
     """
     delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
     if not is_huggingface(delta):
         raise UserError(
-            "not a delta: neither a delta.json, as `weft delta make` writes, nor a Hugging Face folder of plain "
-            "differences; give one of these",
+            "not a delta: it is neither a folder that `weft delta make` wrote (with delta.json) nor a Hugging Face "
+            "folder of plain differences; give one of the two",
             delta,
         )
     differences = open_weights(delta, allow_pickle=allow_pickle)
@@ -60,7 +67,7 @@ def apply_plain(
         for name, saved in differences.tensors.items()
     ]
     warning = (
-        f"{delta}: plain differences, without digests: whether {base} is the right base cannot be verified, and sums "
+        f"{delta}: plain differences have no digests: Weft cannot verify that {base} is the right base, and the sums "
         "are rounded"
     )
     shards = split_into_shards(entries, SHARD_BYTES)
@@ -72,18 +79,18 @@ def apply_plain(
 
 
 def _check_base(base: Weights, delta: Weights) -> None:
-    """Raises UserError if the tensors differ, except for buffers."""
+    """Checks that base and delta have tensors of equal names and shapes, except buffers. Raises UserError otherwise."""
     problems = []
     for name, saved in delta.tensors.items():
         found = base.tensors.get(name)
         if found is None:
-            problems.append(f"{name} is not in the base")
+            problems.append(f"{name} is in the delta, but not in the base")
         elif found.shape != saved.shape:
             rows = found.shape[1:] == saved.shape[1:] and found.shape[0] < saved.shape[0]
-            hint = f" (`weft resize` with --vocab-size {saved.shape[0]} gives the base as many rows)" if rows else ""
-            problems.append(f"{name} is {list(saved.shape)} and {list(found.shape)} in the base{hint}")
+            hint = f" (resize the base: `weft resize --vocab-size {saved.shape[0]}`)" if rows else ""
+            problems.append(f"{name} is {list(saved.shape)} in the delta, but {list(found.shape)} in the base{hint}")
     left = [name for name in base.tensors if name not in delta.tensors and not _BUFFERS.search(name)]
-    problems += [f"{name} is only in the base" for name in left]
+    problems += [f"{name} is in the base, but not in the delta" for name in left]
     if problems:
         raise UserError(f"the delta does not fit {base.path}: {first_few(problems, _NAMED, '; ')}", delta.path)
 

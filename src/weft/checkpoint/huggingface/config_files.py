@@ -1,4 +1,4 @@
-"""The files next to the weights: config.json, generation_config.json and the tokenizer's."""
+"""Reads, checks and copies the files next to the weights: config.json, generation_config.json, tokenizer files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_origin(path: Path) -> dict[str, Any]:
-    """Returns `config` and `generation_config` (or None) of a Hugging Face folder, or of the one that a checkpoint was
-    imported from; {} for a model that Weft trained from scratch."""
+    """Returns the content of config.json and generation_config.json, from which an export starts.
+
+    Args:
+        path: a Hugging Face folder, or a checkpoint that was imported from a Hugging Face folder.
+
+    Returns:
+        The keys `config` and `generation_config` (None if the file is missing); {} for any other checkpoint.
+    """
     if (path / files.ORIGIN).is_file():
         return read_json(path / files.ORIGIN)
     if not is_huggingface(path):
@@ -34,7 +40,7 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
-    """Returns the ids of the tokenizer's special tokens. Undefined ones are None, not the family's defaults."""
+    """Returns the ids of a tokenizer's special tokens, by their keys in config.json; None for an undefined token."""
     found: dict[str, int | None] = dict.fromkeys(SPECIAL)
     if tokenizer is None:
         return found
@@ -49,13 +55,15 @@ def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int 
 
 
 def copy_tokenizer_files(tokenizer: Path, folder: Path) -> None:
-    """Copies the tokenizer's files next to the weights, where AutoTokenizer expects them."""
+    """Copies a tokenizer's files into a folder with weights, where AutoTokenizer expects them."""
     copy_tokenizer(tokenizer, folder / "tokenizer")
     for path in (folder / "tokenizer").iterdir():
         path.rename(folder / path.name)
     (folder / "tokenizer").rmdir()
     settings = _settings(folder)
-    if "tokenizer_class" not in settings:  # otherwise AutoTokenizer takes the default class of the model's family
+    if (
+        "tokenizer_class" not in settings
+    ):  # without this key, AutoTokenizer uses the default class of the model's family
         files.write_json(folder / _CONFIG, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
@@ -66,14 +74,14 @@ def _settings(tokenizer: Path) -> dict[str, Any]:
 def tokenizer_warnings(
     folder: Path | None, section: ModelSection | TransformersModelSection, config: Mapping[str, Any]
 ) -> list[str]:
-    """Checks a model's tokenizer and returns warnings.
+    """Checks whether a tokenizer fits a model, and returns warnings.
 
     Args:
-        folder: the tokenizer's folder, if known.
-        config: the config.json, for its special ids.
+        folder: the tokenizer's folder; None: unknown.
+        config: content of config.json, whose ids of special tokens are checked.
 
     Raises:
-        UserError: the tokenizer is damaged, or its vocabulary is larger than the embedding (another model's).
+        UserError: the tokenizer is damaged, or has more tokens than the model's embedding has rows.
     """
     rows = section.vocab_size or 0
     if folder is not None:
@@ -84,24 +92,26 @@ def tokenizer_warnings(
         ids = given if isinstance(given, list) else [given]
         beyond = [one for one in ids if isinstance(one, int) and one >= rows]
         if beyond:
-            warnings.append(f"{key} is {beyond[0]}, beyond the model's {rows:,} tokens; no text has that token")
+            warnings.append(f"{key} is {beyond[0]}, but the model has only {rows:,} tokens; this token is never used")
     if folder is None or not (folder / "tokenizer.json").is_file():
         others = [name for name in _SOURCES if folder is not None and (folder / name).exists()]
-        hint = f"; `weft data import-tokenizer` may convert {others[0]}" if others else ""
-        return [*warnings, f"there is no tokenizer.json, so the model has no tokenizer{hint}"]
+        hint = f"; try to convert {others[0]} with `weft data import-tokenizer`" if others else ""
+        return [*warnings, f"tokenizer.json is missing, so the model has no tokenizer{hint}"]
     header, content = read_tokenizer(folder)
     vocabulary = content["model"]["vocab"]
     size = max(vocabulary.values(), default=-1) + 1 if isinstance(vocabulary, dict) else len(vocabulary)
     if size > rows:
         raise UserError(
-            f"this tokenizer does not fit: it has {size:,} tokens and the model's embedding {rows:,} rows; give the "
-            "tokenizer that the model was trained with, or remove tokenizer.json",
+            f"this tokenizer has {size:,} tokens, but the model's embedding has only {rows:,} rows; use the tokenizer "
+            "that the model was trained with, or remove tokenizer.json",
             folder / "tokenizer.json",
         )
     if header.vocab_size > rows:
         beyond = [token["content"] for token in content.get("added_tokens") or [] if token["id"] >= rows]
         names = first_few(beyond, 3)
-        warnings.append(f"the tokenizer has special tokens beyond the model's {rows:,} rows ({names}); do not use them")
+        warnings.append(
+            f"special tokens of the tokenizer have ids beyond the model's {rows:,} rows; do not use them: {names}"
+        )
     if header.eod_id is None:
         warnings.append(
             "the tokenizer defines no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
@@ -110,12 +120,12 @@ def tokenizer_warnings(
 
 
 def _check_files(folder: Path) -> None:
-    """Raises UserError if one of the files next to a tokenizer and a model is damaged; they are copied too."""
+    """Checks the JSON files next to a tokenizer, which are copied with it. Raises UserError if a file is damaged."""
     for name in (*TOKENIZER_CONFIG_FILES, "chat_template.json", "generation_config.json"):
         file = folder / name
         if not file.exists():
             continue
         if file.is_file() and not file.stat().st_size:
-            raise UserError("the file is empty; download it again", file)
+            raise UserError("the file is empty; download the file again", file)
         if not isinstance(read_json(file), dict):
-            raise UserError("not a JSON object; the file is damaged: download it again", file)
+            raise UserError("not a JSON object; download the file again", file)

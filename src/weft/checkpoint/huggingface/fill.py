@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder into a model on any mesh: each rank reads only the slices that it holds."""
+"""Loads a Hugging Face folder into a model on any mesh. Each rank reads only the slices of its shards."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from weft.torch_private import compute_local_shape_and_global_offset
 
 
 def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
-    """Loads the folder's weights in place. Parameters keep their dtype and placement.
+    """Loads a folder's weights into a model, in place. Parameters keep their dtype and placement.
 
     Returns:
-        `{"step": 0}`, as the state of a checkpoint.
+        The state of a checkpoint at step 0: `{"step": 0}`.
 
     Raises:
-        UserError: the model differs from the folder's.
+        UserError: names or shapes of the folder's tensors differ from the model's.
     """
     tensors = {name: tensor.detach() for name, (tensor, _) in model_tensors(model).items()}
-    problems = [f"{name} is in this model, not in the folder" for name in tensors if name not in folder.sources]
+    problems = [f"{name} is in this model, but not in the folder" for name in tensors if name not in folder.sources]
     for name, tensor in tensors.items():
         if name in folder.sources and folder.sources[name].shape != tuple(tensor.shape):
             shape = list(folder.sources[name].shape)
-            problems.append(f"{name} is {list(tensor.shape)} in this model, {shape} in the folder")
-    unused = "is in the folder, not in this model"
-    raise_mismatch(folder.path, problems, set(tensors), set(folder.sources), unused, "the model does not fit")
+            problems.append(f"{name} has shape {list(tensor.shape)} in this model, but {shape} in the folder")
+    unused = "is in the folder, but not in this model"
+    raise_mismatch(
+        folder.path, problems, set(tensors), set(folder.sources), unused, "the model does not match this folder"
+    )
     for warning in folder.warnings if ranks.rank() == 0 else ():
         warnings.warn(f"{folder.path}: {warning}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:
@@ -43,7 +45,12 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
 
 
 def fill_tensor(tensor: Tensor, read: Callable[[tuple[int, ...], tuple[int, ...]], Iterable[Tensor]]) -> None:
-    """Fills this rank's shard of a tensor. `read(start, size)` yields consecutive rows of that slice."""
+    """Fills this rank's shard of a tensor.
+
+    Args:
+        read: `read(start, size)` yields blocks of consecutive rows of the slice that begins at index `start` and has
+            shape `size`.
+    """
     size, start = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, opened and checked by its headers. No pickle and no remote code is loaded."""
+"""Opens and checks a Hugging Face folder, without reading the weights. No remote code is loaded."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from weft.formatting import counted, first_few
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import Transform, invert, saved_tensors, tensor_mapping
 
-_NAMED = 10  # mismatched tensors that a message lists
+_NAMED = 10  # maximum number of mismatched tensors that a message lists
 _HEADER_LIMIT = 100 * 2**20  # the limit of the safetensors library
 # Masks and rotary frequencies that older versions of transformers saved with the weights.
 BUFFERS = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _DTYPES = {external: getattr(torch, name) for name, external in DTYPES.items()}
 _PICKLE_ONLY = (
-    "weights as .bin are pickled, and loading a pickle can run any program, so none is loaded; look for a copy with "
-    "safetensors, or, if you trust this one: weft import {path} OUT --allow-pickle"
+    "the weights are pickled (.bin), and loading a pickle can run any program; use a copy with safetensors, or, if you "
+    "trust these files, run weft import {path} OUT --allow-pickle"
 )
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder whose tensors match the model of its config.json.
+    """A Hugging Face folder whose tensors match the model of its config.json.
 
     Attributes:
-        config: config.json.
-        section: the model that config.json describes.
-        stored: name in the files -> where the tensor is stored.
-        sources: name in Weft's model -> how it is read from the files.
-        warnings: what is not read as the files have it.
+        config: content of config.json.
+        section: model section of the model that config.json describes.
+        stored: name of a tensor in the files -> its file, dtype and shape.
+        sources: name of a parameter in Weft's model -> the stored tensors from which it is read.
+        warnings: texts about tensors that are ignored or converted.
     """
 
     path: Path
@@ -58,16 +58,18 @@ class HuggingFaceFolder:
     warnings: tuple[str, ...] = ()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype in which a parameter of Weft's model is stored."""
+        """Returns the stored dtype of a parameter of Weft's model."""
         return self.stored[self.sources[name].name].dtype
 
     def read(self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None):
-        """Returns a parameter of Weft's model, or the slice of shape `size` that begins at `start`."""
+        """Returns a parameter of Weft's model, or the slice that begins at index `start` and has shape `size`."""
         size = size or self.sources[name].shape
         blocks = self.blocks(name, start, size)
         if len(size) < 3:
             return next(blocks)
-        stack = torch.empty(size, dtype=self.dtype(name))  # filled in place: no second copy of a large stack
+        stack = torch.empty(
+            size, dtype=self.dtype(name)
+        )  # filled in place, without a second copy of a large stack of experts
         for row, block in zip(stack, blocks, strict=True):
             row.copy_(block[0])
         return stack
@@ -75,7 +77,7 @@ class HuggingFaceFolder:
     def blocks(
         self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
     ) -> Iterator[torch.Tensor]:
-        """As `read`, but yields stacked experts one by one, so that the stack is never fully in memory."""
+        """Yields the result of `read` in blocks of rows: stacked experts one by one, other parameters as one block."""
         yield from self._blocks(self.sources[name], start, size)
 
     def _blocks(
@@ -98,20 +100,20 @@ class HuggingFaceFolder:
         try:
             found = read_slice(stored.quantized or file, source, start, size, cache)
         except SafetensorError as error:
-            raise UserError(f"cannot be read ({error}); download it again", file) from None
+            raise UserError(f"cannot be read ({error}); download the file again", file) from None
         cache.count(found)
         return found
 
 
 def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceFolder:
-    """Opens a folder; checks that its files are complete and that their tensors are the model's.
+    """Opens a Hugging Face folder. Checks that its files are complete and match the model of config.json.
 
     Args:
-        allow_pickle: if there is no safetensors file, read `.bin` files with torch's restricted unpickler.
+        allow_pickle: whether to read `.bin` files, with torch's restricted unpickler, if there is no safetensors file.
 
     Raises:
-        UserError: no config.json, an unknown architecture, only pickled weights, a truncated file, or tensors that do
-            not match.
+        UserError: config.json is missing, the architecture is unknown, a file is missing or truncated, the tensors do
+            not match the model, or the folder has only `.bin` files and `allow_pickle` is false.
     """
     path = Path(path)
     config, section = read_config(path), section_of(path)
@@ -122,17 +124,17 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
     warnings = file_warnings(path)
     if quantized:
         what = counted(len(quantized), "tensor is", "tensors are")
-        warnings.append(f"{what} quantized ({quantization(config)}) and read as bfloat16")
+        warnings.append(f"{what} quantized ({quantization(config)}) and will be read as bfloat16")
     if extra:
         what = counted(len(extra), "tensor belongs", "tensors belong")
-        warnings.append(f"{what} to multi-token prediction layers (num_nextn_predict_layers) and left out")
+        warnings.append(f"{what} to multi-token prediction layers (num_nextn_predict_layers) and will not be read")
     folder = HuggingFaceFolder(path, config, section, stored, sources, tuple(warnings))
     _check_tied(folder)
     return folder
 
 
 def section_of(path: Path) -> ModelSection:
-    """Returns the model section of a folder's config.json. Raises UserError with that file."""
+    """Returns the model section of a folder's config.json. Raises UserError if the architecture is not supported."""
     config = read_config(path)
     try:
         return checked_model(config)
@@ -144,21 +146,25 @@ def section_of(path: Path) -> ModelSection:
 
 
 def read_headers(path: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor]:
-    """Returns all tensors of a folder's files by name. Raises UserError if a file is missing, truncated or pickled."""
+    """Returns the file, dtype and shape of all tensors of a folder, by name.
+
+    Raises:
+        UserError: a file is missing or truncated, or the weights are pickled and `allow_pickle` is false.
+    """
     found: dict[str, StoredTensor] = {}
     for file, expected in _tensor_files(path, allow_pickle).items():
         binary = file.endswith(pickled.SUFFIX)
         index = pickled.INDEX if binary else INDEX
         if not (path / file).is_file():
-            raise UserError(f"{index} names this file, which is missing; download the rest of the model", path / file)
+            raise UserError(f"this file, which {index} lists, is missing; download the missing files", path / file)
         with open(path / file, "rb") as opened:
             if opened.read(8) == b"version ":
-                raise UserError("a pointer of Git LFS, not the weights; run git lfs pull", path / file)
+                raise UserError("this file is a Git LFS pointer, not the weights; run git lfs pull", path / file)
         header = _read_pickled_header(path / file) if binary else _read_header(path / file)
         lacking = sorted(expected - header.keys())
         if lacking:
             raise UserError(
-                f"{index} lists {lacking[0]} in this file, which lacks it; download both again", path / file
+                f"{lacking[0]}, which {index} lists in this file, is missing; download both files again", path / file
             )
         found |= header
     return found
@@ -168,17 +174,17 @@ _KINDS = ((INDEX, SINGLE, ".safetensors"), (pickled.INDEX, pickled.SINGLE, pickl
 
 
 def file_warnings(path: Path) -> list[str]:
-    """Returns a warning if a folder has its weights twice; the choice is that of transformers."""
+    """Returns a warning if a folder has both a single file of weights and an index of several files."""
     for index, single, _ in _KINDS:
         found = [name for name in (single, index) if (path / name).is_file()]
         if found:
-            both = f"both {single} and {index} exist; the first is read, as transformers does"
+            both = f"both {single} and {index} exist; {single} is read, as in transformers"
             return [both] if len(found) > 1 else []
     return []
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
-    """Returns a folder's files of tensors, with the names of the tensors that the index lists in each."""
+    """Returns the name of each file of weights -> the names of the tensors that the index lists in the file."""
     for index, single, suffix in _KINDS[: 2 if allow_pickle else 1]:
         if (path / single).is_file():
             return {single: set()}
@@ -187,22 +193,27 @@ def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
     others = sorted(found.name for found in path.iterdir())
     shards = [name for name in others if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
     if shards:
-        raise UserError(f"{shards[0]} is one of several files, and {INDEX} is missing; download it as well", path)
+        raise UserError(
+            f"{INDEX}, the index of {shards[0]} and the other files of weights, is missing; download it, too", path
+        )
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
         raise UserError(_PICKLE_ONLY.format(path=path), path)
-    what = "an adapter, not a model; merge it first" if "adapter_config.json" in others else "no weights"
-    raise UserError(f"there is no {SINGLE} here: {what}", path)
+    what = "an adapter; merge it with its model first" if "adapter_config.json" in others else "download the weights"
+    raise UserError(f"this folder has no {SINGLE}: {what}", path)
 
 
 def _read_index(index: Path, suffix: str) -> dict[str, set[str]]:
     content = read_json(index)
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
-        raise UserError("not an index of tensors: it has no weight_map; download it again", index)
+        raise UserError("not an index of tensors: weight_map is missing; download the file again", index)
     files: dict[str, set[str]] = {}
     for name, file in weights.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(suffix):
-            raise UserError(f"{name} is listed in {file!r}, which is not a {suffix} file of this folder", index)
+            raise UserError(
+                f"{name} is listed in {file!r}, which is not a {suffix} file of this folder; download the index again",
+                index,
+            )
         files.setdefault(file, set()).add(name)
     return dict(sorted(files.items()))
 
@@ -212,13 +223,15 @@ def _read_pickled_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Reads a safetensors header and checks it against the file's size. Raises UserError."""
+    """Returns the tensors of a safetensors file by name, from its header. Raises UserError if the file is damaged."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or (length <= _HEADER_LIMIT and 8 + length > size):
-            raise UserError(f"truncated file: it ends in its header, after {size:,} bytes; download it again", path)
+            raise UserError(
+                f"the file is truncated: it ends within its header, after {size:,} bytes; download the file again", path
+            )
         text = file.read(length) if length <= _HEADER_LIMIT else b""
     try:
         header = json.loads(text)
@@ -230,19 +243,23 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
         }
     except KeyError as error:
-        raise UserError(f"its header has {error}, which is not known; download the file again", path) from None
+        raise UserError(
+            f"the header of the file has an unknown dtype or lacks a key ({error}); download the file again", path
+        ) from None
     except (ValueError, TypeError, AttributeError, IndexError, RecursionError):
-        raise UserError("not a safetensors file; download it again", path) from None
+        raise UserError("not a safetensors file; download the file again", path) from None
     end = 0
     for start, stop, name in places:
         if start != end or stop - start != math.prod(found[name].shape) * found[name].dtype.itemsize:
-            raise UserError(f"its header has wrong offsets for {name}; the file is damaged: download it again", path)
+            raise UserError(f"the header of the file has wrong offsets for {name}; download the file again", path)
         end = stop
     expected = 8 + length + end
     if size < expected:
-        raise UserError(f"truncated file: {size:,} bytes of {expected:,}; download it again", path)
+        raise UserError(f"the file is truncated: {size:,} bytes instead of {expected:,}; download the file again", path)
     if size > expected:
-        raise UserError(f"{size:,} bytes where its header requires {expected:,}; download it again", path)
+        raise UserError(
+            f"the file has {size:,} bytes, but its header requires {expected:,}; download the file again", path
+        )
     return found
 
 
@@ -250,9 +267,9 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -> dict[str, Source]:
-    """Returns where each parameter is stored. Raises UserError for missing, misshaped or unknown tensors."""
+    """Returns the source of each parameter. Raises UserError if a tensor is missing, unknown or of another shape."""
     if section.num_hidden_layers > len(stored):
-        what = f"num_hidden_layers: {section.num_hidden_layers:,}, and the files have {len(stored):,} tensors in all"
+        what = f"num_hidden_layers is {section.num_hidden_layers:,}, but the files have only {len(stored):,} tensors"
         raise UserError(f"{what}; download the model again", path / CONFIG)
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(Decoder(section)).items()}
@@ -272,7 +289,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
         expected = tuple(invert(transform, blank).shape)
         entry = stored[found]
         if entry.shape != expected:
-            problems.append(f"{found} is {list(entry.shape)} where config.json requires {list(expected)}")
+            problems.append(f"{found} has shape {list(entry.shape)}, but config.json requires {list(expected)}")
         elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             problems.append(f"{found} is stored as {entry.dtype}: quantized weights are not supported")
         for name, transform in targets:
@@ -282,7 +299,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
                 sources[name] = Source(found, transform, shapes[name])
     sources |= {name: Source(found[0].name, None, shapes[name], found) for name, found in experts.items()}
     left = [name for name in stored if name not in used and not BUFFERS.search(name)]
-    problems += [f"{name} is not of this model" for name in sorted(left) if name != _tied_head(section)]
+    problems += [f"{name} does not belong to this model" for name in sorted(left) if name != _tied_head(section)]
     if problems:
         summary = f"the tensors do not match the {section.family} model of config.json"
         raise UserError(f"{summary}: {first_few(problems, _NAMED, '; ')}", path)
@@ -290,7 +307,7 @@ def _match(path: Path, section: ModelSection, stored: dict[str, StoredTensor]) -
 
 
 def _prediction_layers(config: dict[str, Any], section: ModelSection, stored: dict[str, StoredTensor]) -> set[str]:
-    """Returns the tensors of multi-token prediction layers, which come after the last layer and are not supported."""
+    """Returns the names of the tensors of multi-token prediction layers, which are not supported."""
     if not config.get("num_nextn_predict_layers"):
         return set()
     layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in stored}
@@ -298,7 +315,7 @@ def _prediction_layers(config: dict[str, Any], section: ModelSection, stored: di
 
 
 def names_in_files(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
-    """Returns name in Hugging Face's files -> the parameters of Weft's model that it is assembled from, in order."""
+    """Returns name of a tensor in Hugging Face files -> (name, transform) of its parameters in Weft's model."""
     found: dict[str, list[tuple[str, Transform | None]]] = {}
     for name, external, transform in tensor_mapping(section):
         found.setdefault(external, []).append((name, transform))
@@ -306,7 +323,7 @@ def names_in_files(section: ModelSection) -> dict[str, list[tuple[str, Transform
 
 
 def _tied_head(section: ModelSection) -> str | None:
-    """Returns the name under which older files store a tied head in addition to the embedding."""
+    """Returns the stored name of a tied head, which some files contain in addition to the embedding; None if untied."""
     if not section.tie_word_embeddings:
         return None
     return next((f"{w.hf_name}.weight" for w in families()[section.family].WEIGHTS if w.name == "lm_head"), None)
@@ -323,6 +340,6 @@ def _check_tied(folder: HuggingFaceFolder) -> None:
         if torch.equal(stored, folder.read("embed_tokens.weight")):
             return
     raise UserError(
-        f"tie_word_embeddings: true, but {head} differs from {embedding.name}; set it to false to keep both",
+        f"tie_word_embeddings is true, but {head} differs from {embedding.name}; set it to false to use both",
         folder.path / CONFIG,
     )

@@ -1,4 +1,4 @@
-"""`weft.import_model`: converts a Hugging Face folder to a checkpoint, tensor by tensor."""
+"""`weft.import_model`, which converts a Hugging Face folder to a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """A model that was imported or exported: numbers of tensors, files and bytes."""
+    """A model that was imported or exported: its model section, and its numbers of tensors, files and bytes."""
 
     section: ModelSection | TransformersModelSection
     tensors: int
@@ -42,9 +42,9 @@ class WrittenModel:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns a dtype by name. Raises UserError for a name that weights cannot have."""
+    """Returns the dtype of a name. Raises UserError if the name is not in DTYPES."""
     if isinstance(dtype, str) and dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
@@ -64,16 +64,17 @@ def import_model(
 
     Args:
         source: a folder with config.json, safetensors and the tokenizer, as written by `save_pretrained`.
-        out: the folder to write. It appears by one rename, or not at all.
-        dtype: of the weights, such as "bfloat16". Default: as saved.
-        allow_pickle: read `.bin` files if there is no safetensors file; only tensors are unpickled.
+        out: the folder to write. It appears only when it is complete.
+        dtype: dtype of the weights, such as "bfloat16". Default: the dtypes in the files.
+        allow_pickle: whether to read `.bin` files if the folder has no safetensors file. Only tensors are unpickled.
         console: prints warnings and progress. Default: no output.
 
     Returns:
-        An object with the numbers `tensors`, `files` and `bytes`, and the model's `section`.
+        An object with the numbers of `tensors`, `files` and `bytes`, and the model's `section`.
 
     Raises:
-        UserError: the folder is incomplete, of an unknown architecture, or pickled; or `out` cannot be written.
+        UserError: the folder is incomplete, its architecture is unknown, or it has only `.bin` files and `allow_pickle`
+            is false; or `out` cannot be written.
     """
     source, out, kind = Path(source), Path(out), parse_dtype(dtype)
     folder = open_folder(source, allow_pickle=allow_pickle)

@@ -1,4 +1,4 @@
-"""Reads `.bin` files, on request, with torch's restricted unpickler, which builds only tensors."""
+"""Reads pickled weights (`.bin` files) with torch's restricted unpickler, which builds only tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SUFFIX = ".bin"
 
 @contextlib.contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
-    """Opens a safetensors or `.bin` file, with safetensors' `get_tensor` and `get_slice`.
+    """Context that opens a safetensors or `.bin` file. The result has safetensors' `get_tensor` and `get_slice`.
 
-    Only a folder that was opened with `allow_pickle` refers to pickled files.
+    Callers pass `.bin` files only if the user has set `allow_pickle`.
     """
     if file.suffix == SUFFIX:
         yield _Pickled(tensors(file))
@@ -35,14 +35,14 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 
 class _Pickled(dict[str, torch.Tensor]):
-    get_tensor = get_slice = dict.__getitem__  # a tensor can be sliced itself
+    get_tensor = get_slice = dict.__getitem__  # a tensor can be sliced like the result of safetensors' `get_slice`
 
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of a `.bin` file by name; their contents are memory-mapped.
+    """Returns all tensors of a `.bin` file by name. Their contents are memory-mapped.
 
     Raises:
-        UserError: the file is truncated, not one of torch.save's, or holds more than named tensors.
+        UserError: the file is truncated, torch.save did not write it, or it contains more than named tensors.
     """
     try:
         with warnings.catch_warnings():
@@ -50,25 +50,25 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
             found = _load(file, file.stat().st_mtime_ns)
     except pickle.UnpicklingError:
         raise UserError(
-            "it holds more than tensors, or torch.save did not write it, so it is not loaded: convert it to "
+            "not loaded: the file contains more than tensors, or torch.save did not write it; convert it to "
             "safetensors where it was made",
             file,
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
-        what = str(error).splitlines()[0] if str(error) else "it ends too early"
-        raise UserError(f"cannot be read ({what}); download it again", file) from None
+        what = str(error).splitlines()[0] if str(error) else "the file is truncated"
+        raise UserError(f"cannot be read ({what}); download the file again", file) from None
     named = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     if not named or not all(isinstance(one, torch.Tensor) and one.layout == torch.strided for one in found.values()):
-        raise UserError("it is not a dictionary of tensors by name, as model weights are saved", file)
+        raise UserError("the file is not a dictionary of tensors by name; save the model's state_dict() instead", file)
     return found
 
 
 @lru_cache(maxsize=1)
 def _load(file: Path, modified: int) -> Any:
-    """Cached, since tensors are read one by one: a file of PyTorch before 1.6 cannot be read partially."""
+    """Loads a file. The last result is cached, because files of PyTorch before 1.6 cannot be read tensor by tensor."""
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def release() -> None:
-    """Frees the memory of the last file."""
+    """Frees the memory of the last file that was read."""
     _load.cache_clear()

@@ -1,7 +1,7 @@
-"""Quantized weights, dequantized to bfloat16 slice by slice while they are read.
+"""Dequantizes quantized weights to bfloat16, slice by slice, while they are read.
 
-Two formats: MXFP4 (Open Compute Project, 2023), used by gpt-oss, and FP8 with one scale per block of a matrix, used by
-DeepSeek-V3.
+Two formats are supported: MXFP4 (Open Compute Project, 2023), which gpt-oss uses, and FP8 with one scale per block of a
+matrix, which DeepSeek-V3 uses.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from weft.errors import UserError
 from weft.families.config_json import quantization
 
 DTYPE = torch.bfloat16
-_BLOCK = 32  # values that share a scale in MXFP4
-_BIAS = 127  # of its scales, which are exponents of 2
-# The 16 values of FP4: a sign, two bits of exponent, one of mantissa. A byte's low half is its first value.
+_BLOCK = 32  # number of values that share a scale in MXFP4
+_BIAS = 127  # bias of MXFP4 scales, which are exponents of 2
+# The 16 values of FP4: one sign bit, two exponent bits, one mantissa bit. The low half of a byte is its first value.
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _FP4 = torch.cat((_FP4, -_FP4))
 _PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), dim=1).to(DTYPE)  # [byte, 2]
-_PAIRS = _PAIRS.view(torch.int32).flatten()  # a pair as one number, for a single look-up
+_PAIRS = _PAIRS.view(torch.int32).flatten()  # a pair of values as one integer, for a single look-up
 _SCALES = torch.tensor([2.0 ** (byte - _BIAS) for byte in range(256)]).to(DTYPE)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A tensor's values and scales, which may be in different files; sliced like a tensor of an open file.
+    """A quantized tensor, which can be sliced like a tensor of an open file. Slices are dequantized.
 
     Attributes:
-        values, scales: file and name.
-        shape: of the dequantized tensor: `[expert, column, row]` in MXFP4, whose files have `[expert, row, block of
-            columns, byte]`; otherwise `[row, column]`.
-        block: rows and columns that share a scale; None: MXFP4.
+        values: file and name of the tensor of quantized values.
+        scales: file and name of the tensor of scales, possibly in another file.
+        shape: shape of the dequantized tensor: `[row, column]` for FP8 and `[expert, column, row]` for MXFP4, whose
+            stored values are `[expert, row, block of columns, byte]`.
+        block: number of rows and of columns that share a scale in FP8; None for MXFP4.
     """
 
     values: tuple[Path, str]
@@ -44,7 +45,7 @@ class Quantized:
     block: tuple[int, int] | None
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
-        """Returns the bfloat16 values at `place`, one slice per dimension."""
+        """Returns a slice of the tensor, dequantized to bfloat16. `place` has one slice per dimension."""
         bounds = [part.indices(length)[:2] for part, length in zip(place, self.shape, strict=True)]
         return self._mxfp4(bounds) if self.block is None else self._fp8(bounds, self.block)
 
@@ -54,7 +55,9 @@ class Quantized:
         place = (slice(*experts), slice(*rows), slice(before, -(-last // _BLOCK)))
         blocks, scales = _read(self.values, place), _read(self.scales, place)
         values = _PAIRS.index_select(0, blocks.flatten().int()).view(DTYPE).view(*scales.shape, _BLOCK)
-        values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(-2)  # exact: powers of 2
+        values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(
+            -2
+        )  # exact, because the scales are powers of 2
         return values[..., first - before * _BLOCK : last - before * _BLOCK].transpose(1, 2)
 
     def _fp8(self, bounds: list[tuple[int, int]], block: tuple[int, int]) -> torch.Tensor:
@@ -64,13 +67,13 @@ class Quantized:
         values = _read(self.values, (slice(top, bottom), slice(left, right)))
         scales = _read(self.scales, (slice(up, -(-bottom // height)), slice(before, -(-right // width)))).float()
         found = torch.empty(values.shape, dtype=DTYPE)
-        for number, row in enumerate(scales, start=up):  # one row of blocks at a time: no full copy in float32
+        for number, row in enumerate(scales, start=up):  # one row of blocks at a time, to avoid a full copy in float32
             band = slice(max(top, number * height) - top, min(bottom, (number + 1) * height) - top)
             factors = row.repeat_interleave(width)[left - before * width :][: right - left]
             found[band] = values[band].float() * factors
         return found
 
-    # The interface of an open file, which holds only this tensor.
+    # The interface of an open safetensors file that contains only this tensor.
 
     def get_tensor(self, name: str) -> torch.Tensor:
         return self[tuple(slice(None) for _ in self.shape)]
@@ -81,7 +84,12 @@ class Quantized:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a Hugging Face folder; dtype and shape are those after dequantization."""
+    """A tensor in a Hugging Face folder.
+
+    Attributes:
+        dtype, shape: dtype and shape after dequantization.
+        quantized: its quantized values and scales; None: not quantized.
+    """
 
     file: str
     dtype: torch.dtype
@@ -96,10 +104,15 @@ def _read(where: tuple[Path, str], place: tuple[slice, ...]) -> torch.Tensor:
 
 
 def dequantized(path: Path, config: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Replaces each pair of quantized values and scales by one bfloat16 tensor.
+    """Returns the stored tensors, with each pair of quantized values and scales replaced by one bfloat16 tensor.
+
+    Args:
+        path: the Hugging Face folder.
+        config: content of its config.json.
+        stored: name -> tensor, as read from the headers of the files.
 
     Raises:
-        UserError: scales whose shape does not match their values.
+        UserError: the shape of a tensor of scales does not match the quantized values.
     """
     method = quantization(config)
     if method is None:
@@ -117,7 +130,7 @@ def dequantized(path: Path, config: dict[str, Any], stored: dict[str, StoredTens
             continue
         shape, expected = _shapes(values.shape, block)
         if shape is None or scales.shape != expected or (scales.dtype == kind) != (method == "mxfp4"):
-            what = f"{scales_name} is {list(scales.shape)}, which does not match {name}, {list(values.shape)}"
+            what = f"{scales_name} has shape {list(scales.shape)}, which does not match {list(values.shape)} of {name}"
             raise UserError(f"{what}; download the model again", path)
         quantized = Quantized((path / values.file, name), (path / scales.file, scales_name), shape, block)
         found[base] = replace(values, dtype=DTYPE, shape=shape, quantized=quantized)
@@ -126,7 +139,11 @@ def dequantized(path: Path, config: dict[str, Any], stored: dict[str, StoredTens
 
 
 def _shapes(shape: tuple[int, ...], block: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Returns the dequantized shape (None: invalid) and the shape of the scales."""
+    """Returns the shape of the dequantized tensor (None if `shape` is invalid) and the expected shape of the scales.
+
+    Args:
+        shape: shape of the tensor of quantized values.
+    """
     if block is None:
         fits = len(shape) == 4 and 2 * shape[3] == _BLOCK
         return ((shape[0], shape[2] * _BLOCK, shape[1]) if fits else None), shape[:-1]

@@ -1,4 +1,4 @@
-"""Reads a slice of a parameter of Weft's model from Hugging Face's files, and no more of the file than that."""
+"""Reads slices of the parameters of Weft's model from Hugging Face files, without reading full tensors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CACHE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Source:
-    """Where a parameter of Weft's model is stored.
+    """The stored tensor from which a parameter of Weft's model is read.
 
     Attributes:
-        name: of the stored tensor; of the first expert's, for a stack of experts.
-        transform: converts the stored tensor to the parameter.
-        shape: of the parameter.
-        experts: the source of each expert, if each is a tensor in the files.
+        name: name of the stored tensor. For experts that are stored as separate tensors, that of the first expert.
+        transform: conversion of the stored tensor to the parameter; None: no conversion.
+        shape: shape of the parameter.
+        experts: the source of each expert, if the experts are stored as separate tensors.
     """
 
     name: str
@@ -36,9 +36,10 @@ class Source:
 
 
 class OpenFileCache:
-    """Opens files and keeps the last one open, so that its header is not parsed again for each of thousands of experts.
+    """Opens files and keeps the last file open, so that its header is not parsed again for each expert.
 
-    Pages that are read stay in this process's memory until their file is closed, which happens after 32 MiB.
+    Memory-mapped pages stay in this process's memory until their file is closed. Therefore a file is closed and opened
+    again after 32 MiB were read.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class OpenFileCache:
         yield self._found
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Adds a tensor to the bytes read from the open file."""
+        """Counts the bytes of a tensor that was read from the open file."""
         self._bytes += tensor.nbytes
 
     def __enter__(self) -> OpenFileCache:
@@ -69,9 +70,13 @@ def read_slice(
     size: tuple[int, ...],
     open_file: Callable[[Path], AbstractContextManager[Any]] = open_tensors,
 ) -> torch.Tensor:
-    """Returns the slice of a parameter that begins at `start`, of shape `size`, on the CPU, in its stored dtype.
+    """Returns a slice of a parameter, on the CPU and in its stored dtype.
 
-    The file is opened per call, which releases the pages read, unless `open_file` is an `OpenFileCache`.
+    Args:
+        file: the file that contains the stored tensor, or the quantized tensor.
+        start: index at which the slice begins, for each dimension.
+        size: shape of the slice.
+        open_file: function that opens a file; an `OpenFileCache` keeps the file open between calls.
     """
     with contextlib.nullcontext(file) if isinstance(file, Quantized) else open_file(file) as opened:
         if 0 in size:
@@ -89,7 +94,7 @@ def read_slice(
 
 @dataclass(frozen=True)
 class _Expert:
-    """One expert of a stored tensor `[expert, ...]`."""
+    """One expert of a stored tensor `[expert, ...]`, which can be sliced like a tensor of an open file."""
 
     stored: Any
     expert: int
@@ -99,6 +104,7 @@ class _Expert:
 
 
 def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    """Returns a slice of a parameter, converted from a part of a stored tensor."""
     rows = (start[0], start[0] + size[0])
     rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
     if not transform.sizes:
@@ -114,7 +120,7 @@ def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tup
 
 
 def _rows(stored, transform: Transform, rows: tuple[int, int], rest: tuple[slice, ...]) -> torch.Tensor:
-    """Returns rows of the stored tensor, transposed if the parameter is."""
+    """Returns rows of a parameter, whose stored tensor is transposed if `transform.transposed` is true."""
     if not transform.transposed:
         return stored[(slice(*rows), *rest)]
     return stored[(*rest, slice(*rows))].T

@@ -1,7 +1,7 @@
-"""Reads and writes the files of a Transformers model that is not a built-in family.
+"""Reads and writes the files of a Transformers model that is not of a built-in family.
 
-Where names in files and in the model differ (for example, experts are stacked in memory), transformers' table of weight
-conversions is applied in both directions.
+For some models, tensors in the files and in the model differ: for example, experts are stacked in memory. Then
+transformers' table of weight conversions is applied, in both directions.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from weft.formatting import first_few
 from weft.models.build import build_model
 from weft.parallel import ranks
 
-_NAMED = 10  # mismatched tensors that a message lists
+_NAMED = 10  # maximum number of mismatched tensors that a message lists
 
 
 def fill_transformers_model(model: nn.Module, section: TransformersModelSection) -> None:
-    """Loads the safetensors of `section.path` into a model, sharded or not. Every rank reads its shards.
+    """Loads the safetensors files in `section.path` into a model, sharded or not. Every rank reads its shards.
 
-    Tensors that transformers stacks or splits while loading are converted in full on every rank, one group at a time.
+    Tensors that transformers stacks or splits are read and converted in full on every rank, one group at a time.
 
     Raises:
-        UserError: a file is missing or truncated; tensors are missing, misshaped or not the model's.
+        UserError: a file is missing or truncated, or a tensor is missing, unknown or of another shape.
     """
     path = Path(section.path or "")
     stored = read_headers(path)
     for warning in file_warnings(path) if ranks.rank() == 0 else ():
         warnings.warn(f"{path}: {warning}", stacklevel=2)
-    plain = build_model(section)  # a sharded model has another class name, and conversions are found by that name
+    plain = build_model(section)  # transformers finds conversions by the class name, which sharding changes
     reader = _Reader(plain, path, stored)
     problems = reader.problems
     shapes = {name: tuple(tensor.shape) for name, tensor in plain.state_dict().items()}
@@ -59,8 +59,8 @@ def fill_transformers_model(model: nn.Module, section: TransformersModelSection)
         for name, tensor in reader.convert(first, blank.__getitem__).items():
             owners[name] = first
             if name in shapes and tuple(tensor.shape) != shapes[name]:
-                problems.append(f"{name} is {list(tensor.shape)} where config.json requires {list(shapes[name])}")
-    buffers = dict(plain.named_buffers())  # those that no file holds keep the constructor's values
+                problems.append(f"{name} has shape {list(tensor.shape)}, but config.json requires {list(shapes[name])}")
+    buffers = dict(plain.named_buffers())  # buffers that are in no file keep the values from the constructor
     targets: dict[str, torch.Tensor] = {}
     tied: list[list[str]] = []
     for name, (tensor, names) in model_tensors(model).items():
@@ -77,8 +77,8 @@ def fill_transformers_model(model: nn.Module, section: TransformersModelSection)
         for other in others:
             if not torch.equal(reader.read(owners[one])[one], reader.read(owners[other])[other]):
                 raise UserError(
-                    f"tie_word_embeddings: {one} and {other} are tied in config.json and differ in the files; set "
-                    "model.config.tie_word_embeddings: false to keep both",
+                    f"{one} and {other} are tied in config.json, but differ in the files; set "
+                    "model.config.tie_word_embeddings: false to use both",
                     path,
                 )
     with torch.no_grad():
@@ -88,18 +88,23 @@ def fill_transformers_model(model: nn.Module, section: TransformersModelSection)
 
 @dataclass
 class _Group:
-    """Stored tensors that become tensors of the model together, and their conversion; None: one tensor, unchanged."""
+    """Stored tensors that are converted together to one or more tensors of the model.
+
+    Attributes:
+        converter: the conversion of transformers; None: one stored tensor, used unchanged.
+        parts: (pattern of the conversion that matches the name, stored name) of each tensor.
+    """
 
     converter: Any = None
-    parts: list[tuple[str, str]] = field(default_factory=list)  # (pattern, name in a file)
+    parts: list[tuple[str, str]] = field(default_factory=list)
 
 
 class _Reader:
-    """Reads stored tensors as a model has them.
+    """A reader of stored tensors that converts them to the names and shapes in a Transformers model.
 
     Attributes:
-        groups: first name in the model -> the stored tensors that it is converted from.
-        problems: stored tensors that cannot be read, and why.
+        groups: name of a group's first tensor in the model -> the group of stored tensors.
+        problems: texts about stored tensors that cannot be used.
     """
 
     def __init__(self, model: Any, path: Path, stored: dict[str, StoredTensor]):
@@ -125,10 +130,15 @@ class _Reader:
                 group = self.groups.setdefault(target, _Group(by_pattern.get(pattern or "")))
                 group.parts.append((pattern or "", name))
             elif not any(one.search(name) or one.search(target) for one in ignored):
-                self.problems.append(f"{name} is not of this model")
+                self.problems.append(f"{name} does not belong to this model")
 
     def convert(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the model's tensors of a group, converted from what `read` returns for each stored name."""
+        """Converts a group of stored tensors to tensors of the model, and returns them by name.
+
+        Args:
+            first: name of the group's first tensor in the model (a key of `groups`).
+            read: function that returns a stored tensor by its stored name.
+        """
         group = self.groups[first]
         if group.converter is None:
             return {first: read(group.parts[-1][1])}
@@ -138,12 +148,12 @@ class _Reader:
         try:
             found = converter.convert(first, model=self.model, config=self.model.config)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
-            what = f"{group.parts[0][1]} and {len(group.parts) - 1} more tensors cannot be converted to {first}"
+            what = f"{group.parts[0][1]} and {len(group.parts) - 1} more stored tensors cannot be converted to {first}"
             raise UserError(f"{what} ({str(error).splitlines()[0]}); download the model again", self.path) from error
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
 
     def read(self, first: str) -> dict[str, torch.Tensor]:
-        """Returns the model's tensors of a group."""
+        """Reads a group of stored tensors, and returns the model's tensors by name. `first` is a key of `groups`."""
 
         def stored_tensor(name: str) -> torch.Tensor:
             with safe_open(self.path / self.stored[name].file, framework="pt") as file:
@@ -152,7 +162,12 @@ class _Reader:
         return self.convert(first, stored_tensor)
 
     def fill(self, first: str, targets: dict[str, torch.Tensor]) -> None:
-        """Copies a group's tensors, or this rank's shards of them, into `targets`."""
+        """Reads a group of stored tensors into tensors of the model.
+
+        Args:
+            first: name of the group's first tensor in the model (a key of `groups`).
+            targets: name in the model -> tensor to fill. Of a DTensor, this rank's shard is filled.
+        """
         group = self.groups[first]
         if group.converter is None:
             if first in targets:
@@ -174,13 +189,14 @@ class _Reader:
 def transformers_entries(
     section: TransformersModelSection, kinds: dict[str, torch.dtype], read: Callable[[str], torch.Tensor]
 ) -> list[Entry]:
-    """Returns a checkpoint's tensors as transformers' `save_pretrained` writes them, read on demand.
+    """Returns a checkpoint's tensors with the names and shapes that transformers' `save_pretrained` writes.
 
-    Tensors of a layer whose names differ in the files are converted together, once for consecutive reads.
+    They are read on demand. If a layer needs a conversion, all its tensors are converted together, and the result is
+    cached for the reads that follow.
 
     Args:
-        kinds: name in the model -> dtype of the checkpoint's tensor.
-        read: returns a tensor of the checkpoint.
+        kinds: name in the model -> dtype of the tensor in the checkpoint.
+        read: function that returns a tensor of the checkpoint by its name in the model.
     """
     model = build_model(section)
     blank = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in kinds}
@@ -201,13 +217,14 @@ def transformers_entries(
 
 
 def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Converts tensors of the model to tensors with the names and shapes in files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 class _Layer:
-    """A layer's tensors as the files have them. Each thread caches the last layer that it converted."""
+    """The tensors of a layer, converted to names and shapes in files. Each thread caches the last converted layer."""
 
     _of_thread = threading.local()
 
@@ -224,7 +241,7 @@ class _Layer:
 
 
 def transformers_config_files(section: TransformersModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
-    """Returns config.json with the weights' dtype, and generation_config.json with its special ids."""
+    """Returns the content of config.json, with the dtype of the weights, and of generation_config.json, if needed."""
     kind = main_dtype(entries)
     config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}
     special = {key: config[key] for key in SPECIAL if config.get(key) is not None}

@@ -1,4 +1,4 @@
-"""`weft config check`: reports every error in a run file, or prints the plan of the run."""
+"""`weft config check`: reports all errors in a run file; without errors, prints the plan of the run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from weft.formatting import amount, counted
 if TYPE_CHECKING:
     from weft.config.mesh import MeshShape
 
-HELP = "report every error in a run file"
+HELP = "report all errors in a run file"
 GROUP = "run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Reads FILE and the files that it extends, checks every key, and reads the headers of the tokenizer and the "
-        "token stores. Prints all errors in one pass, each with its file, its line and a remedy. Exits with code 0 if "
-        "there are none, and with 2 otherwise."
+        "token stores. Prints all errors, each with its file, its line and a remedy. Exits with code 0 if there are "
+        "no errors, otherwise with code 2."
     )
     parser.epilog = "example: weft config check run.yaml optimizer.lr=1e-3"
     add_file(parser)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     if args.devices is not None and args.devices < 1:
-        raise UserError(f"--devices {args.devices}: give at least 1")
+        raise UserError(f"--devices {args.devices}: use at least 1")
     ranks = args.devices or launched_ranks()
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
     print(f"{args.file}: OK")
@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str]:
-    """Returns the derived facts of a checked config: label -> text.
+    """Returns the plan of a run, derived from a checked config, as label -> text.
 
     Args:
-        ranks: world size; default: the smallest that fits the mesh.
-        open_data: read the headers of the token stores.
+        ranks: world size. Default: the smallest world size that fits the mesh.
+        open_data: whether to read the headers of the token stores.
     """
     from weft.config.derive import derive, sequence_length
     from weft.data.batches.mixture_plan import plan_mixture
@@ -113,9 +113,10 @@ def _model(model) -> dict[str, str]:
 
 
 def _sizes(config) -> list[int] | None:
-    """Returns the number of sequences of each token store in a mixture, from their headers.
+    """Returns the number of sequences in each token store of a mixture, computed from the headers of the stores.
 
-    Best-fit packing yields slightly more. None for a single source, or if the mixture has a custom dataset.
+    Best-fit packing yields slightly more sequences. Returns None for a single source, or if the mixture has a custom
+    dataset.
     """
     from weft.config.data import StoreSource
     from weft.config.derive import sequence_length
@@ -129,14 +130,14 @@ def _sizes(config) -> list[int] | None:
 
 
 def _outline(config, open_data: bool) -> list[str]:
-    """Returns one line per source whose size is known only when the run starts."""
+    """Returns lines of text about data whose size is known only when the run starts, with one line per source."""
     from weft.config.data import DatasetSection, StoreSource
     from weft.config.derive import sequence_length
     from weft.headers import read_store_header
 
     length = f"in sequences of {sequence_length(config):,}"
     if isinstance(config.data.train, DatasetSection):
-        return [f"{config.data.train.type}, {length}; its size is known when the run starts"]
+        return [f"{config.data.train.type}, {length}; the size will be known when the run starts"]
     sources = config.data.sources
     unknown = "the size of the custom dataset" if open_data else "their sizes (not read)"
     lines = [f"{len(sources)} sources {length}; {unknown} will be known when the run starts:"]
@@ -155,7 +156,11 @@ def _outline(config, open_data: bool) -> list[str]:
 
 
 def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
-    """Returns one line per mesh axis; no line for one rank unless the number of ranks was given."""
+    """Returns lines of text about the mesh: the number of ranks, and each axis of more than one rank.
+
+    Args:
+        known: whether the number of ranks is given. If not, a mesh of a single rank has no lines.
+    """
     from weft.config.derive import sequence_length
     from weft.config.mesh import AXES
     from weft.parallel.stages import stage_ranges
@@ -182,7 +187,7 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
 
 
 def _mesh(config, ranks: int | None) -> MeshShape:
-    """Returns the mesh on `ranks` ranks; default: the smallest that fits."""
+    """Returns the mesh on `ranks` ranks. Default: the smallest number of ranks that fits the mesh."""
     from weft.config.mesh import least_ranks, mesh_shape
 
     return mesh_shape(config.parallel, ranks or least_ranks(config.parallel))

@@ -1,4 +1,4 @@
-"""`weft config schema`: prints the JSON Schema of a run file."""
+"""`weft config schema`: prints the JSON Schema of run files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ GROUP = "keys"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Prints the JSON Schema of a run file. It includes the arguments of the built-in optimizers, schedules and "
-        "trackers."
+        "Prints the JSON Schema of run files, with the arguments of the built-in optimizers, schedules and trackers."
     )
     parser.epilog = "example: weft config schema > run.schema.json"
     parser.add_argument(
-        "--markdown", action="store_true", help="print the reference page (docs/configuration.md) instead"
+        "--markdown",
+        action="store_true",
+        help="print the reference of all keys in Markdown (docs/configuration.md) instead",
     )
 
 

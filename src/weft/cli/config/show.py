@@ -1,4 +1,4 @@
-"""`weft config show`: prints a resolved run file."""
+"""`weft config show`: prints a run file with all values resolved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: weft config show run.yaml --origin"
     add_file(parser)
-    parser.add_argument("--origin", action="store_true", help="print the source of each value")
+    parser.add_argument("--origin", action="store_true", help="also print where each value comes from")
 
 
 def run(args: argparse.Namespace) -> int:

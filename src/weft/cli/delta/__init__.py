@@ -1,5 +1,5 @@
-"""`weft delta`: a model as its differences from another model. One file per sub-verb."""
+"""`weft delta`: stores a model as its differences from another model. Each subcommand is one module."""
 
-HELP = "write a model as its differences from another one, and restore it"
+HELP = "store a model as its differences from a base model, and restore the model"
 GROUP = "use"
-GROUPS = ("work",)  # of its sub-verbs
+GROUPS = ("work",)  # groups of its subcommands
