@@ -107,7 +107,7 @@ def test_one_process_makes_a_folder_and_a_killed_one_is_in_nobody_s_way(tmp_path
     child = subprocess.Popen([sys.executable, "-c", script, str(out)], stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "begun\n"
-        with pytest.raises(UserError, match="out: another process is writing it"), hidden_folder(out):
+        with pytest.raises(UserError, match="out: another process is writing this folder; wait"), hidden_folder(out):
             pass
         assert names(tmp_path / ".out.partial") == ["half"]
     finally:

@@ -263,7 +263,7 @@ def disk_full(folder: Path, rank: int, mesh) -> None:
     text = refused(rank, lambda: write(run, model, optimizer, step=2))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large; the last complete checkpoint is step-00000001" in text, text
-    assert "start again" in text, text
+    assert "run the same command again" in text, text
     assert "\n" not in text, text
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
     assert {path.name: path.read_bytes() for path in first.iterdir()} == old

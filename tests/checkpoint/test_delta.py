@@ -169,12 +169,15 @@ NORM = "model.norm.weight"
 DAMAGES = {
     "one number": (
         lambda b, d: change(b, lambda s: s[NORM].mul_(2)),
-        f"not the base .*: {NORM} differs; ",
+        f"not made against this base: .*{NORM} .*; give the base",
     ),
-    "missing": (lambda b, d: change(b, lambda s: s.pop(NORM)), f"not the base .*: it has no {NORM}"),
+    "missing": (
+        lambda b, d: change(b, lambda s: s.pop(NORM)),
+        f"this base: it has no {NORM}; give the base",
+    ),
     "shape": (
         lambda b, d: change(b, lambda s: s.update({NORM: torch.ones(3)})),
-        r"is float32 \[3\], not float32 \[32\]",
+        r"is float32 \[3\] instead of float32 \[32\]; give the base",
     ),
     "delta": (lambda b, d: flip(next(d.glob("*.bin")), 40), "damaged delta: .* differs"),
     "end of delta": (lambda b, d: flip(next(d.glob("*.bin"))), "damaged delta: .* differs"),
@@ -184,13 +187,13 @@ DAMAGES = {
     ),
     "gone": (lambda b, d: next(d.glob("*.bin")).unlink(), "damaged delta: delta-00001-of-00001.bin is missing"),
     "manifest": (lambda b, d: flip(d / "delta.json", 500), "delta.json: "),
-    "config": (lambda b, d: flip(d / "model" / "config.json", 5), "config.json: damaged delta"),
+    "config": (lambda b, d: flip(d / "model" / "config.json", 5), "config.json: .* of the delta is missing or damaged"),
     "version": (lambda b, d: rewritten(d, lambda c: c.update(version=2)), "delta.json: version 2 "),
-    "keys": (lambda b, d: rewritten(d, lambda c: c.pop("removed")), "not what `weft delta make` writes"),
+    "keys": (lambda b, d: rewritten(d, lambda c: c.pop("removed")), "delta.json: invalid content .*again"),
     "dtype": (lambda b, d: rewritten(d, lambda c: c["tensors"][NORM].update(dtype="nn")), f"{NORM} has a dtype"),
     "place": (
         lambda b, d: rewritten(d, lambda c: c["tensors"][NORM].update(place="../evil.safetensors")),
-        "which no delta has",
+        "not a file name that Weft writes; do not use",
     ),
     "no delta": (lambda b, d: shutil.rmtree(d), "not a delta: .* `weft delta make`"),
 }
@@ -238,5 +241,5 @@ def test_plain_differences_as_fastchat_has_them(tmp_path, capsys, pickled):
     capsys.readouterr()
     assert weft_command("delta", "apply", start, delta, tmp_path / "out2", *flags) == 2
     said = capsys.readouterr().err
-    assert "`weft resize` with --vocab-size 512" in said
+    assert "`weft resize --vocab-size 512`" in said
     assert said.count("\n") == 1

@@ -67,10 +67,10 @@ def replace(path, name, data):
 
 MISTAKES = {
     "missing": (lambda p: tensors(p, lambda s: s.pop("model.norm.weight")), "model.norm.weight is missing"),
-    "extra": (lambda p: tensors(p, lambda s: s.update(odd=torch.ones(2))), "odd is not of this model"),
+    "extra": (lambda p: tensors(p, lambda s: s.update(odd=torch.ones(2))), "odd does not belong to this model"),
     "misshaped": (
         lambda p: tensors(p, lambda s: s.update({"model.norm.weight": torch.ones(31)})),
-        r"model.norm.weight is \[31\] where config.json .* \[32\]",
+        r"model.norm.weight has shape \[31\], but config.json .* \[32\]",
     ),
     "more than ten": (lambda p: tensors(p, eleven), "is missing; and 1 more"),
     "unknown": (
@@ -80,7 +80,7 @@ MISTAKES = {
     "quantized": (lambda p: change(p, quantization_config={"quant_method": "gptq"}), "quantized .gptq."),
     "no config": (lambda p: (p / "config.json").unlink(), r"config\.json"),
     "empty config": (lambda p: replace(p, "config.json", b""), "config.json: the file is empty"),
-    "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: broken JSON"),
+    "broken config": (lambda p: replace(p, "config.json", b"{"), "config.json:1: invalid JSON"),
     "list as config": (lambda p: replace(p, "config.json", b"[]"), r"config\.json: .*mapping"),
     "heads": (
         lambda p: change(p, num_attention_heads=5, head_dim=None),
@@ -90,26 +90,32 @@ MISTAKES = {
         lambda p: change(p, num_hidden_layers=-1),
         "config.json: num_hidden_layers: .* at least 1, not -1",
     ),
-    "pickled": (pickled, "so none is loaded; .* weft import .*hf OUT --allow-pickle"),
-    "half": (lambda p: cut(p, -1), r"model.safetensors: truncated file: [\d,]+ bytes of [\d,]+; download it again"),
-    "half a header": (lambda p: cut(p, 100), "truncated file: it ends in its header"),
-    "empty": (lambda p: cut(p, 0), "truncated file"),
+    "pickled": (pickled, "pickled .* safetensors.* weft import .*hf OUT --allow-pickle"),
+    "half": (lambda p: cut(p, -1), r"model.safetensors: .*truncated: [\d,]+ bytes instead of [\d,]+; download"),
+    "half a header": (lambda p: cut(p, 100), "truncated: .* header.*; download"),
+    "empty": (lambda p: cut(p, 0), "the file is truncated.*; download"),
     "pointer": (
         lambda p: replace(p, "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
-        "a pointer of Git LFS",
+        "Git LFS pointer.*; run git lfs pull",
     ),
     "web page": (lambda p: replace(p, "model.safetensors", b"<html>" * 99), "not a safetensors file"),
-    "longer": (lambda p: replace(p, "model.safetensors", (p / "model.safetensors").read_bytes() + b"x"), "bytes where"),
-    "offsets": (lambda p: offsets(p), r"model.safetensors: its header has wrong offsets for model.layers.\d.\S+;"),
-    "layers": (lambda p: change(p, num_hidden_layers=9000), "num_hidden_layers: 9,000, and the files have 21"),
+    "longer": (
+        lambda p: replace(p, "model.safetensors", (p / "model.safetensors").read_bytes() + b"x"),
+        "its header requires .*; download",
+    ),
+    "offsets": (lambda p: offsets(p), r"model.safetensors: .*wrong offsets for model.layers.\d.\S+; download"),
+    "layers": (
+        lambda p: change(p, num_hidden_layers=9000),
+        "num_hidden_layers is 9,000, but the files have only 21 .*; download",
+    ),
     "header": (lambda p: deep(p), "model.safetensors: not a safetensors file"),
     "architecture": (lambda p: change(p, architectures="Nonsense"), "architectures: .*'Nonsense'"),
     "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "hf: .*checkpoint of Weft"),
     "nothing": (lambda p: shutil.move(p, p.parent / "elsewhere"), "there is no such folder"),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors: download"),
     "foreign tokenizer": (
         lambda p: replace(p, "tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 900}}}).encode()),
-        "tokenizer.json: this tokenizer does not fit: it has 901 tokens and the model's embedding 512 rows",
+        "tokenizer.json: .* 901 tokens, but .* 512 rows; use the tokenizer",
     ),
 }
 
@@ -131,11 +137,11 @@ def test_shards_that_lack(tmp_path, capsys):
     second = sorted(path.glob("model-00002-*"))[0]
     second.rename(tmp_path / "gone")
     assert weft_command("import", path, tmp_path / "out") == 2
-    assert f"{second}: model.safetensors.index.json names this file" in capsys.readouterr().err
+    assert f"{second}: this file, which model.safetensors.index.json lists, is missing" in capsys.readouterr().err
     (tmp_path / "gone").rename(second)
     (path / "model.safetensors.index.json").unlink()
     assert weft_command("import", path, tmp_path / "out") == 2
-    assert "is one of several files, and model.safetensors.index.json is missing" in capsys.readouterr().err
+    assert "model.safetensors.index.json, the index of model-00001-" in capsys.readouterr().err
 
 
 def test_warnings(tmp_path, whole, tiny_tokenizer, capsys):
@@ -143,15 +149,15 @@ def test_warnings(tmp_path, whole, tiny_tokenizer, capsys):
     change(path, pad_token_id=512)
     assert weft_command("import", path, tmp_path / "one") == 0
     said = capsys.readouterr().err
-    assert "pad_token_id is 512, beyond the model's 512 tokens" in said
-    assert "there is no tokenizer.json" in said
+    assert "pad_token_id is 512, but the model has only 512 tokens" in said
+    assert "tokenizer.json is missing" in said
     for file in tiny_tokenizer.iterdir():
         shutil.copy(file, path)
     content = json.loads((path / "tokenizer.json").read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": 515, "content": "<far>"})
     (path / "tokenizer.json").write_text(json.dumps(content))
     assert weft_command("import", path, tmp_path / "two") == 0
-    assert "special tokens beyond the model's 512 rows (<far>)" in capsys.readouterr().err
+    assert "ids beyond the model's 512 rows; do not use them: <far>" in capsys.readouterr().err
     assert (tmp_path / "two" / "tokenizer" / "tokenizer.json").exists()
     assert weft_command("generate", tmp_path / "one", "hello") == 2
     assert "no tokenizer.json with this model" in capsys.readouterr().err
@@ -161,7 +167,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path, whole, capsys,
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     assert weft_command("import", whole, tmp_path / "out") == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists; choose another folder" in capsys.readouterr().err
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["mine"]
 
     def full(*args):
@@ -233,5 +239,5 @@ def test_a_model_that_no_family_can_be(tmp_path, capsys):
     write(tmp_path, build_model(section), None, architecture=section.model_dump(mode="json", by_alias=True))
     assert weft_command("export", tmp_path, tmp_path / "out") == 2
     assert "model.logit_softcap is 5.0" in capsys.readouterr().err
-    with pytest.raises(weft.UserError, match="no such run"):
+    with pytest.raises(weft.UserError, match="does not exist; give a run"):
         weft.load_model(tmp_path / "nothing")

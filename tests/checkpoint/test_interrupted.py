@@ -84,7 +84,7 @@ def test_two_at_once(tmp_path):
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
     with subprocess.Popen([sys.executable, "-c", MAKING, out], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "begun\n"
-        told = "out: another process is writing it; wait"
+        told = "out: another process is writing this folder; wait"
         with pytest.raises(UserError, match=told), new_folder(out, 0):
             pass
         assert (partial / "file").exists()

@@ -78,7 +78,7 @@ def test_what_is_more_than_tensors_is_never_read(tmp_path, capsys):
         ],
         "dictionary of tensors by name": [lambda: saved({"model": state}), lambda: saved(list(state.values()))],
         "cannot be read": [lambda: file.write_bytes(whole[: len(whole) // 2]), lambda: file.write_bytes(b"")],
-        "a pointer of Git LFS": [lambda: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")],
+        "a Git LFS pointer": [lambda: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")],
         "model.norm.weight is missing": [lambda: saved({k: v for k, v in state.items() if k != "model.norm.weight"})],
     }
     for message, cases in damages.items():
@@ -102,4 +102,4 @@ def test_safetensors_come_first_and_a_missing_file_is_told(tmp_path, capsys):
     (bins / "pytorch_model-00002-of-00004.bin").unlink()
     capsys.readouterr()
     assert weft_command("import", bins, tmp_path / "out2", "--allow-pickle") == 2
-    assert "bin.index.json names this file" in capsys.readouterr().err
+    assert "bin.index.json lists, is missing" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_mxfp4_as_transformers_reads_it(gpt_oss, tmp_path, capsys):
         assert expected.count_nonzero() > 0
     assert weft_command("import", gpt_oss, tmp_path / "out") == 0
     said = capsys.readouterr()
-    assert said.err.count("4 tensors are quantized (mxfp4) and read as bfloat16") == 1
+    assert said.err.count("4 tensors are quantized (mxfp4) and will be read as bfloat16") == 1
     tokens = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(0))
     for path in (tmp_path / "out", gpt_oss):
         ours = quietly(path, dtype=torch.float32)
@@ -159,15 +159,15 @@ def test_fp8_as_transformers_reads_it(deepseek, tmp_path, capsys, apart):
         in_shards(path)
     assert weft_command("import", path, tmp_path / "out") == 0
     said = capsys.readouterr().err
-    assert re.search(r"[\d,]+ tensors are quantized \(fp8\) and read as bfloat16", said)
-    assert re.search(r"[\d,]+ tensors belong to .*num_nextn_predict_layers.* and left out", said)
+    assert re.search(r"[\d,]+ tensors are quantized \(fp8\) and will be read as bfloat16", said)
+    assert re.search(r"[\d,]+ tensors belong to .*num_nextn_predict_layers.* and will not be read", said)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
     )
     tokens = torch.randint(0, 96, (2, 20), generator=torch.Generator().manual_seed(0))
     with pytest.warns(UserWarning, match="read as bfloat16|left out") as told:
         ours = weft.load_model(path, dtype=torch.float32)
-    assert [str(one.message).rpartition(" and ")[2] for one in told] == ["read as bfloat16", "left out"]
+    assert [str(one.message).rpartition(" and ")[2] for one in told] == ["will be read as bfloat16", "will not be read"]
     expected = theirs.float()(tokens).logits
     assert (ours(tokens) - expected).abs().max() < 2e-5
     assert (quietly(tmp_path / "out", dtype=torch.float32)(tokens) - expected).abs().max() < 2e-5

@@ -115,7 +115,7 @@ def test_fewer_rows_and_the_same(tmp_path, tiny_tokenizer, capsys):
     before = weft.load_model(source).state_dict()
     assert weft_command("resize", source, tmp_path / "out", "--vocab-size", 500) == 2
     said = capsys.readouterr().err
-    assert "the model has 512 rows, and 500 would drop the last 12; give --shrink" in said
+    assert "the model has 512 rows, and a resize to 500 drops the last 12; use --shrink" in said
     assert said.count("\n") == 1
     assert weft_command("resize", source, tmp_path / "less", "--vocab-size", 500, "--shrink") == 0
     assert weft_command("resize", source, tmp_path / "same", "--vocab-size", 512) == 0

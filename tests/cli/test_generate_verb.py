@@ -89,8 +89,8 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "there is nothing to continue; give a PROMPT, - for standard input, or --prompts FILE"),
-        (["-", "-"], "standard input is read once; give - once"),
+        ([], "no prompt was given; give a PROMPT, - for standard input, or --prompts FILE"),
+        (["-", "-"], "only once; use - once"),
         (["a", "--top-p", "0"], "top_p is 0.0; set it to a number above 0, at most 1"),
         *(
             (
@@ -101,7 +101,7 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
         ),
         (["a", "--max-new-tokens", "0"], "max_new_tokens is 0; set it to at least 1"),
         (["--prompts", "none.txt"], "none.txt: the file of prompts cannot be read: No such file or directory"),
-        (["--prompts", "blank.txt"], "blank.txt: there is no prompt in it; write one per line"),
+        (["--prompts", "blank.txt"], "blank.txt: the file has no prompts; write one"),
         (["--prompts", "odd.txt"], "odd.txt:2: this prompt is not UTF-8 text; convert the file to UTF-8"),
     ],
 )
@@ -144,4 +144,4 @@ def test_a_prompt_that_is_not_utf8_is_one_line(run_yaml, tmp_path, monkeypatch, 
     assert said.out == ""
     (line,) = said.err.splitlines()
     assert line.startswith(named)
-    assert "is not UTF-8 text, from byte 2 on" in line
+    assert "has invalid UTF-8 at byte 2; convert" in line

@@ -93,10 +93,10 @@ def test_two_processes_show_their_communication(run_yaml, tmp_path):
     ("arguments", "said"),
     [
         (["--ranks", "5"], "--ranks: there is no rank 5; give ranks from 0 to 0"),
-        (["--ranks", "one"], "--ranks one: give all, or numbers"),
-        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--ranks", "one"], "--ranks one: use all, or numbers"),
+        (["--steps", "0"], "--steps 0: use at least 1"),
         (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, but this run has 30; lower --steps"),
-        (["--out", "taken"], "taken: exists already"),
+        (["--out", "taken"], "taken: already exists; choose another --out"),
         (["--out", "taken/file/below"], "no folder can be created here; name another --out"),
     ],
 )

@@ -38,7 +38,7 @@ def test_check_on_a_number_of_devices(capsys, monkeypatch):
     assert main(["config", "check", "run.yaml", "--no-data", "--devices", "1"]) == 0
     assert "mesh        1 rank\n" in capsys.readouterr().out
     assert main(["config", "check", "run.yaml", "--no-data", "--devices", "0"]) == 2
-    assert "--devices 0: give at least 1" in capsys.readouterr().err
+    assert "--devices 0: use at least 1" in capsys.readouterr().err
 
 
 def test_training_is_refused_before_it_starts(capsys):

@@ -100,11 +100,11 @@ def test_too_little_memory_is_one_line_and_the_traceback_is_logged(run_yaml, tmp
     assert train(run_yaml(log=QUIET), "model.hidden_size=4000000") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "out of memory: this machine's memory has no room for another 64 TB; lower training.micro_ba"
+        "out of memory: this machine's memory has no space for another 64 TB; lower training.micro_ba"
     )
     log = tmp_path / "runs" / "demo" / "logs" / "rank-00000.log"
     assert line.endswith(f"the traceback is in {log}")
     assert "Traceback" in log.read_text()
     torch_says = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1"
-    assert "the GPU's memory has no room for another 20.00 GiB;" in out_of_resources(RuntimeError(torch_says))
+    assert "the GPU's memory has no space for another 20.00 GiB;" in out_of_resources(RuntimeError(torch_says))
     assert out_of_resources(RuntimeError("something else")) is None

@@ -65,8 +65,8 @@ def test_ranks_that_do_not_answer_a_signal_are_named_and_killed(launch):
     waiting, killed = errors.splitlines()
     assert code == 3
     assert waiting.startswith("waiting for rank 1 (process ")
-    assert ", stopped by a signal): step 7; rank 0 (process " in waiting
-    assert waiting.endswith("): step 7; killed in 1 s without progress (a second Ctrl-C: now)")
+    assert ", suspended by a signal): step 7; rank 0 (process " in waiting
+    assert waiting.endswith("): step 7; killed after 1 s without progress (Ctrl-C again: kill now)")
     assert killed.startswith("killed after 1 s without progress: rank 1 (process ")
     assert "there is no checkpoint yet, so the same command starts over" in killed
 
@@ -124,7 +124,7 @@ sys.exit(143)
     code, errors = launch(syncs, signal.SIGTERM)
     (line,) = errors.splitlines()
     assert (code, line.startswith("waiting for rank 0 (process ")) == (143, True)
-    assert ": saving step 7; killed in 60" in line
+    assert ": saving step 7; killed after 60" in line
 
 
 def test_the_others_end_with_a_rank_that_fails(launch):
@@ -153,9 +153,7 @@ def test_no_rank_is_left_where_another_cannot_be_started(launch, monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError) as caught:
         launch("time.sleep(60)")
-    assert str(caught.value).startswith(
-        "rank 1 of 2 cannot be started: Resource temporarily unavailable; ask for fewer"
-    )
+    assert str(caught.value).startswith("rank 1 of 2 cannot be started: Resource temporarily unavailable; use fewer")
     assert started[0].poll() == -signal.SIGKILL
     assert len(os.listdir("/proc/self/fd")) == before
 

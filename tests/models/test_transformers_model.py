@@ -211,7 +211,7 @@ def changed(path, into, **keys):
         ),
         ({"ffn_dim": 63}, r"layers.0.fc1.weight is \[64, 32\] where config.json .* \[63, 32\]"),
         ({"num_hidden_layers": 3}, "layers.2.self_attn.k_proj.weight is missing"),
-        ({"num_hidden_layers": 1}, "layers.1.fc1.bias is not of this model"),
+        ({"num_hidden_layers": 1}, "layers.1.fc1.bias does not belong to this model"),
         ({"model_type": None}, "model_type: missing"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\) and cannot be trained"),
     ],

@@ -134,7 +134,7 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{run}/checkpoints/step-00000006/" in line
     assert "damaged" in line
-    assert f"previous complete checkpoint is {run}/checkpoints/step-00000002;" in line
+    assert f"previous complete checkpoint, {run}/checkpoints/step-00000002;" in line
     assert "`weft train --from-last-good`" in line
     assert train(file, "--from-last-good", "--fresh") == 2
     assert "give one of the two" in capsys.readouterr().err

@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues each PROMPT with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face "
         "folder. If tokens of the tokenizer begin with a blank, a blank at the end of a prompt becomes part of the "
-        "next word. The text of a single prompt is printed while it is generated. Several prompts are continued in batches "
-        "of up to 16, and each text is printed when it is complete."
+        "next word. The text of a single prompt is printed while it is generated. Several prompts are continued in "
+        "batches of up to 16, and each text is printed when it is complete."
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, a checkpoint, or a Hugging Face folder"

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes the differences of MODEL from BASE to the folder OUT. `weft delta apply` restores MODEL from BASE and "
         "OUT, bit for bit. BASE and MODEL are runs, checkpoints, imported folders or Hugging Face folders. OUT "
-        "contains the compressed differences of the tensors' bit patterns, the SHA-256 of each tensor, and MODEL's config and "
-        "tokenizer, but no optimizer state."
+        "contains the compressed differences of the tensors' bit patterns, the SHA-256 of each tensor, and MODEL's "
+        "config and tokenizer, but no optimizer state."
     )
     parser.add_argument("base", metavar="BASE", help="the base model, from which MODEL was derived")
     parser.add_argument("model", metavar="MODEL", help="the model whose differences to write")
