@@ -68,7 +68,7 @@ def test_ranks_that_do_not_answer_a_signal_are_named_and_killed(launch):
     assert ", suspended by a signal): step 7; rank 0 (process " in waiting
     assert waiting.endswith("): step 7; killed after 1 s without progress (Ctrl-C again: kill now)")
     assert killed.startswith("killed after 1 s without progress: rank 1 (process ")
-    assert "there is no checkpoint yet, so the same command starts over" in killed
+    assert "the run has no checkpoint yet, so the same command starts over" in killed
 
 
 def test_a_second_ctrl_c_kills_at_once(launch):

@@ -98,7 +98,7 @@ class Keep(NamedTuple):
 
     Attributes:
         last: number of newest checkpoints to keep.
-        every: checkpoints whose step is divisible by this number are never deleted; None: no such checkpoints.
+        every: checkpoints whose step is divisible by this number are never deleted; None: only `last` counts.
     """
 
     last: int

@@ -72,7 +72,8 @@ def resolve(path: str | Path) -> Path:
             raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
         if not found:
             raise UserError(
-                "this is neither a run directory (it has no checkpoints/) nor a checkpoint; give one of the two", path
+                "neither a run directory (checkpoints/ is missing) nor a checkpoint; give a run directory or a checkpoint",
+                path,
             )
         checkpoint = found[-1]
     _raise_if_damaged(checkpoint, files.find_damage(checkpoint, contents=ranks.world_size() == 1))

@@ -123,7 +123,7 @@ def new_huggingface_folder(
 ) -> Iterator[Path]:
     """Context that writes the tensors of a Hugging Face folder, and yields the folder so that the block can add files.
 
-    If there are several files of tensors and the block writes no index of them, the index is added.
+    If the tensors are in several files and the block writes no index, an index is added.
 
     Args:
         shards: file name -> tensors of the file.

@@ -1,6 +1,6 @@
 """Collects the tensors and JSON values of a model and an optimizer for a checkpoint.
 
-Their names are those of the model on a single device.
+Names are as in the model on a single device.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def optimizer_parameters(
         for parameter in group["params"]:
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise ValueError(f"the optimizer has a parameter of shape {shape} that is not one of the model's")
+                raise ValueError(f"the optimizer has a parameter of shape {shape} that is not in the model")
             yield *names[id(parameter)], parameter, group
 
 

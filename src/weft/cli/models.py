@@ -191,16 +191,16 @@ def gigas(found: dict[str, Any]) -> str:
 PAGE = """\
 # Models
 
-<!-- Written by `make docs` from the family files in src/weft/families; change those, not this page. -->
+<!-- Written by `make docs` from the family files in src/weft/families; change the family files, not this page. -->
 
 A family is one file in `src/weft/families/` that converts a Hugging Face model to the decoder's keys and back. Tests
-compare each with Transformers' own class: logits, gradients, losses, generated tokens, and exported files.
+compare each family with the class in Transformers: logits, gradients, losses, generated tokens, and exported files.
 `weft models` lists the presets with their FLOPs per token. `weft models NAME` prints a preset's keys, or a family's
 architectures.
 
 `model: llama-60m` in a run file is a preset with new weights. `model: {from: HF_DIR}` takes a folder's architecture
 and weights; `weft import` and `weft export` convert models ([Hugging Face](huggingface.md)). Any other causal language
-model of Transformers is trained, data parallel only, with `model: {type: hf, path: HF_DIR}`. A new family takes one
+model of Transformers is trained, data parallel only, with `model: {type: hf, path: HF_DIR}`. A new family is one
 file: [Add a model](add-a-model.md).
 
 | family | description | architectures | presets |

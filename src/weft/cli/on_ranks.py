@@ -20,7 +20,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for a run file, its overrides and the number of ranks to a parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="the YAML file of the run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override those of the file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="values that override values in FILE")
     parser.add_argument(
         "--nproc",
         type=int,

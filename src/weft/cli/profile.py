@@ -23,9 +23,9 @@ GROUP = "train"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs the first training steps of the run that FILE describes under PyTorch's profiler, from the initial "
-        "weights, without validation, samples, trackers or checkpoints. The run directory does not change. "
-        "Writes profile.html, profile.json, and a Chrome trace and a plot of the memory for each rank to FOLDER."
+        "Runs the first training steps of the run that FILE describes under PyTorch's profiler, from the initial\n"
+        "weights, without validation, samples, trackers or checkpoints. The run directory does not change. Writes\n"
+        "profile.html, profile.json, and a Chrome trace and a plot of the memory for each rank to FOLDER."
     )
     parser.epilog = (
         "in the table:\n"

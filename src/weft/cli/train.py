@@ -18,8 +18,8 @@ GROUP = "train"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the model that FILE describes. The run directory is <run.directory>/<run.name>. If the run directory "
-        "has checkpoints, training resumes from the newest. SIGTERM and Ctrl-C save a checkpoint and exit. The same "
+        "Trains the model that FILE describes. The run directory is <run.directory>/<run.name>. If the run directory\n"
+        "has checkpoints, training resumes from the newest. SIGTERM and Ctrl-C save a checkpoint and exit. The same\n"
         "command resumes the run."
     )
     parser.epilog = (

@@ -1,8 +1,8 @@
 """Failure reporting: each failure of a run is reported once.
 
 When a rank fails, the other ranks see only a broken connection. Therefore no rank prints its traceback. Each rank sends
-its traceback to the launcher, which prints that of the rank that failed first. Weft's launcher receives it through a
-pipe, torchrun in the file that TORCHELASTIC_ERROR_FILE names.
+its traceback to the launcher, which prints the traceback of the rank that failed first. Weft's launcher receives
+tracebacks through a pipe. torchrun receives them in the file that TORCHELASTIC_ERROR_FILE names.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class Failure(Protocol):
 def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | None = None) -> int:
     """Reports the exception that ends this process, and returns the exit code.
 
-    The exception is sent to the launcher. Without a launcher, it is printed in one line if memory, disk space or custom
-    code is the cause.
+    The exception is sent to the launcher. If this process has no launcher, a message is printed instead, provided that
+    the cause is memory, disk space or custom code.
 
     Args:
         config: the config as plain data, in which custom components are looked up.
-        logs: the run directory, where the traceback is logged even if logging has not begun; None: not logged then.
+        logs: the run directory. If memory or disk space is the cause, the traceback is logged there, even if logging
+            has not begun.
 
     Raises:
         Exception: `error` itself, if this process has no launcher and the cause is something else.
@@ -121,7 +122,12 @@ def report_mistake(error: UserError) -> None:
 
 
 def send_to_launcher(text: str, kind: str) -> bool:
-    """Sends the failure of this rank to its launcher; returns False if there is no launcher."""
+    """Sends the failure of this rank to its launcher. Returns False if this process has no launcher.
+
+    Args:
+        text: message or traceback.
+        kind: who is at fault: MISTAKE, CUSTOM or INTERNAL.
+    """
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     message = {"message": text.partition("\n")[0], "extraInfo": extra, _KEY: {"kind": kind, "time": time.time()}}
     if status.failed(message):
@@ -186,7 +192,7 @@ def resume_hint(run_directory: Path) -> str:
     logs = f"the logs of the ranks are in {run_directory / 'logs'}"
     saved = checkpoints(run_directory)
     if not saved:
-        return f"there is no checkpoint yet, so the same command starts over; {logs}"
+        return f"the run has no checkpoint yet, so the same command starts over; {logs}"
     step = int(saved[-1].name.rpartition("-")[2])
     return f"the same command resumes from the last checkpoint, of step {step:,}; {logs}"
 
@@ -196,12 +202,13 @@ def custom_component_error(error: BaseException, config: Mapping[str, Any]) -> s
 
     The traceback begins at the first frame in custom code.
 
-    Returns:
-        The message; None if custom code is not the cause. This is the case if no frame is in custom code, or if a
-        collective of torch.distributed failed within it (the forward of a sharded model all-gathers weights).
-
     Args:
         config: the config as plain data, in which custom components are looked up.
+
+    Returns:
+        The message; None if custom code is not the cause. Custom code is not the cause if no frame is in custom code,
+        or if custom code called a collective of torch.distributed that failed (the forward of a sharded model
+        all-gathers weights).
     """
     frames = user_frames(error)
     if not frames or any(_communicates(f.f_code.co_filename) for f, _ in traceback.walk_tb(frames[-1])):
@@ -212,7 +219,7 @@ def custom_component_error(error: BaseException, config: Mapping[str, Any]) -> s
 
 
 def _communicates(file: str) -> bool:
-    """Whether a source file belongs to torch.distributed, except DTensor, which communicates through other files."""
+    """Whether a source file belongs to torch.distributed, except DTensor, whose files call no collectives directly."""
     where = Path(file).as_posix()
     return "/torch/distributed/" in where and "/torch/distributed/tensor/" not in where
 

@@ -6,7 +6,7 @@ import os
 
 
 def wait_briefly() -> None:
-    """Makes waiting OpenMP threads spin for about 10 microseconds, then sleep. Keeps a policy in OMP_WAIT_POLICY.
+    """Makes waiting OpenMP threads spin for about 10 microseconds, then sleep, unless OMP_WAIT_POLICY is set.
 
     By default, libgomp's threads spin without end. This is fastest on an idle machine, but eight times slower if
     another process is busy. Threads that sleep immediately lose a sixth of the speed on an idle machine. With this

@@ -55,8 +55,8 @@ def apply_plain(
     delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
     if not is_huggingface(delta):
         raise UserError(
-            "not a delta: it is neither a folder that `weft delta make` wrote (with delta.json) nor a Hugging Face "
-            "folder of plain differences; give one of the two",
+            "not a delta; give a folder that `weft delta make` wrote (with delta.json), or a Hugging Face folder of "
+            "plain differences",
             delta,
         )
     differences = open_weights(delta, allow_pickle=allow_pickle)

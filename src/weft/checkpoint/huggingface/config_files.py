@@ -114,7 +114,7 @@ def tokenizer_warnings(
         )
     if header.eod_id is None:
         warnings.append(
-            "the tokenizer defines no end-of-document token (eos_token); `weft data import-tokenizer --eod` sets one"
+            "the tokenizer defines no end-of-document token (eos_token); set it with `weft data import-tokenizer --eod`"
         )
     return [*warnings, *template_problems(folder)]
 
