@@ -72,7 +72,7 @@ def resolve(path: str | Path) -> Path:
             raise UserError("this run has no checkpoint yet; train until the first checkpoint is saved", path)
         if not found:
             raise UserError(
-                "neither a run directory (checkpoints/ is missing) nor a checkpoint; give a run directory or a checkpoint",
+                "neither a run directory (no checkpoints/) nor a checkpoint; give a run directory or a checkpoint",
                 path,
             )
         checkpoint = found[-1]
