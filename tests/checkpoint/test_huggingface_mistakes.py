@@ -195,7 +195,7 @@ def test_a_damaged_import(tmp_path, whole, capsys):
 def test_export_of_what_cannot_be(tmp_path, whole, capsys):
     for words, what in (
         (["--max-shard-size", "5 pages"], "--max-shard-size 5 pages: "),
-        (["--dtype", "float8"], "dtype 'float8': give one of float32, "),
+        (["--dtype", "float8"], "dtype 'float8': use one of float32, "),
         (["--to", "gguff"], "there is no export 'gguff'; choose from hf, "),
         (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
         (["--to", "weft.errors:__doc__"], "is not an export format"),

@@ -55,11 +55,11 @@ DAMAGES = {
         lambda c: flip(tensors_of(c), -10),
         "safetensors: damaged checkpoint: its contents",
     ),
-    "truncated": (lambda c: os.truncate(tensors_of(c), 100), "it has 100 bytes of "),
+    "truncated": (lambda c: os.truncate(tensors_of(c), 100), "it has 100 bytes instead of "),
     "tensors missing": (lambda c: tensors_of(c).unlink(), "the file is missing"),
     "checksums missing": (lambda c: (c / SUMS).unlink(), f"{SUMS}: damaged checkpoint: the file is"),
-    "checksums no JSON": (lambda c: (c / SUMS).write_text("{"), f"{SUMS}: damaged checkpoint: it is not"),
-    "checksums empty": (lambda c: (c / SUMS).write_text("[]"), f"{SUMS}: damaged checkpoint: it is not"),
+    "checksums no JSON": (lambda c: (c / SUMS).write_text("{"), f"{SUMS}: damaged checkpoint: its contents are not"),
+    "checksums empty": (lambda c: (c / SUMS).write_text("[]"), f"{SUMS}: damaged checkpoint: its contents are not"),
     "a checksum changed": (
         lambda c: (c / SUMS).write_text((c / SUMS).read_text().replace('"bytes": ', '"bytes": 1')),
         f"{SUMS}: damaged checkpoint: its contents",
@@ -130,7 +130,7 @@ def test_paths_that_are_no_run(tmp_path, make, expected):
 def test_a_half_written_checkpoint_is_refused_by_name(run):
     half = run / "checkpoints" / ".step-00000009.partial"
     shutil.copytree(checkpoints(run)[-1], half)
-    with pytest.raises(UserError, match=f"give the run directory {run}"):
+    with pytest.raises(UserError, match=f"give the run directory instead: {run}"):
         resolve(half)
     assert resolve(run).name == "step-00000003"
 
@@ -149,7 +149,7 @@ def test_another_shape_names_the_tensors(run):
     with pytest.raises(UserError) as caught:
         load(checkpoints(run)[-1], model=built(2, width=8))
     text = str(caught.value)
-    assert "embed.weight is [11, 8] in this model, [11, 6] in the checkpoint" in text
+    assert "embed.weight has shape [11, 8] in this model, but [11, 6] in the checkpoint" in text
     assert "\n" not in text
 
 

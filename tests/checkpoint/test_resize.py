@@ -149,7 +149,7 @@ def test_special_ids_follow_the_new_tokenizer(tmp_path, tiny_tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--vocab-size", "0"), "--vocab-size 0: give a number of at least 1"),
+        (("--vocab-size", "0"), "--vocab-size 0: use a number of at least 1"),
         (("--vocab-size", "600", "--multiple", "0"), "--multiple 0"),
         (("--vocab-size", "600", "--tokenizer", "x"), "not allowed with"),
         ((), "required"),

@@ -130,7 +130,7 @@ def test_a_folder_without_tokenizer_is_named_once(tmp_path, capsys):
     path = folder(tmp_path / "hf", theirs())
     assert weft_command("resize", path, tmp_path / "out", "--vocab-size", "600") == 0
     said = capsys.readouterr().err
-    assert f"warning: {path}: there is no tokenizer.json" in said
+    assert f"warning: {path}: tokenizer.json is missing" in said
     assert said.count(str(path)) == 1
 
 
