@@ -188,7 +188,7 @@ def test_a_damaged_import(tmp_path, whole, capsys):
     shard = next((tmp_path / "ours").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert weft_command("export", tmp_path / "ours", tmp_path / "out") == 2
-    assert f"{shard}: damaged checkpoint: its contents" in (said := capsys.readouterr().err)
+    assert f"{shard}: damaged checkpoint: the contents" in (said := capsys.readouterr().err)
     assert "`weft import`" in said
 
 

@@ -53,18 +53,18 @@ SUMS = "checksums.json"
 DAMAGES = {
     "a flipped bit in the tensors": (
         lambda c: flip(tensors_of(c), -10),
-        "safetensors: damaged checkpoint: its contents",
+        "safetensors: damaged checkpoint: the contents",
     ),
-    "truncated": (lambda c: os.truncate(tensors_of(c), 100), "it has 100 bytes instead of "),
+    "truncated": (lambda c: os.truncate(tensors_of(c), 100), "the file has 100 bytes instead of "),
     "tensors missing": (lambda c: tensors_of(c).unlink(), "the file is missing"),
     "checksums missing": (lambda c: (c / SUMS).unlink(), f"{SUMS}: damaged checkpoint: the file is"),
-    "checksums no JSON": (lambda c: (c / SUMS).write_text("{"), f"{SUMS}: damaged checkpoint: its contents are not"),
-    "checksums empty": (lambda c: (c / SUMS).write_text("[]"), f"{SUMS}: damaged checkpoint: its contents are not"),
+    "checksums no JSON": (lambda c: (c / SUMS).write_text("{"), f"{SUMS}: damaged checkpoint: the file is not"),
+    "checksums empty": (lambda c: (c / SUMS).write_text("[]"), f"{SUMS}: damaged checkpoint: the file is not"),
     "a checksum changed": (
         lambda c: (c / SUMS).write_text((c / SUMS).read_text().replace('"bytes": ', '"bytes": 1')),
-        f"{SUMS}: damaged checkpoint: its contents",
+        f"{SUMS}: damaged checkpoint: the contents",
     ),
-    "state changed": (lambda c: flip(c / "state.json", 5), "state.json: damaged checkpoint: its contents"),
+    "state changed": (lambda c: flip(c / "state.json", 5), "state.json: damaged checkpoint: the contents"),
     "index missing": (lambda c: (c / "index.json").unlink(), "index.json: damaged checkpoint: the file is missing"),
     "all missing": (
         lambda c: [file.unlink() for file in c.iterdir()],

@@ -145,17 +145,17 @@ def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
         content = json.loads(path.read_bytes())
         files = content["files"]
         if content["digest"] != _digest_of(files):
-            return Damage(path, "its contents differ from what was written")
+            return Damage(path, "the contents of the file differ from what was written")
         digests = {name: Digest(entry["sha256"], entry["bytes"]) for name, entry in files.items()}
     except FileNotFoundError:
         return Damage(path, "the file is missing")
     except OSError as error:
-        return Damage(path, f"it cannot be read: {error.strerror or error}")
+        return Damage(path, f"the file cannot be read: {error.strerror or error}")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Damage(path, "its contents are not the JSON that was written")
+        return Damage(path, "the file is not the JSON that was written")
     for name in digests:
         if os.path.basename(name) != name:
-            return Damage(path, f"it lists a file outside the checkpoint ({name})")
+            return Damage(path, f"the file lists a path outside the checkpoint ({name})")
     return digests
 
 
@@ -166,7 +166,7 @@ def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
     try:
         stat = path.stat()
         if stat.st_size != digest.bytes:
-            return Damage(path, f"it has {stat.st_size:,} bytes instead of {digest.bytes:,}")
+            return Damage(path, f"the file has {stat.st_size:,} bytes instead of {digest.bytes:,}")
         identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, digest.sha256)
         if not contents or identity in _verified:
             return None
@@ -175,9 +175,9 @@ def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
     except FileNotFoundError:
         return Damage(path, "the file is missing")
     except OSError as error:
-        return Damage(path, f"it cannot be read: {error.strerror or error}")
+        return Damage(path, f"the file cannot be read: {error.strerror or error}")
     if found != digest.sha256:
-        return Damage(path, "its contents differ from what was written (SHA-256)")
+        return Damage(path, "the contents of the file differ from what was written (SHA-256)")
     _verified.add(identity)
     return None
 

@@ -1,4 +1,4 @@
-"""Functions that find, verify and load checkpoints. A checkpoint can be loaded on any mesh."""
+"""Finds, verifies and loads checkpoints. A checkpoint can be loaded on any mesh."""
 
 from __future__ import annotations
 
@@ -285,5 +285,5 @@ def _match_optimizer(
 
 
 def _candidates(names: list[str], index: dict) -> list[str]:
-    """Returns the saved names of a tensor with these names. A tied weight is saved under its first name only."""
+    """Returns the names under which a tensor can be saved. A tied weight is saved only under its first name."""
     return names + [index["tied"][name] for name in names if name in index["tied"]]

@@ -95,11 +95,11 @@ def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
-    """Collects what to save from all ranks.
+    """Collects the tensors of this rank, and the names of tied weights and the optimizer's values of all ranks.
 
     Returns:
-        Name -> tensor of this rank, further name of a tied weight -> saved name, and the optimizer's class and values
-        that are not tensors (see `optimizer_state`). The latter two cover all ranks.
+        Three values: name -> tensor; further name of a tied weight -> saved name; and the optimizer's class and values
+        that are not tensors (see `optimizer_state`).
     """
 
     def local() -> tuple:
@@ -137,7 +137,7 @@ def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Context that suppresses the warning of DCP that it assumes one process because there is no process group."""
+    """Context in which DCP does not warn that it assumes a single process because no process group exists."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

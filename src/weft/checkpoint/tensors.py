@@ -72,7 +72,7 @@ def raise_mismatch(
         problems: mismatches that this rank found, one text each.
         used: names of the saved tensors that this rank uses. Pipeline ranks use different tensors.
         saved: names of all saved tensors.
-        unused: text of the problem that no rank uses a saved tensor; it follows the tensor's name.
+        unused: text that follows the name of a saved tensor in a message if no rank uses the tensor.
         summary, remedy: texts before and after the list of problems.
     """
     answers = ranks.distinct_values([problems, sorted(used)])
