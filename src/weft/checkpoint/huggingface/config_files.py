@@ -61,9 +61,7 @@ def copy_tokenizer_files(tokenizer: Path, folder: Path) -> None:
         path.rename(folder / path.name)
     (folder / "tokenizer").rmdir()
     settings = _settings(folder)
-    if (
-        "tokenizer_class" not in settings
-    ):  # without this key, AutoTokenizer uses the default class of the model's family
+    if "tokenizer_class" not in settings:  # AutoTokenizer would use the default class of the model's family
         files.write_json(folder / _CONFIG, settings | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 

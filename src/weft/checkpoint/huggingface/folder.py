@@ -67,9 +67,7 @@ class HuggingFaceFolder:
         blocks = self.blocks(name, start, size)
         if len(size) < 3:
             return next(blocks)
-        stack = torch.empty(
-            size, dtype=self.dtype(name)
-        )  # filled in place, without a second copy of a large stack of experts
+        stack = torch.empty(size, dtype=self.dtype(name))  # filled in place, to avoid a second copy of all experts
         for row, block in zip(stack, blocks, strict=True):
             row.copy_(block[0])
         return stack

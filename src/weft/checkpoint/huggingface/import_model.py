@@ -42,7 +42,7 @@ class WrittenModel:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype of a name. Raises UserError if the name is not in DTYPES."""
+    """Returns the dtype with a name such as "bfloat16". Raises UserError if the name is not in DTYPES."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -35,7 +35,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 
 class _Pickled(dict[str, torch.Tensor]):
-    get_tensor = get_slice = dict.__getitem__  # a tensor can be sliced like the result of safetensors' `get_slice`
+    get_tensor = get_slice = dict.__getitem__  # tensors can be sliced, like the result of safetensors' `get_slice`
 
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -55,9 +55,7 @@ class Quantized:
         place = (slice(*experts), slice(*rows), slice(before, -(-last // _BLOCK)))
         blocks, scales = _read(self.values, place), _read(self.scales, place)
         values = _PAIRS.index_select(0, blocks.flatten().int()).view(DTYPE).view(*scales.shape, _BLOCK)
-        values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(
-            -2
-        )  # exact, because the scales are powers of 2
+        values = values.mul_(_SCALES[scales.int()].unsqueeze(-1)).flatten(-2)  # exact: scales are powers of 2
         return values[..., first - before * _BLOCK : last - before * _BLOCK].transpose(1, 2)
 
     def _fp8(self, bounds: list[tuple[int, int]], block: tuple[int, int]) -> torch.Tensor:
