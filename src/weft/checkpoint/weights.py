@@ -121,7 +121,7 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
     section = architecture(path)
     if not isinstance(section, ModelSection):
         raise UserError(
-            "this model cannot be converted to the names in Hugging Face files; use a model of the built-in decoder",
+            "cannot be converted to the names in Hugging Face files; use a model of the built-in decoder",
             path,
         )
     return Weights(path, True, to_huggingface(path, section, tensors), {})

@@ -55,9 +55,7 @@ def run_on_ranks(
         join_launcher()
         return run_rank(lambda: RunConfig.load(args.file, args.overrides), act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
-    config = RunConfig.load(
-        args.file, args.overrides, ranks=ranks
-    )  # reports errors in the config before torch is imported
+    config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports errors before torch is imported
     run_directory, options = prepare(config)
     from weft.launch.local import checked_nproc, launch_local
 
