@@ -203,7 +203,7 @@ def test_arguments_in_any_order(verb):
         ("train run.yaml -x", "weft train", ["unknown option -x"]),
         ("train run.yaml --nproc two", "weft train", ["--nproc", "'two'"]),
         ("train", "weft train", ["required: FILE"]),
-        ("train run.yaml --optimizer.lr=3", "weft train", ["--optimizer.lr", "no dashes: optimizer.lr=..."]),
+        ("train run.yaml --optimizer.lr=3", "weft train", ["--optimizer.lr", "without dashes: optimizer.lr=..."]),
         ("data pack --tokeniser x", "weft data pack", ["--tokeniser", "did you mean '--tokenizer'?"]),
         ("report a b c", "weft report", ["unexpected arguments: b c"]),
         ("--versoin", "weft", ["'--versoin'", "did you mean '--version'?"]),
