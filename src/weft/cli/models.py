@@ -179,7 +179,7 @@ def table(found: list[dict[str, Any]], sequence_length: int | None) -> str:
         f"is heads x head size; the sequence is {length}. Causal masks and windows are not deducted.",
     ]
     if any(one["vocab_size"] is None for one in found):
-        lines.append(f"If the vocabulary size is the tokenizer's, {VOCABULARY:,} tokens are assumed.")
+        lines.append(f"If the vocabulary size is the tokenizer's, a size of {VOCABULARY:,} is assumed.")
     return "\n".join(lines) + "\n"
 
 
