@@ -137,7 +137,7 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     assert f"previous complete checkpoint, {run}/checkpoints/step-00000002;" in line
     assert "`weft train --from-last-good`" in line
     assert train(file, "--from-last-good", "--fresh") == 2
-    assert "give one of the two" in capsys.readouterr().err
+    assert "use only one of the two options" in capsys.readouterr().err
 
     assert train(file, "--from-last-good") == 0
     said = capsys.readouterr().err
