@@ -50,7 +50,7 @@ def test_plugins_are_found_by_kind_and_imported_when_loaded(site):
 
 def test_a_part_that_is_no_class_is_named_with_its_package(site):
     install(site, "lions", {"optimizer.lion": "lion"}, lion="class Lion: pass")
-    with pytest.raises(UserError, match=r"optimizer\.lion of lions 1\.2 is 'lion', .* must be module:Class"):
+    with pytest.raises(UserError, match=r"optimizer\.lion of lions 1\.2 is 'lion', .* to module:Class"):
         load_class("lion", "optimizer")
 
 

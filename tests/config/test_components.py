@@ -142,7 +142,7 @@ def test_a_class_of_the_users_own_is_completed_without_importing_it(own):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mode: slow", "optimizer.lr: required by Plain; add it"),
+        ("mode: slow", "optimizer.lr: required argument of Plain; add the key"),
         ("lr: 1, mode: fat", "optimizer.mode: must be one of slow, fast, not 'fat'; did you mean 'fast'?"),
         ("lr: 1, stepz: 2", "optimizer.stepz: unknown key; did you mean 'steps'?"),
         ("lr: 1, steps: 2.5", "optimizer.steps: must be an integer, not 2.5"),
@@ -177,7 +177,7 @@ def test_constructors_found_elsewhere(own):
         problems(optimizer("lr: 1", name="FromElsewhere")),
         [
             "run.yaml:4: optimizer.lr: unknown key; remove it (known here: depth, no_decay, type)",
-            "run.yaml:4: optimizer.depth: required by FromElsewhere; add it",
+            "run.yaml:4: optimizer.depth: required argument of FromElsewhere; add the key",
         ],
     )
     assert load(optimizer("lr: 1, nesterov: true", name="FromTorch")).optimizer.arguments["nesterov"] is True
@@ -201,32 +201,32 @@ def test_dataclasses(own):
 
 def test_a_class_that_cannot_be_given_its_first_argument(own):
     (found,) = problems(optimizer("lr: 1", name="NoPosition"))
-    assert shows(found, "begin its __init__ with self, params")
+    assert shows(found, "define it as __init__(self, params, ...)")
 
 
 @pytest.mark.parametrize(
     ("type_", "said"),
     [
-        ("own:Plane", "no class 'Plane' in own.py; it has Plain"),
+        ("own:Plane", "no class 'Plane' in own.py; use one of Plain"),
         ("onw:Plain", "no module 'onw' in the working directory or among installed packages; did you mean 'own'?"),
         ("nown:Plain", "no module 'nown' in the working directory or among installed packages; did you mean 'own'?"),
-        ("noson:Plain", "no module 'noson' in the working directory ... and PYTHONPATH are"),
+        ("noson:Plain", "no module 'noson' in the working directory ... put it in the working directory"),
         ("own:Mode", None),
-        ("own:RATE", "'RATE' is not a class (helpers.py:2); name a class"),
-        ("own:at", "'at' is a module (own.py), not a class; name a class"),
-        ("values:number", "'number' is not a class (values.py:1); name a class"),
-        ("values:negative", "'negative' is not a class (values.py:2); name a class"),
-        ("values:again", "'again' is not a class (values.py:1); name a class"),
-        ("values:nothing", "'nothing' is not a class (values.py:4); name a class"),
-        ("values:make", "'make' is not a class (values.py:5); name a class"),
-        ("values:table", "'table' is not a class (values.py:6); name a class"),
+        ("own:RATE", "'RATE' is not a class (helpers.py:2); use the name of a class"),
+        ("own:at", "'at' is a module (own.py), not a class; use the name of a class"),
+        ("values:number", "'number' is not a class (values.py:1); use the name of a class"),
+        ("values:negative", "'negative' is not a class (values.py:2); use the name of a class"),
+        ("values:again", "'again' is not a class (values.py:1); use the name of a class"),
+        ("values:nothing", "'nothing' is not a class (values.py:4); use the name of a class"),
+        ("values:make", "'make' is not a class (values.py:5); use the name of a class"),
+        ("values:table", "'table' is not a class (values.py:6); use the name of a class"),
         ("package.outer:Plain", "no module 'package.outer' in the package package"),
         ("package:Plain", "no class 'Plain' in package/__init__.py"),
         ("own:", "is not a module:Class"),
         (":Plain", "is not a module:Class"),
         ("own.py:Plain", "no module 'own.py'"),
         ("my-module:Plain", "is not a module:Class"),
-        ("adamv", "unknown optimizer 'adamv'; did you mean 'adamw'? (there are adamw, muon; a custom class is"),
+        ("adamv", "unknown optimizer 'adamv'; did you mean 'adamw'? (use one of adamw, muon; write a custom class as"),
         ("schedule", "unknown optimizer 'schedule'"),
         ("groups", "unknown optimizer 'groups'"),
     ],
@@ -288,7 +288,7 @@ def test_models_and_datasets_of_the_users_own():
         ],
     )
     (found,) = problems(text.replace("sequence_length", "validation: {type: 'own:Lines'}, sequence_length"))
-    assert shows(found, "run.yaml:2: data.validation.path: required by Lines")
+    assert shows(found, "run.yaml:2: data.validation.path: required argument of Lines")
     assert shows(problems(text, "data.train.type=lines")[0], "unknown dataset 'lines'")
     assert shows(problems(text, "model.type=llama")[0], "unknown model 'llama'")
 
@@ -326,7 +326,7 @@ def test_what_only_the_import_shows_is_told_with_the_place_of_its_key():
     write("Thing = dict(a=1)\nclass Lines:\n    pass\n", "weft_test_made.py")
     text = SHORT + "optimizer: {type: 'weft_test_made:Thing', lr: 1}\nlog: {trackers: ['weft_test_made:Thing']}\n"
     config = load(text.replace("train: store", "train: [a, {type: 'weft_test_made:Thing'}]"))
-    no_class = "'weft_test_made:Thing' is a dict, not a class; name a class"
+    no_class = "'weft_test_made:Thing' is a dict, not a class; set type to the name of a class"
     for chosen, place in (
         (config.optimizer, "run.yaml:4: optimizer.type"),
         (config.log.trackers[0], "run.yaml:5: log.trackers[0].type"),

@@ -75,11 +75,11 @@ def staged(*changes: tuple[str, str]) -> str:
         (staged(), None),
         (
             staged((" b: 1", " c: 1")),
-            "run.yaml:10: data.curriculum[1].weights.c: no source has this name (there are a, b)",
+            "run.yaml:10: data.curriculum[1].weights.c: no source has this name (use one of a, b)",
         ),
         (
             staged(("tokens: 4000, ", "")),
-            "run.yaml:8: data.curriculum[0]: ... add tokens",
+            "run.yaml:8: data.curriculum[0]: ... set tokens",
         ),
         (
             staged(("4000", "1e9")),
@@ -138,7 +138,7 @@ def test_a_block_of_a_mixture_without_weights_says_nothing():
 
 @pytest.mark.parametrize(
     ("start", "said"),
-    [(48, "choose 32 or 16 or 8 or 4"), (64, "choose 32"), (10, "choose 32"), (0, "must be at least 1")],
+    [(48, "set 32 or 16 or 8 or 4"), (64, "set 32"), (10, "set 32"), (0, "must be at least 1")],
 )
 def test_length_warm_up_halves_the_sequence(start, said):
     found = problems(SINGLE, f"data.length_warmup={{start: {start}, steps: 5}}")
@@ -224,10 +224,10 @@ def test_pairs_of_answers_are_not_learned_as_text():
     make_store("b", 5000, kind="preferences")
     assert shows(
         one(MIX, data=True),
-        "run.yaml:5: data.train[1].store: b has pairs of a chosen and a rejected answer, but the objective pretrain ",
+        "run.yaml:5: data.train[1].store: b is a store of preference pairs, but the objective pretrain ",
     )
     single = SINGLE.replace("train: a", "train: a, validation: b")
-    assert shows(one(single, data=True), "run.yaml:2: data.validation: b has pairs")
+    assert shows(one(single, data=True), "run.yaml:2: data.validation: b is a store of preference pairs")
     write("class Pairs:\n    def __init__(self): ...\n", "mine.py")
     load(MIX + "objective: {type: 'mine:Pairs'}\n", data=True)
     make_store("c", 5000, kind="conversations")

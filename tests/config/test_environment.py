@@ -60,7 +60,10 @@ def test_the_command_line_and_extends_too():
 
 def test_a_variable_that_is_not_set_is_told_with_its_place():
     text = f"{SHORT}run: {{directory: '${{NOWHERE}}/x'}}\n"
-    said = "${NOWHERE}: the environment has no variable NOWHERE; set it, or write $${NOWHERE} for this text"
+    said = (
+        "${NOWHERE}: the environment has no variable NOWHERE; set the variable, or write $${NOWHERE} for the literal "
+    )
+    said += "text"
     assert shows(problems(text), [f"run.yaml:4: run.directory: {said}"])
     assert shows(problems(SHORT, "training.steps=${NOWHERE}"), [f"command line: training.steps: {said}"])
 

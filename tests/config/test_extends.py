@@ -79,7 +79,7 @@ def test_cycles_are_named():
     )
     assert shows(
         problems("extends: run.yaml\n"),
-        ["run.yaml:1: extends: files extend each other in a circle: run.yaml -> run.yaml; remove one of the"],
+        ["run.yaml:1: extends: files extend each other in a circle: run.yaml -> run.yaml; remove one"],
     )
     assert len(problems("extends: ./sub/../run.yaml\n")) == 1
 
@@ -96,13 +96,13 @@ def test_a_missing_base_is_not_said_to_be_the_file_that_asks_for_it():
     asked = "run.yaml:1: extends: nope.yaml: no such file; "
     assert shows(problems("extends: nope.yaml\n"), [f"{asked}check the path"])
     write(SHORT, "other.yaml")
-    assert shows(problems("extends: nope.yaml\n"), [f"{asked}there are other.yaml"])
-    assert shows(problems("extends: run.yml\n"), [f"{asked.replace('nope.yaml', 'run.yml')}there are other.yaml"])
+    assert shows(problems("extends: nope.yaml\n"), [f"{asked}use one of other.yaml"])
+    assert shows(problems("extends: run.yml\n"), [f"{asked.replace('nope.yaml', 'run.yml')}use one of other.yaml"])
 
 
 @pytest.mark.parametrize("value", ["3", "{a: 1}", "[[a]]", "null", "''", '"a\\0b"'])
 def test_extends_must_name_files(value):
-    assert shows(problems(f"extends: {value}\n"), ["run.yaml:1: extends: must be a file name, or a list"])
+    assert shows(problems(f"extends: {value}\n"), ["run.yaml:1: extends: must be a file name or a list"])
 
 
 def test_problems_of_a_base_are_told_in_the_base():

@@ -124,13 +124,13 @@ def in_yaml(value) -> str:
         (
             {"pp": 2, "stages_per_rank": 3, "pp_schedule": "dualpipev"},
             2,
-            "run.yaml:7: parallel.stages_per_rank: 3 ... dualpipev has 2, one from each end of the model; remove "
+            "run.yaml:7: parallel.stages_per_rank: 3 ... dualpipev has 2 stages per rank (one from each end); remove "
             "the key",
         ),
         (
             {"pp": 2, "stages_per_rank": 2},
             2,
-            "run.yaml:7: parallel.stages_per_rank: 2 ... 1f1b has one; remove the key, or set pp_schedule: "
+            "run.yaml:7: parallel.stages_per_rank: 2 ... 1f1b has 1; remove the key, or set pp_schedule: "
             "interleaved_1f1b",
         ),
         (
@@ -142,7 +142,7 @@ def in_yaml(value) -> str:
         (
             {"pp": 2, "stage_layers": [8, 0]},
             2,
-            "run.yaml:7: parallel.stage_layers: [8, 0]: ... give each at least 1",
+            "run.yaml:7: parallel.stage_layers: [8, 0]: ... set at least 1 layer",
         ),
         (
             {"pp": 4, "stage_layers": [4, 4]},
@@ -153,14 +153,14 @@ def in_yaml(value) -> str:
         (
             {"pp": 4, "dp_shard": 8},
             32,
-            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 ... has 2 (4 sequences, 2 at a time); set "
-            "training.micro_batch_size: 1; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 2}",
+            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 ... has 2 (4 sequences, 2 per micro-batch); "
+            "set training.micro_batch_size: 1; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 2}",
         ),
         (
             {"pp": 4, "dp_shard": 16},
             64,
-            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 ... has 1 (2 sequences, 2 at a time); set "
-            "training.batch_tokens: 8192; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 4}",
+            "run.yaml:6: parallel.pp: 1f1b over 4 ranks needs at least 4 ... has 1 (2 sequences, 2 per micro-batch); "
+            "set training.batch_tokens: 8192; nearest legal: parallel: {pp: 4, dp_shard: 4, tp: 4}",
         ),
         (
             {"pp": 4, "dp_shard": 3, "pp_schedule": "interleaved_1f1b", "stages_per_rank": 2},
@@ -193,7 +193,7 @@ def in_yaml(value) -> str:
         (
             {"reshard_after_forward": 0},
             4,
-            "run.yaml:6: parallel.reshard_after_forward: 0 ranks; set true, false or a number of ranks",
+            "run.yaml:6: parallel.reshard_after_forward: 0 is not a number of ranks; set true",
         ),
         (
             {"zero_stage": 3, "reshard_after_forward": False},
@@ -208,14 +208,14 @@ def in_yaml(value) -> str:
         (
             {"compress": {"rank": 2, "start_step": 5}},
             4,
-            "run.yaml:6: parallel.compress: ... one replica; set dp_replicate, or remove it; nearest legal: "
+            "run.yaml:6: parallel.compress: ... one replica; set dp_replicate, or remove the section; nearest legal: "
             "parallel: {dp_replicate: 2, dp_shard: 2}",
         ),
         (
             {"compress": {"rank": 2, "start_step": 5}},
             1,
-            "run.yaml:6: parallel.compress: ... one replica; set dp_replicate, or remove it; no mesh of these "
-            "ranks is legal",
+            "run.yaml:6: parallel.compress: ... one replica; set dp_replicate, or remove the section; no mesh "
+            "with this number of ranks is legal",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_what_two_tensor_ranks_can_share(mesh, model, said):
         (
             "",
             6,
-            "parallel.tp: 6 does not divide 4 key/value heads (model.num_key_value_heads), and they do not divide it;",
+            "parallel.tp: 6 does not divide 4 key/value heads (model.num_key_value_heads), nor do they divide it;",
         ),
         ("", 12, None),  # three ranks for each
         (", qk_norm: true", 12, None),
@@ -377,7 +377,7 @@ def test_rows_that_are_trained_alone(mesh):
     text = DENSE.replace("micro_batch_size: 2", "micro_batch_size: 2, only_rows_from: 500")
     assert mesh(text, 4, {"tp": 2, "cp": 2}) == []
     (line,) = mesh(text, 2, {"pp": 2})
-    assert shows(line, "run.yaml:4: training.only_rows_from: 500 ... remove it")
+    assert shows(line, "run.yaml:4: training.only_rows_from: 500 ... remove the key")
 
 
 OWN = """\
@@ -403,9 +403,9 @@ class Inherits(Cut): ...
         ),
         ("own:Cut", {"tp": 2}, None),
         ("own:Inherits", {"tp": 2}, None),
-        ("own:Cut", {"pp": 2}, "parallel.pp: 2, ... a custom model supports the data axes ... weft_sharding"),
-        ("own:Cut", {"cp": 2}, "parallel.cp: 2, ... a custom model supports the data axes ... weft_sharding"),
-        ("own:Cut", {"dp_shard": 2, "ep": 2}, "parallel.ep: 2, ... a custom model supports the data axes"),
+        ("own:Cut", {"pp": 2}, "parallel.pp: 2, ... a custom model supports only dp_replicate ... weft_sharding"),
+        ("own:Cut", {"cp": 2}, "parallel.cp: 2, ... a custom model supports only dp_replicate ... weft_sharding"),
+        ("own:Cut", {"dp_shard": 2, "ep": 2}, "parallel.ep: 2, ... a custom model supports only dp_replicate"),
         ("own:Cut", {"dp_replicate": 2}, None),
     ],
 )

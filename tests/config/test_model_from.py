@@ -56,12 +56,12 @@ def test_unknown_presets_are_told_with_the_near_one_or_all_there_are():
     said = "unknown preset 'llama-tinyy'; did you mean 'llama-tiny'? (`weft models` lists them all)"
     assert shows(found, f"run.yaml:1: model.preset: {said}")
     (found,) = problems(f"model: {{preset: zzz}}\n{REST}")
-    assert shows(found, "run.yaml:1: model.preset: unknown preset 'zzz'; choose one (there are ")
+    assert shows(found, "run.yaml:1: model.preset: unknown preset 'zzz'; choose one of ")
     assert all(name in found for name in presets())
 
 
 def test_a_model_without_preset_must_say_its_sizes():
-    required = "required: a size of the decoder, or name a preset, as preset: llama-60m; add it"
+    required = "required: a size of the decoder, or a preset, such as preset: llama-60m; add it"
     assert shows(
         problems(f"model: {{hidden_size: 64}}\n{REST}"),
         [
@@ -99,9 +99,12 @@ def test_keys_that_change_the_shape_are_refused_and_those_that_agree_are_not():
         ("head_dim=16", None),
     ):
         (found,) = problems(text, f"model.{key}")
-        assert shows(found, f"command line: model.{key.split('=')[0]}: runs/old/checkpoints/step-00000005 has {has}")
+        assert shows(
+            found,
+            f"command line: model.{key.split('=')[0]}: the checkpoint runs/old/checkpoints/step-00000005 has {has}",
+        )
     (found,) = problems(f"model: {{from: runs/old, preset: gpt2}}\n{REST}")
-    assert shows(found, "run.yaml:1: model.preset: model.from ... the shape; remove one of the")
+    assert shows(found, "run.yaml:1: model.preset: model.from ... the shape; remove preset or")
 
 
 def test_how_experts_are_balanced_may_be_said_anew():
@@ -110,7 +113,9 @@ def test_how_experts_are_balanced_may_be_said_anew():
     moe = load(text, "model.moe.router_aux_loss_coef=0.5", "model.moe.num_experts=4").model.moe
     assert (moe.num_experts, moe.router_aux_loss_coef) == (4, 0.5)
     (found,) = problems(text, "model.moe.num_experts=8")
-    assert shows(found, "command line: model.moe: runs/old/checkpoints/step-00000005 has {'num_experts': 4")
+    assert shows(
+        found, "command line: model.moe: the checkpoint runs/old/checkpoints/step-00000005 has {'num_experts': 4"
+    )
 
 
 def test_a_learned_table_has_a_shape():

@@ -127,29 +127,29 @@ def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
             {"norm": "rmsnrom"},
             "must be one of rmsnorm, rmsnorm1p, layernorm, not 'rmsnrom'; did you mean 'rmsnorm'?",
         ),
-        ({"norm": "batch"}, "layernorm, not 'batch'; or give a module:Class"),
+        ({"norm": "batch"}, "layernorm, not 'batch'; or use module:Class"),
         ({"norm": 3}, "must be one of rmsnorm, rmsnorm1p, layernorm or module:Class, not 3"),
-        ({"norm": "own-parts:Norm"}, "'own-parts:Norm' is not a module:Class; write the module as Python imports it"),
+        ({"norm": "own-parts:Norm"}, "'own-parts:Norm' is not a module:Class; write the module as in an import"),
         (
             {"norm": "own_prts:Norm"},
             "no module 'own_prts' in the working directory or among installed packages; did you mean 'own_parts'?",
         ),
-        ({"norm": "own_parts:Nrom"}, "'own_parts:Nrom': no class 'Nrom' in own_parts.py; it has Norm"),
+        ({"norm": "own_parts:Nrom"}, "'own_parts:Nrom': no class 'Nrom' in own_parts.py; use one of Norm"),
         ({"norm": "own_parts:function"}, "'function' is not a class (own_parts.py:"),
         (
             {"norm": "own_parts:Act"},
-            "Act(width, eps, ...) ... no argument by position; begin its __init__ with self, width, eps",
+            "Act(width, eps, ...) ... no argument by position; define it as __init__(self, width, eps, ...)",
         ),
-        ({"norm": "own_parts:Wants"}, "Wants requires depth ... width, eps; give the other arguments defaults"),
+        ({"norm": "own_parts:Wants"}, "Wants requires depth ... width, eps; give all other arguments defaults"),
         (
             {"norm": "own_parts:Nothing"},
-            "Nothing(width, eps, ...) ... width by position; begin its __init__ with self, width, eps",
+            "Nothing(width, eps, ...) ... width by position; define it as __init__(self, width, eps, ...)",
         ),
         (
             {"hidden_act": "own_parts:More"},
-            "Weft calls __call__(x), ... (own_parts.py:45) has __call__(x, y, z); give it these arguments",
+            "Weft calls __call__(x), ... (own_parts.py:45) has __call__(x, y, z); change the method's arguments",
         ),
-        ({"hidden_act": "own_parts:Embed"}, "Embed (own_parts.py:19) has no __call__(x) or forward(x); add the method"),
+        ({"hidden_act": "own_parts:Embed"}, "Embed (own_parts.py:19) has no method __call__(x) or forward(x); add it"),
         (
             {"position": "own_parts:Norm"},
             "'own_parts:Norm': Weft calls forward(q, k, positions), ... (own_parts.py:5) has forward(x)",
@@ -160,14 +160,14 @@ def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
         ),
         (
             {"initialization": "own_parts:Needy"},
-            "Needy requires config ... no arguments; give the other arguments defaults",
+            "Needy requires config ... no arguments; give all other arguments defaults",
         ),
-        ({"attention_pattern": "sliding"}, "must be a mapping, as model.attention_pattern: {type: sliding}"),
+        ({"attention_pattern": "sliding"}, "must be a mapping, such as model.attention_pattern: {type: sliding}"),
         (
             {"attention_pattern": {"type": "slidng"}},
-            "unknown attention_pattern 'slidng'; did you mean 'sliding'? (there",
+            "unknown attention_pattern 'slidng'; did you mean 'sliding'? (use one of",
         ),
-        ({"attention_pattern": {"type": "sliding"}}, "attention_pattern.window: required by Sliding; add it"),
+        ({"attention_pattern": {"type": "sliding"}}, "attention_pattern.window: required argument of Sliding"),
         ({"attention_pattern": {"type": "sliding", "window": 0}}, "window: must be at least 1, not 0"),
         (
             {"attention_pattern": {"type": "strided", "strid": 4}},
@@ -176,7 +176,7 @@ def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
         ({"attention_pattern": {"type": "own_parts:Every", "step": "a"}}, "step: must be an integer, not 'a'"),
         (
             {"attention_pattern": {"type": "fixed", "stride": 4, "expressivity": 5}},
-            "expressivity: 5 ... choose at most 4",
+            "expressivity: 5 ... set at most 4",
         ),
         (
             {"attention_pattern": {"type": "strided", "stride": 4}, "sliding_window": 9},
@@ -184,7 +184,7 @@ def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
         ),
         (
             {"attention_implementation": "flash", "attention_pattern": {"type": "strided", "stride": 4}},
-            "flash-attn ... model.sliding_window; set that, or choose flex",
+            "flash-attn supports no sparse pattern; set model.sliding_window instead, or set flex",
         ),
         (
             {"attention_implementation": "flash", "attention_sinks": True},
@@ -196,7 +196,7 @@ def test_what_can_be_called_as_weft_calls_it_is_taken(keys):
         ),
         (
             {"attention_implementation": "flex", "attention_dropout": 0.1},
-            "model.attention_dropout: ... remove the key, or choose sdpa",
+            "model.attention_dropout: ... remove the key, or set model.attention_implementation: sdpa",
         ),
     ],
 )

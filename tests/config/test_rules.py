@@ -26,8 +26,8 @@ SIZES = "data: {train: store, sequence_length: 64}\ntraining: {steps: 3}\n"
             "hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 3",
             "model.num_key_value_heads: 3 ... 4 attention heads; choose 2",
         ),
-        ("hidden_size: 12, num_attention_heads: 4", "model.head_dim: rotary ... 3; make it even"),
-        ("hidden_size: 64, num_attention_heads: 4, head_dim: 7", "model.head_dim: rotary ... make it even"),
+        ("hidden_size: 12, num_attention_heads: 4", "model.head_dim: rotary ... 3; set an even head_dim"),
+        ("hidden_size: 64, num_attention_heads: 4, head_dim: 7", "model.head_dim: rotary ... set an even head_dim"),
     ],
 )
 def test_heads(model, said):
@@ -40,15 +40,15 @@ def test_heads(model, said):
     [
         (
             "moe: {num_experts: 4, num_experts_per_tok: 5}",
-            "model.moe.num_experts_per_tok: 5 of 4 experts; choose at most 4",
+            "model.moe.num_experts_per_tok: 5, but the model has 4 experts; set at most 4",
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 3}",
-            "model.moe.n_group: 3 groups ... 8 experts; change one",
+            "model.moe.n_group: 3 groups ... 8 experts; change n_group or",
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 2, n_group: 4, topk_group: 5}",
-            "model.moe.topk_group: 5 of 4 groups; choose at most 4",
+            "model.moe.topk_group: 5, but the model has 4 groups of experts; set at most 4",
         ),
         (
             "moe: {num_experts: 8, num_experts_per_tok: 3, n_group: 4, topk_group: 1}",
@@ -56,20 +56,20 @@ def test_heads(model, said):
         ),
         (
             "mlp: plain, moe: {num_experts: 8, num_experts_per_tok: 3}",
-            "model.mlp: ... remove the key, or model.moe",
+            "model.mlp: ... remove the key, or remove model.moe",
         ),
         (
             "moe: {num_experts: 4, num_experts_per_tok: 2, mlp_only_layers: [0, 7]}",
-            "model.moe.mlp_only_layers: there is no layer 7; ... from 0 to 0",
+            "model.moe.mlp_only_layers: 7 is not a layer of the model; ... from 0 to 0",
         ),
         (
             "moe: {num_experts: 4, num_experts_per_tok: 2, first_k_dense_replace: 1}",
-            "model.moe.first_k_dense_replace: 1 of 1 layers have an MLP, so none has experts; lower it",
+            "model.moe.first_k_dense_replace: 1 of 1 layers have an MLP, so no layer has experts; lower the number",
         ),
         ("moe: {num_experts: 4, num_expert_per_tok: 5}", "model.moe.num_expert_per_tok: unknown key; did you mean"),
         (
             "qk_norm: true, mla: {kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 4, v_head_dim: 8}",
-            "model.qk_norm: latent attention (model.mla) ... remove it",
+            "model.qk_norm: latent attention (model.mla) ... remove the key",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_an_odd_head_size_needs_positions_that_do_not_rotate():
     sizes = "num_hidden_layers: 1, hidden_size: 12, num_attention_heads: 4"
     assert load(f"model: {{{sizes}, position: learned}}\n{SIZES}").model.qk_head_dim == 3
     (found,) = problems(f"model: {{{sizes}}}\n{SIZES}")
-    assert shows(found, "run.yaml:1: model.head_dim: rotary ... 3; make it even")
+    assert shows(found, "run.yaml:1: model.head_dim: rotary ... 3; set an even head_dim")
 
 
 def test_what_a_preset_says_is_told_at_the_key_that_broke_it():
@@ -133,7 +133,7 @@ def test_the_runs_length_is_said_once():
     assert shows(problems(begin + "training: {}\n"), ["run.yaml:3: training: ... set one of steps, tokens or epochs"])
     assert shows(
         problems(begin + "training: {dtype: float32,\n  steps: 3, tokens: 4, epochs: 2}\n"),
-        ["run.yaml:4: training.steps: steps and tokens and epochs ... keep one of them"],
+        ["run.yaml:4: training.steps: steps and tokens and epochs ... keep one of these keys"],
     )
     assert load(begin + "training: {steps: null, epochs: 0.5}\n").training.epochs == 0.5
     # One that is wrong is not also missing.
@@ -192,7 +192,7 @@ def test_warm_up():
     )
     assert shows(
         problems(RUN, "schedule.warmup_fraction=0.1")[0],
-        "run.yaml:7: schedule.warmup_steps: warmup_fraction ... keep one",
+        "run.yaml:7: schedule.warmup_steps: warmup_fraction ... remove one",
     )
     (found,) = problems(RUN, "training.steps=null", "training.tokens=4000")
     assert shows(found, "5 steps of warm-up, but the run has 4")
@@ -256,7 +256,7 @@ def test_the_vocabulary_comes_from_the_tokenizer_or_the_store(data):
     assert config.model.vocab_size == 600
     assert config.origins["model.vocab_size"] == "from the tokenizer tok, up to a multiple of 100"
     (found,) = problems(RUN, "model.vocab_size=1024", "model.pad_vocab_to_multiple=100", data=True)
-    assert shows(found, "command line: model.pad_vocab_to_multiple: vocab_size ... 1024; remove vocab_size")
+    assert shows(found, "command line: model.pad_vocab_to_multiple: no effect, because vocab_size ... 1024; remove")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(data):
@@ -321,10 +321,10 @@ def test_several_validation_stores_by_name(data):
     )
     assert shows(
         problems(RUN, "data.validation={}"),
-        ["command line: data.validation: the mapping is empty; name something in it, or remove the key"],
+        ["command line: data.validation: the mapping is empty; add an entry, or remove the key"],
     )
     (found,) = problems(SEVERAL, "data.validation.code=''")
-    assert shows(found, "command line: data.validation.code: empty; name a folder")
+    assert shows(found, "command line: data.validation.code: empty; set the path of a folder")
 
 
 def test_other_tokenizers(data):
@@ -408,7 +408,7 @@ def test_checking_headers_needs_no_torch_and_no_numpy(files):
 def test_a_run_that_cannot_end():
     for key, value in (("steps", "1e30"), ("tokens", "1e30"), ("tokens", 10**400), ("steps", 10**12 + 1)):
         (found,) = problems(SHORT.replace("steps: 10", f"{key}: {value}"))
-        what = "a run has at most 1e+12 steps ... lower it"
+        what = "more than 1e+12 steps ... lower the value"
         assert shows(found, f"run.yaml:3: training.{key}: {what}")
     load(SHORT.replace("steps: 10", "steps: 1e12"))
 

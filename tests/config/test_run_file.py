@@ -83,13 +83,13 @@ def test_every_problem_is_told_in_one_pass_in_order_of_lines():
         "run.yaml:5: data.shuffle: must be true or false, not 'yes'; write true",
         "run.yaml:8: optimizer.learning_rate: unknown key; did you mean 'lr'?",
         "run.yaml:9: optimizer.betas[1]: must be less than 1, not 1.5",
-        "run.yaml:10: optimizer.weight_decay: must not be null; remove the key for the default (0.1)",
+        "run.yaml:10: optimizer.weight_decay: must not be null; remove the key to use the default (0.1)",
         "run.yaml:11: schedule.type: unknown schedule 'cosin'; did you mean 'cosine'?",
         "run.yaml:12: training.dtype: must be one of auto, float64, float32, bfloat16, float16, not 'bf16'; did",
         "run.yaml:12: training.grad_clip: must be more than 0, not -1",
         "run.yaml:12: training.steps: steps and tokens each set the length of the run; keep one",
         "run.yaml:13: lerning_rate: unknown key",
-        "run.yaml:14: validation: ... remove the key for the defaults",
+        "run.yaml:14: validation: ... remove the key to use the defaults",
         "run.yaml:15: log.every: must be an integer, not 1.5",
         "run.yaml:15: log.trackers: must be a list, not 'tensorboard'; write [tensorboard]",
     ]
@@ -116,7 +116,7 @@ def test_every_problem_is_told_in_one_pass_in_order_of_lines():
         ("log: {trackers: [tensorbord]}", "log.trackers[0]: unknown tracker 'tensorbord'; did you mean 'tensorboard'?"),
         ("log: {trackers: [{type: wandb, projet: x}]}", "log.trackers[0].projet: unknown key; did you mean 'project'?"),
         ("1: 2", "1: unknown key"),
-        ("? [a, b]\n: 1", "a key must be a word"),
+        ("? [a, b]\n: 1", "a key must be a plain word"),
     ],
 )
 def test_unknown_keys_at_any_depth_get_a_suggestion(line, said):
@@ -127,14 +127,14 @@ def test_unknown_keys_at_any_depth_get_a_suggestion(line, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("optimizer: adamw", "optimizer: must be a mapping, as optimizer: {type: adamw}, not 'adamw'"),
-        ("optimizer:", "optimizer: ... remove the key for the defaults"),
+        ("optimizer: adamw", "optimizer: must be a mapping, such as optimizer: {type: adamw}, not 'adamw'"),
+        ("optimizer:", "optimizer: ... remove the key to use the defaults"),
         ("run: [a]", "run: must be a mapping"),
         ("run: {name: 3}", 'run.name: must be text, not 3; quote it: "3"'),
         ("run: {name: [3]}", "run.name: must be text, not a list"),
         ("run: {seed: true}", "run.seed: must be an integer, not true"),
-        ("run: {seed: null}", "run.seed: ... remove the key for the default (0)"),
-        ("optimizer: {lr: nan}", "optimizer.lr: must be a number, not 'nan'; give a finite number"),
+        ("run: {seed: null}", "run.seed: ... remove the key to use the default (0)"),
+        ("optimizer: {lr: nan}", "optimizer.lr: must be a number, not 'nan'; set a finite number"),
         ("optimizer: {lr: '3e-4'}", "optimizer.lr: must be a number, not '3e-4'; remove the quotes"),
         ("optimizer: {lr: .inf}", "optimizer.lr: must be a finite number, not .inf"),
         ("optimizer: {lr: .nan}", "optimizer.lr: must be a finite number, not .nan"),
@@ -143,12 +143,12 @@ def test_unknown_keys_at_any_depth_get_a_suggestion(line, said):
         ("optimizer: {betas: [0.9]}", "optimizer.betas: must be a list of 2, not of 1"),
         ("optimizer: {no_decay: [norms]}", "optimizer.no_decay[0]: must be one of norm, bias, embedding, not 'norms'"),
         ("optimizer: {params: []}", "optimizer.params: ... params to AdamW; remove the key"),
-        ("schedule: {type: step}", "schedule.every: required by Step; add it"),
+        ("schedule: {type: step}", "schedule.every: required argument of Step; add the key"),
         ("tokenizer: {a: 1}", "tokenizer: must be text, not a mapping"),
         ("samples: {prompts: def}", "samples.prompts: must be a list, not 'def'; write [def]"),
         ("log: {trackers: [3]}", "log.trackers[0]: must be a name or {type: ...}, not 3"),
         ("log: {trackers: [{project: x}]}", "log.trackers[0].type: required"),
-        ("run: {name: !secret x}", "run.name: ... !secret ... write the plain value"),
+        ("run: {name: !secret x}", "run.name: ... !secret ... write a plain value"),
         ("run: {seed: 1, seed: 2}", "run.seed: ... (first on line 4); keep one of them"),
     ],
 )
@@ -176,7 +176,7 @@ def test_missing_parts():
     assert shows(
         problems("run: {name: x}\n"),
         [
-            "run.yaml:1: model: required: what to train, as model: llama-60m; add it",
+            "run.yaml:1: model: required: the model to train, such as model: llama-60m; add it",
             "run.yaml:1: data.train: required: the token store to train on (`weft data pack` makes one); add it",
             "run.yaml:1: training: ... set one of steps, tokens or epochs",
         ],
@@ -306,20 +306,20 @@ def test_null_unsets_on_the_command_line():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("steps", "command line: 'steps' is not key=value; write it as optimizer.lr=1e-3"),
+        ("steps", "command line: 'steps' is not key=value; write it like optimizer.lr=1e-3"),
         ("=3", "command line: '=3' is not key=value"),
         ("a..b=3", "command line: 'a..b=3' is not key=value"),
         ("training.steps=", "command line: training.steps: no value after '='; write null"),
         ("training.steps=ten", "command line: training.steps: must be an integer, not 'ten'"),
         ("training.stepps=3", "command line: training.stepps: unknown key; did you mean 'steps'?"),
         ("model.x={", "command line: model.x: not valid YAML"),
-        ("extends=base.yaml", "command line: extends: only a file can extend another"),
+        ("extends=base.yaml", "command line: extends: extends cannot be set on the command line"),
         (
             "data.train.0.weight=3",
-            "command line: data.train.0.weight: ... write the full list, as data.train='[...]'",
+            "command line: data.train.0.weight: ... write the full list: data.train='[...]'",
         ),
-        ("samples.prompts[0]=a", "command line: samples.prompts[0]: ... write the full list, as"),
-        ("optimizer.betas=0.9", "command line: optimizer.betas: must be a list, not 0.9; write all 2, as [0.9, 0.95]"),
+        ("samples.prompts[0]=a", "command line: samples.prompts[0]: ... write the full list: "),
+        ("optimizer.betas=0.9", "command line: optimizer.betas: must be a list, not 0.9; write all 2, such as [0.9"),
         ("model=llama-61m", "command line: model.preset: unknown preset 'llama-61m'; did you mean 'llama-60m'?"),
     ],
 )

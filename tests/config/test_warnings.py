@@ -80,7 +80,7 @@ def test_what_a_cpu_refuses(visible, monkeypatch):
         "parallel.tp=2",
         "parallel.async_tp=true",
     ]
-    said = "this machine has no visible GPU, and `weft train` refuses the key on a CPU"
+    said = "needs a GPU, but this machine has no visible GPU; remove the key to train on a CPU"
     assert told(*keys) == ([] if visible else [f"training.fp8: {said}", f"parallel.async_tp: {said}"])
     if visible:
         assert "training.fp8 is slow without training.compile" in told("training.dtype=auto", "training.fp8=true")[0]

@@ -167,7 +167,7 @@ def test_a_run_is_exported_generates_and_is_gone_on_from(hf_yaml, run_yaml, fold
         ({"pth": "x"}, "model.pth: unknown key; did you mean 'path'?"),
         ({"attn_implementation": "sdp"}, "model.attn_implementation: must be one of sdpa, eager"),
         ({"config": 3}, "model.config: must be a mapping, not 3"),
-        ({"config": {"vocab_size": 100}}, "its embedding has 100 rows"),
+        ({"config": {"vocab_size": 100}}, "the model's embedding has 100 rows"),
         ({"config": {"max_position_embeddings": 32}}, "64 is more than the model's 32 positions"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Components chosen by `type:`: where their classes are, and which arguments their constructors take.
+"""Finds the class of a component chosen by `type:`, and the arguments of its constructor.
 
 A built-in is a file: `type: muon` is the first public class of `weft/optim/muon.py`. A custom component is
 `module:Class`. Weft passes the first arguments by position (the parameters to an optimizer, for example). All other
@@ -31,14 +31,14 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """One kind of component.
+    """What Weft requires of the components of one kind, such as optimizers.
 
     Attributes:
-        folder: of the built-ins, below `src/weft`; None if there are only custom components.
-        injected: arguments that Weft passes by position, before the configuration keys.
-        methods: methods of a custom component and the positional arguments that Weft calls them with. The class must
-            have at least one of them.
-        needs: methods that the class must all have.
+        folder: folder of the built-in components, below `src/weft`; None if all components are custom.
+        injected: names of the arguments that Weft passes by position, before the configuration keys.
+        methods: methods of a custom component, with the names of the positional arguments that Weft passes. The class
+            must have at least one of these methods.
+        needs: methods that the class must have.
     """
 
     folder: str | None
@@ -48,7 +48,7 @@ class ComponentKind:
 
 
 def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
-    """The methods of a callable class or of an nn.Module."""
+    """Returns the `methods` of a kind whose components are called: functions, callable classes and nn.Modules."""
     return {"__call__": arguments, "forward": arguments}
 
 
@@ -73,12 +73,15 @@ COMPONENT_KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class ComponentClass:
-    """The class of a component, as far as its source shows.
+    """The class of a component, as read from its source.
 
     Attributes:
-        arguments: the configuration keys.
-        injected: names of the arguments that Weft passes.
-        accepts_any: whether any other key is accepted as well.
+        module: dotted name of the module.
+        name: name of the class.
+        arguments: arguments that are configuration keys, by name.
+        injected: names of the arguments that Weft passes by position.
+        accepts_any: whether any other key is accepted too.
+        doc: docstring of the class.
     """
 
     module: str
@@ -91,7 +94,7 @@ class ComponentClass:
 
 @cache
 def built_ins(kind: str) -> dict[str, str]:
-    """Returns the modules of a kind's built-in components by short name."""
+    """Returns the module of each built-in component of a kind, by the component's short name."""
     folder = COMPONENT_KINDS[kind].folder
     paths = sorted((_PACKAGE / folder).glob("[!_]*.py")) if folder is not None else []
     found = {path.stem: _built_in_class(kind, path) for path in paths}
@@ -99,7 +102,7 @@ def built_ins(kind: str) -> dict[str, str]:
 
 
 def _built_in_class(kind: str, path: Path) -> ClassSource | None:
-    """Returns the component in a file; None for a file of helpers or of the components' interface."""
+    """Returns the component class in a file; None if the file defines only helpers or a Protocol."""
     chosen = COMPONENT_KINDS[kind]
     source = Module.parse(f"weft.{(chosen.folder or '').replace('/', '.')}.{path.stem}", path).first_public_class()
     if source is None or "Protocol" in source.bases:
@@ -112,7 +115,8 @@ def find_component(type_: str, kind: str) -> ComponentClass:
     """Returns the class that a `type:` names, read from source without an import.
 
     Raises:
-        UserError: there is no such component; the message lists those that exist.
+        UserError: the component does not exist, or Weft cannot call it. For an unknown name, the message lists the
+            known names.
     """
     module, name = _locate(type_, kind)
     if name is None:
@@ -138,8 +142,8 @@ def _component_class(source: ClassSource, type_: str, kind: str) -> ComponentCla
     if len(injected) < len(chosen.injected) and not takes.any_positional:
         expected = ", ".join(chosen.injected)
         raise UserError(
-            f"{type_!r}: Weft calls {name}({expected}, ...), but it takes {', '.join(injected) or 'no argument'} by "
-            f"position; begin its __init__ with self, {expected}"
+            f"{type_!r}: Weft calls {name}({expected}, ...), but __init__ takes {', '.join(injected) or 'no argument'} "
+            f"by position; define it as __init__(self, {expected}, ...)"
         )
     _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
@@ -161,8 +165,9 @@ def arguments_model(
     """Returns the pydantic model that validates a component: the keys of its section and the arguments of its class.
 
     Args:
-        chosen: the class; None if it is not known, so that any argument is accepted.
-        wrong: the error to report for `type`.
+        section: the section class of the component's kind.
+        chosen: the class of the component. None: the class is not known, and any argument is accepted.
+        wrong: the error message to report for `type`; None if `type` is valid.
     """
     fields: dict[str, Any] = {name: (info.annotation, info) for name, info in section.model_fields.items()}
     if wrong is not None:
@@ -174,7 +179,7 @@ def arguments_model(
         fields[f"argument_{number}"] = (kind, Field(default, alias=name))
     class_name = chosen.name if chosen is not None else ""
     for name in chosen.injected if chosen is not None else ():
-        refused = _refuse(f"Weft passes {name} to {class_name}; remove the key")
+        refused = _refuse(f"Weft itself passes {name} to {class_name}; remove the key")
         fields[f"injected_{name}"] = (Annotated[Any, refused], Field(MISSING, alias=name))
     base = _AnyArguments if chosen is None or chosen.accepts_any else _Arguments
     return create_model(section.__name__, __base__=base, **fields)
@@ -188,7 +193,7 @@ def _refuse(what: str) -> AfterValidator:
 
 
 def _as_type(default: Any, kind: Any) -> Any:
-    """Converts a default to its annotated type: 0 for a float becomes 0.0."""
+    """Converts a default to its annotated type: the default 0 of a float argument becomes 0.0."""
     if "float" not in str(kind) or isinstance(default, float):
         return default
     try:
@@ -198,11 +203,11 @@ def _as_type(default: Any, kind: Any) -> Any:
 
 
 def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises UserError if Weft's calls do not fit the class, as far as its source shows."""
+    """Raises UserError if, according to its source, a class has none of `methods` or one with unsuitable arguments."""
     found = {name: method_signature(source, name) for name in methods}
     if methods and not any(found.values()):
         expected = " or ".join(f"{name}({', '.join(given)})" for name, given in methods.items())
-        raise UserError(f"{type_!r}: {source.node.name} ({source.place}) has no {expected}; add the method")
+        raise UserError(f"{type_!r}: {source.node.name} ({source.place}) has no method {expected}; add it")
     for name, given in methods.items():
         takes = found[name]
         if takes is None:
@@ -212,16 +217,19 @@ def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[
         if too_few or required - set(takes.positional[: len(given)]):
             raise UserError(
                 f"{type_!r}: Weft calls {name}({', '.join(given)}), but the class ({source.place}) has "
-                f"{name}({', '.join(takes.arguments)}); give it these arguments"
+                f"{name}({', '.join(takes.arguments)}); change the method's arguments to those of the call"
             )
 
 
 def _locate(type_: str, kind: str) -> tuple[str, str | None]:
-    """Returns module and class; the class is None for a built-in. A plugin's name is replaced by its `module:Class`."""
+    """Returns the module and the class name of a `type:`. The class name is None for a built-in component.
+
+    The name of a plugin is resolved to its `module:Class`.
+    """
     module, colon, name = type_.partition(":")
     if colon:
         if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            remedy = "write the module as Python imports it, as my_package.module:MyClass"
+            remedy = "write the module as in an import statement, such as my_package.module:MyClass"
             raise UserError(f"{type_!r} is not a module:Class; {remedy}")
         return module, name
     known, short = built_ins(kind), type_.replace("-", "_")
@@ -230,34 +238,39 @@ def _locate(type_: str, kind: str) -> tuple[str, str | None]:
     if (plugin := plugins(kind).get(type_)) is not None:
         if ":" not in plugin.reference:
             what = f"{type_!r}: the entry point {kind}.{type_} of {plugin.package} is {plugin.reference!r}"
-            raise UserError(f"{what}, which names no class; it must be module:Class")
+            raise UserError(f"{what}, which does not name a class; set the entry point to module:Class")
         return _locate(plugin.reference, kind)
-    custom = "a custom class is module:Class"
+    custom = "write a custom class as module:Class"
     if kind == "model":
-        custom = f"there are decoder and hf; {custom}"
+        custom = f"use decoder or hf, or {custom}"
     if not known:
         raise UserError(f"unknown {kind} {type_!r}; {custom}")
     names = [*known, *plugins(kind)]
     near = did_you_mean(short, names)
     raise UserError(
-        f"unknown {kind} {type_!r}{near} (there are {', '.join(names)}; {custom}){unknown_kind_hint(type_)}"
+        f"unknown {kind} {type_!r}{near} (use one of {', '.join(names)}; {custom}){unknown_kind_hint(type_)}"
     )
 
 
 def _module_hint(module: str) -> str:
-    """Suggests a module of the working directory in place of a missing one."""
+    """Returns a hint for a missing module: a similar module of the working directory, or where modules are searched."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
     if module in here or (Path.cwd() / module.split(".")[0]).exists():
         return ""
     near = did_you_mean(module, here, cutoff=0.75)
-    return near or "; the working directory and PYTHONPATH are searched"
+    return near or "; put it in the working directory or on PYTHONPATH"
 
 
 def load_class(chosen: str | Component, kind: str) -> type:
-    """Imports the class that a `type:` names. The working directory is on the import path.
+    """Imports the class that a `type:` names. The working directory is added to the import path.
+
+    Args:
+        chosen: the value of `type`, or a section with this key.
+        kind: a key of `COMPONENT_KINDS`.
 
     Raises:
-        UserError: there is no such module or class; with the place of a component's `type`.
+        UserError: the module or class does not exist, or the class lacks a method that its kind needs. For a section,
+            the message says where its `type` is set.
     """
     type_, place = (chosen, None) if isinstance(chosen, str) else (chosen.type, chosen.place)
     module, name = _locate(type_, kind)
@@ -271,7 +284,7 @@ def load_class(chosen: str | Component, kind: str) -> type:
         missing = f"no module {error.name!r}"
         raise UserError(f"{type_!r}: {missing}; install it, or put its folder on PYTHONPATH", place) from error
     if found is not None and not isinstance(found, type):
-        raise UserError(f"{type_!r} is a {type(found).__name__}, not a class; name a class", place)
+        raise UserError(f"{type_!r} is a {type(found).__name__}, not a class; set type to the name of a class", place)
     if found is None:
         raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
     if missing := [need for need in COMPONENT_KINDS[kind].needs if not callable(getattr(found, need, None))]:
@@ -281,5 +294,11 @@ def load_class(chosen: str | Component, kind: str) -> type:
 
 
 def make_component(section: Component, kind: str, *arguments: Any) -> Any:
-    """Makes the component of a section: its class, with the keys of the section as keyword arguments."""
+    """Returns an instance of the class of a section.
+
+    Args:
+        section: section whose `type` names the class, and whose other keys are keyword arguments.
+        kind: a key of `COMPONENT_KINDS`.
+        arguments: positional arguments.
+    """
     return load_class(section, kind)(*arguments, **section.arguments)

@@ -1,4 +1,4 @@
-"""Rules for components of the decoder: custom classes, and which attention implementation supports which keys."""
+"""Checks the components of the decoder: custom classes, and keys that an attention implementation does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.config.model import ModelSection
 from weft.config.section import CustomClass
 from weft.errors import UserError
 
-# Keys of `model` that accept `module:Class` -> the kind of component.
+# Keys of `model` that accept `module:Class` -> kind of the component.
 CUSTOM_COMPONENT_KEYS = {
     name: bound.kind
     for name, info in ModelSection.model_fields.items()
@@ -21,7 +21,7 @@ CUSTOM_COMPONENT_KEYS = {
 
 
 def check_components(draft: Draft) -> None:
-    """Checks the signatures of custom classes, which are not imported, and combinations of components."""
+    """Checks the signatures of custom classes without an import, and combinations of components."""
     for name, kind in CUSTOM_COMPONENT_KEYS.items():
         chosen = draft.get(f"model.{name}")
         if isinstance(chosen, str) and ":" in chosen:
@@ -35,7 +35,7 @@ def check_components(draft: Draft) -> None:
         draft.report("model.sliding_window", what, "model.attention_pattern")
     stride, last = pattern.get("stride"), pattern.get("expressivity")
     if pattern["type"] == "fixed" and last > stride:
-        what = f"{last} is more than the {stride} tokens of a block (stride); choose at most {stride}"
+        what = f"{last} is more than the {stride} tokens of a block (stride); set at most {stride}"
         draft.report("model.attention_pattern.expressivity", what, "model.attention_pattern.stride")
 
 
@@ -49,7 +49,7 @@ def _check_class(draft: Draft, key: str, chosen: str, kind: str) -> None:
     if required:
         given = ", ".join(found.injected) or "no arguments"
         what = f"{chosen!r}: {found.name} requires {', '.join(required)}, but Weft passes {given}"
-        draft.report(key, f"{what}; give the other arguments defaults")
+        draft.report(key, f"{what}; give all other arguments defaults")
 
 
 def _check_attention(draft: Draft) -> None:
@@ -59,15 +59,16 @@ def _check_attention(draft: Draft) -> None:
     custom = ":" in chosen
     if draft.get("model.attention_sinks") and (custom or chosen == "flash"):
         what = (
-            f"{'a custom class' if custom else 'flash-attn'} has no attention sinks; remove the key, or set {key}: auto"
+            f"{'a custom class' if custom else 'flash-attn'} does not support attention sinks; remove the key, "
+            f"or set {key}: auto"
         )
         draft.report("model.attention_sinks", what, key)
     if chosen == "flash" and draft.get("model.attention_pattern") is not None:
-        what = "flash-attn has no sparse patterns except model.sliding_window; set that, or choose flex"
+        what = "flash-attn supports no sparse pattern; set model.sliding_window instead, or set flex"
         draft.report(key, what, "model.attention_pattern")
     if chosen == "flash" and draft.get("training.dtype") in ("float32", "float64"):
         what = f"flash-attn computes in 16 bits; set training.dtype: bfloat16, or {key}: auto"
         draft.report("training.dtype", what, key)
     if chosen == "flex" and draft.get("model.attention_dropout"):
-        what = "flex attention has no dropout; remove the key, or choose sdpa"
+        what = f"flex attention does not support dropout; remove the key, or set {key}: sdpa"
         draft.report("model.attention_dropout", what, key)

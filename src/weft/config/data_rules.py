@@ -1,4 +1,4 @@
-"""Rules within `data:` that need no file."""
+"""Checks the section `data` without reading token stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASUREMENTS = ("loss", "bits_per_byte", "perplexity")  # not allowed as names o
 
 
 def check_data_section(draft: Draft) -> None:
-    """Checks all rules of this module."""
+    """Reports keys of `data` that contradict each other or other sections, and derives `data.document_attention`."""
     _check_names(draft)
     _check_mixture(draft)
     _check_length_warmup(draft)
@@ -27,13 +27,13 @@ def check_data_section(draft: Draft) -> None:
     key, no_store = "data.document_attention", "data.train" in draft.values and not data_section(draft).stores
     if draft.get("data.packing") == "best_fit":
         if no_store:
-            draft.report("data.packing", "best_fit packs documents of token stores, and data.train has none; remove it")
+            draft.report("data.packing", "only token stores have documents, and data.train has none; remove the key")
         if draft.origins.get(key) == "default":
             draft.fill(key, True, "implied by packing: best_fit")
         elif draft.get(key) is False:
-            draft.report(key, "packing: best_fit implies document attention; set true, or remove the key")
+            draft.report(key, "false, but packing: best_fit implies document attention; set true, or remove the key")
     elif draft.get(key) and no_store:
-        what = "only token stores have documents, and data.train has no store"
+        what = "only token stores have documents, but data.train has no store"
         draft.report(key, f"{what}; remove the key and have the dataset return segments")
 
 
@@ -55,7 +55,7 @@ def _check_document_attention(draft: Draft) -> None:
 
 
 def data_section(draft: Draft) -> DataSection:
-    """Returns the known values of the section."""
+    """Returns the section `data` with the values that are known."""
     return partial_section(DataSection, draft.get, "data")
 
 
@@ -65,7 +65,7 @@ def _check_names(draft: Draft) -> None:
     for name in found if isinstance(found, dict) and "type" not in found else ():
         what = None
         if not re.fullmatch(r"\w[\w.-]*", name):
-            what = f"{name!r} becomes part of metric names; use only letters, digits, _, - and ."
+            what = f"{name!r} is not valid as part of metric names; use only letters, digits, _, - and ."
         elif name in MEASUREMENTS:
             what = f"{name!r} is the name of a measurement (metric validation_loss/{name}); rename the set"
         if what is not None:
@@ -88,7 +88,7 @@ def _check_mixture(draft: Draft) -> None:
     curriculum, temperature = draft.get("data.curriculum"), draft.get("data.temperature")
     limited = any(source.weight is not None or source.max_epochs is not None for source in sources)
     if draft.get("data.mixture_block") is not None and curriculum is None and temperature is None and not limited:
-        what = "the sources have no weights, so they are read as one; set weights, or remove the key"
+        what = "the sources have no weights, so they are read as one source; set weights, or remove the key"
         draft.report("data.mixture_block", what)
     given = [number for number, source in enumerate(sources) if source.weight is not None]
     for key, value in (("curriculum", curriculum), ("temperature", temperature)):
@@ -119,14 +119,14 @@ def _check_curriculum(draft: Draft, names: list[str]) -> None:
         for name in stage.weights:
             if name not in names:
                 hint = did_you_mean(name, names)
-                draft.report(f"{key}.weights.{name}", f"no source has this name{hint} (there are {', '.join(names)})")
+                draft.report(f"{key}.weights.{name}", f"no source has this name{hint} (use one of {', '.join(names)})")
         if not any(stage.weights.values()):
             draft.report(f"{key}.weights", "all weights are 0; raise one of them")
         if stage.tokens is None and number < len(stages) - 1:
-            draft.report(key, "the stage has no length; add tokens, which only the last stage may omit")
+            draft.report(key, "the stage has no length; set tokens, which only the last stage can omit")
     for number, name in enumerate(names):
         if not any(stage.weights.get(name) for stage in stages):
-            what = f"no stage of the curriculum has a weight for {name}; add one, or remove the source"
+            what = f"no stage of the curriculum has a weight for {name}; add a weight, or remove the source"
             draft.report(f"data.train[{number}]", what)
     steps, tokens, started = run_steps(draft), None, 0
     if steps is not None:
@@ -164,22 +164,28 @@ def _check_length_warmup(draft: Draft) -> None:
         ratio = length // start
         if length % start or ratio & (ratio - 1) or ratio < 2:
             fitting = [length >> n for n in range(1, length.bit_length()) if length % (1 << n) == 0]
-            remedy = f"choose {' or '.join(map(str, fitting[:4]))}" if fitting else "make sequence_length even"
+            remedy = f"set {' or '.join(map(str, fitting[:4]))}" if fitting else "set an even sequence_length"
             what = f"{start} is not sequence_length ({length}) divided by 2, 4, 8, ..."
             draft.report("data.length_warmup.start", f"{what}; {remedy}", "data.sequence_length")
     check_warm_up(draft, "data.length_warmup.steps", run_steps(draft), 5)
 
 
 def check_warm_up(draft: Draft, key: str, total: int | None, divisor: int) -> None:
-    """Reports a warm-up that is longer than the run; the remedy is `total / divisor` steps."""
+    """Reports a warm-up that is longer than the run.
+
+    Args:
+        key: dotted key of the warm-up steps.
+        total: number of steps of the run; None if it is not known.
+        divisor: the message suggests a warm-up of `total / divisor` steps.
+    """
     steps = draft.get(key)
     if isinstance(steps, int) and total is not None and steps > total:
-        what = f"{counted(steps, 'step')} of warm-up, but the run has {total}; set it to {max(1, total // divisor)}"
+        what = f"{counted(steps, 'step')} of warm-up, but the run has {total}; set {max(1, total // divisor)}"
         draft.report(key, f"{what}, or lengthen the run", "training.steps")
 
 
 def sequences_per_step(draft: Draft) -> int | None:
-    """Returns the sequences of the global batch, if they are known."""
+    """Returns the number of sequences in the global batch; None if it is not known."""
     length, tokens = draft.get("data.sequence_length"), draft.get("training.batch_tokens")
     if not length or "training.batch_tokens" not in draft.values:
         return None
@@ -187,10 +193,11 @@ def sequences_per_step(draft: Draft) -> int | None:
 
 
 def run_steps(draft: Draft, samples: int | None = None) -> int | None:
-    """Returns the steps of the run, if they are known.
+    """Returns the number of steps of the run; None if it is not known.
 
     Args:
-        samples: training sequences, if known; a run of epochs needs them.
+        samples: number of training sequences, from which the steps follow if `training.epochs` is set; None if it is
+            not known.
     """
     sequences = sequences_per_step(draft)
     if sequences is None:

@@ -1,4 +1,4 @@
-"""Numbers of a run that follow from its config, the size of the data and the mesh."""
+"""Computes the length and the batch sizes of a run from its config, the size of the data and the mesh."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weft.errors import UserError
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
 
-DEFAULT_SEQUENCES = 32  # of the global batch, if training.batch_tokens is not set
+DEFAULT_SEQUENCES = 32  # in the global batch, if training.batch_tokens is not set
 DEFAULT_MICRO_BATCH_TOKENS = 8192  # large enough for efficient matrix products, small enough for memory
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """The numbers of a run.
+    """The length, the batch sizes and the intervals of a run.
 
     Attributes:
-        steps: optimizer updates.
-        sequences_per_step: of the global batch.
-        sequence_length: tokens per sequence.
-        sequences_per_rank: sequences of each data rank in a step, including padding sequences.
-        micro_batch_size: sequences per forward and rank.
-        accumulation: forwards per step and rank.
-        epochs: passes over the training data; None if its size is not known.
+        steps: number of optimizer updates.
+        sequences_per_step: number of sequences in the global batch.
+        sequence_length: number of tokens per sequence.
+        sequences_per_rank: number of sequences of each data rank in a step, including padding sequences.
+        micro_batch_size: number of sequences per forward pass and rank.
+        accumulation: number of forward passes per step and rank.
+        epochs: number of passes over the training data; None if the size of the data is not known.
         validation_every, checkpoint_every, samples_every: intervals in steps.
     """
 
@@ -45,23 +45,23 @@ class RunLength:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of the global batch."""
+        """Number of tokens in the global batch."""
         return self.sequences_per_step * self.sequence_length
 
     @property
     def tokens(self) -> int:
-        """Tokens of the run."""
+        """Number of tokens of the run."""
         return self.steps * self.tokens_per_step
 
 
 def batch_sequences(config: RunConfig) -> int:
-    """Returns the sequences of the global batch."""
+    """Returns the number of sequences in the global batch."""
     length = sequence_length(config)
     return DEFAULT_SEQUENCES if config.training.batch_tokens is None else max(1, config.training.batch_tokens // length)
 
 
 def sequence_length(config: RunConfig) -> int:
-    """Returns the tokens per sequence."""
+    """Returns the number of tokens per sequence."""
     if config.data.sequence_length is not None:
         return config.data.sequence_length
     return min(1024, getattr(config.model, "max_position_embeddings", None) or 1024)
@@ -74,16 +74,17 @@ def derive(
     train_samples: int | None = None,
     mesh: MeshShape | None = None,
 ) -> RunLength:
-    """Returns the numbers of a run.
+    """Returns the length, the batch sizes and the intervals of a run.
 
     Args:
         config: a checked config.
-        train_tokens: tokens of the training data; a run of epochs needs them, or `train_samples`.
-        train_samples: sequences of the training data; default: `(train_tokens - 1) // sequence_length`.
-        mesh: default: one rank.
+        train_tokens: number of tokens of the training data. If `training.epochs` is set, this or `train_samples` is
+            required.
+        train_samples: number of sequences of the training data; default: `(train_tokens - 1) // sequence_length`.
+        mesh: the mesh of the run; default: one rank.
 
     Raises:
-        UserError: for a run of epochs the size of the data is not known, or the run has no step.
+        UserError: the run has no length or no step, or `training.epochs` is set and the size of the data is not known.
     """
     training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
     mesh = mesh or MeshShape()
@@ -93,7 +94,7 @@ def derive(
     if steps is None:
         if training.epochs is None:
             raise UserError("training: the run has no length; set one of steps, tokens or epochs")
-        raise UserError("training.epochs: the size of the training data is not known; set training.steps")
+        raise UserError("training.epochs: the size of the training data is not known; set training.steps instead")
     if steps < 1:
         raise UserError(
             "training: the training data are shorter than one sequence; shorten data.sequence_length or add data"
@@ -118,13 +119,13 @@ def derive(
 def split_batch(
     sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
 ) -> tuple[int, int]:
-    """Returns the sequences of a data rank in a step, and its micro-batch size.
+    """Returns the number of sequences of a data rank in a step, and the micro-batch size.
 
     Args:
-        sequences: of the global batch.
-        length: tokens per sequence.
-        micro_batch_size: the configured size. None: up to DEFAULT_MICRO_BATCH_TOKENS, and with a pipeline at least one
-            micro-batch for each stage.
+        sequences: number of sequences in the global batch.
+        length: number of tokens per sequence.
+        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS, but with
+            a pipeline at most the size that gives one micro-batch for each stage.
     """
     per_rank = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:
@@ -138,12 +139,12 @@ def split_batch(
 
 
 def count_steps(training: TrainingSection, sequences: int, length: int, samples: int | None) -> int | None:
-    """Returns the optimizer updates of a run; None if they are not known.
+    """Returns the number of optimizer updates of a run; None if it is not known.
 
     Args:
-        sequences: of the global batch.
-        length: tokens per sequence.
-        samples: sequences of the training data, if known; a run of epochs needs them.
+        sequences: number of sequences in the global batch.
+        length: number of tokens per sequence.
+        samples: number of sequences of the training data, needed if `training.epochs` is set; None if it is not known.
     """
     if training.steps is not None:
         return training.steps

@@ -1,4 +1,4 @@
-"""`Draft`: one run's YAML tree while pydantic validates it and the rules check it."""
+"""Defines `Draft`, the YAML tree of a run while pydantic validates it and the rules check it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from weft.config.suggest import RENAMED, meant_key, unknown_key
 from weft.config.tree import Node
 from weft.errors import Problem, UserError
 
-# What a required key is for.
-_SIZE = "a size of the decoder, or name a preset, as preset: llama-60m"
+# Description of required keys in the message for a missing key.
+_SIZE = "a size of the decoder, or a preset, such as preset: llama-60m"
 REQUIRED = {
-    "model": "what to train, as model: llama-60m",
+    "model": "the model to train, such as model: llama-60m",
     "data.train": "the token store to train on (`weft data pack` makes one)",
     **dict.fromkeys(("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"), _SIZE),
 }
 
 
 class Draft:
-    """The tree, the values and the problems of a run's file. Sections are validated with it as pydantic's context.
+    """The tree, the values and the problems of a run's file. It is pydantic's context when sections are validated.
 
     Args:
         tree: the merged file.
-        problems: those found so far; more are added.
-        kind: the class of the configuration, `RunConfig`.
-        model_known: False if a preset or checkpoint could not be read; its keys are then not reported as missing.
+        problems: the problems found so far, to which this class adds more.
+        kind: the class of the configuration: `RunConfig`.
+        model_known: whether the preset or checkpoint of the model was read. If not, missing keys of `model` are not
+            reported.
         ranks: the world size; None if it is not known.
 
     Attributes:
-        values: dotted key -> validated value or default; a key with a problem has none. A component is a mapping; any
-            other section has an entry for each of its keys, and none of its own.
-        origins: dotted key -> where the value came from.
-        meant: correct names of misspelled keys. They are not reported as missing, and have no default.
-        config: the validated configuration; None if there was a problem.
+        values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
+            is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
+        origins: origin of each value by dotted key.
+        meant: correct names of misspelled keys, which are not reported as missing and get no default.
+        config: the validated configuration; None if a value is not valid.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Draft:
     # ---- for rules
 
     def get(self, key: str) -> Any:
-        """Returns a checked value; None if it has a problem."""
+        """Returns a checked value; None if the key has a problem or is not set."""
         return self.values.get(key)
 
     def node(self, key: str) -> Node:
-        """Returns the node of a key, or its nearest parent that is written."""
+        """Returns the node of a key, or of the nearest parent that the file has."""
         node = self.tree
         for part in key.split("."):
             below = node.get(part)
@@ -92,9 +93,10 @@ class Draft:
         return node
 
     def report(self, key: str, what: str, *also: str) -> None:
-        """Adds a problem of `key`, at the first of `key` and `also` that a file (not a preset) has.
+        """Adds a problem of `key`. Its line is that of the first of `key` and `also` that is set in a file, not by a
+        preset.
 
-        The keys of a section come before the section.
+        If `key` is a section, `also` comes before `key`.
         """
         node = self.tree.get(*key.split("."))
         for place in (*also, key) if node is not None and node.is_mapping else (key, *also):
@@ -110,14 +112,14 @@ class Draft:
         return "extends" not in self.meant
 
     def fill(self, key: str, value: Any, origin: str) -> None:
-        """Sets a value that is derived from others."""
+        """Sets a value that is derived from other values."""
         self.values[key], self.origins[key] = value, origin
         self._derived[key] = value
 
     # ---- validation
 
     def check(self) -> None:
-        """Validates the tree; sets `config` if there is no error, and reports the errors otherwise."""
+        """Validates the tree. Sets `config` if the tree is valid; otherwise reports the errors."""
         self.tree = self._with_items(self.tree, self.kind, "")
         self._plain = self._as_plain(self.tree, "")
         for name, info in field_names(self.kind).items():
@@ -146,7 +148,7 @@ class Draft:
         return self.config.model_copy(update=changed)
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
-        """Replaces texts in lists of sections by mappings of the section's required key."""
+        """Replaces strings in lists of sections by mappings that have the string at the section's required key."""
         if not node.is_mapping:
             return node
         fields, content = field_names(section), dict(node.value)
@@ -165,7 +167,9 @@ class Draft:
         return replace(node, value=content)
 
     def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
-        """Returns an item of a list of sections; with `names`, the short name of a component stays a text."""
+        """Returns an item of a list of sections; a string becomes a mapping, except a component's short name if
+        `names`.
+        """
         if not isinstance(item.value, str):
             return item
         if names is None or ":" in item.value:
@@ -177,7 +181,7 @@ class Draft:
         return item
 
     def _as_plain(self, node: Node, key: str) -> Any:
-        """Returns a tree as plain data, and records its origins and the keys of its mappings."""
+        """Returns a tree as plain data, and records the origins of its values and the keys of its mappings."""
         if key and node.file is not None:
             self.origins[key] = node.place
         if isinstance(node.value, list):
@@ -191,7 +195,7 @@ class Draft:
     # ---- called by sections while pydantic validates them
 
     def section(self, section: type[BaseModel], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Validates a section, and records the defaults of the keys that it lacks."""
+        """Validates a section, and records the defaults of keys that the section does not have."""
         key = self._keys.get(id(data)) if isinstance(data, dict) else None
         if key is None:
             return handler(data)
@@ -238,7 +242,7 @@ class Draft:
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Finds the place of an error. Its location has keys, indices, and names of union branches."""
+        """Finds the place of pydantic's error, whose location consists of keys, indices and names of union branches."""
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []
@@ -265,7 +269,7 @@ class Draft:
         return FieldError(key, node, kind, error.get("ctx") or {}, here, tuple(path), tuple(branches), field)
 
     def _report_errors(self, errors: list[FieldError]) -> None:
-        """Reports errors, without those that only follow from a misspelled key."""
+        """Reports errors, except errors that only follow from a misspelled key."""
         reported = {problem.key for problem in self.problems}
         groups = [group for group in resolve_unions(errors) if group[0].key not in reported]
         unknown = [(group[0], self._unknown(group[0])) for group in groups if group[0].type == "extra_forbidden"]
@@ -291,10 +295,10 @@ class Draft:
         if above in untyped:
             return
         if component is not None and name in component.arguments:
-            self.problems.append(error.node.problem(error.key, f"required by {component.name}; add it"))
+            self.problems.append(error.node.problem(error.key, f"required argument of {component.name}; add the key"))
         else:
             known = descriptions(Component) | descriptions(self._sections.get(above, self.kind))
-            described = known.get(name, "Give it a value")
+            described = known.get(name, "A value")
             purpose = described[0].lower() + described[1:].partition(". ")[0].rstrip(".")
             self.report(error.key, f"required: {REQUIRED.get(error.key, purpose)}; add it")
 
@@ -331,12 +335,12 @@ class Draft:
 
 
 def _by_alias(section: BaseModel) -> dict[str, Any]:
-    """Returns the fields of a section by the names that they have in a file."""
+    """Returns the values of a section's fields, by their keys in a file."""
     return {info.alias or name: getattr(section, name) for name, info in type(section).model_fields.items()}
 
 
 def _replaced(tree: Any, path: Sequence[int | str], value: Any) -> Any:
-    """Returns plain data with another value at `path`; dicts and lists are changed in place, tuples are copied."""
+    """Returns plain data with `value` at `path`. Dicts and lists are changed in place; tuples are copied."""
     if not path:
         return value
     inner = _replaced(tree[path[0]], path[1:], value)

@@ -1,4 +1,4 @@
-"""Writes a resolved config as YAML, which loads to an equal config."""
+"""Writes a resolved config as YAML. Loading this YAML gives an equal config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dump_yaml(config: RunConfig, *, origins: bool = False) -> str:
 
     Args:
         config: a checked config.
-        origins: add the origin of each value as a comment.
+        origins: whether the origin of each value is added as a comment.
     """
     lines: list[str] = []
     for section, content in config.as_dict().items():
@@ -53,7 +53,7 @@ def _write(lines: list[str], config: RunConfig, key: str, line: str, origins: bo
 
 
 def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
-    """Whether a key is omitted: its value and default are null, and no preset sets it."""
+    """Whether a key is omitted, because its value and its default are null and no preset sets it."""
     if value is not None:
         return False
     if section == "model" and isinstance(config.model, ModelSection):
@@ -71,7 +71,7 @@ def _left_out(config: RunConfig, section: str, key: str, value: Any) -> bool:
 
 
 def _spell(value: Any) -> str:
-    """Returns a value as YAML 1.2, which readers of YAML 1.1 read as the same value."""
+    """Returns a value as YAML 1.2, in a form that readers of YAML 1.1 read as the same value."""
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return json.dumps(value)
     if isinstance(value, float):
@@ -96,12 +96,12 @@ def _quoted(text: str) -> str:
 
 
 def read_saved(path: str | Path) -> dict[str, Any]:
-    """Returns a saved config as plain data, unchecked: another version of Weft may have written it.
+    """Returns a saved config as plain data, without checks, because another version of Weft can have written it.
 
-    Keys of earlier versions have their current names.
+    Keys of earlier versions are renamed to their current names.
 
     Raises:
-        ConfigError: it is not YAML.
+        ConfigError: the file cannot be read, or is not YAML.
     """
     problems: list[Problem] = []
     node = read_file(Path(path), str(path), problems)

@@ -1,7 +1,7 @@
-"""Messages for pydantic's errors, with remedies that depend on what was written.
+"""Converts pydantic's errors to messages, with remedies that depend on the value in the file.
 
-pydantic reports an error for each branch of a union. If the value has the shape of one branch only, the errors of that
-branch are reported; otherwise one message lists what the branches expect.
+pydantic reports an error for each branch of a union. If only one branch accepts values of this shape, the errors of
+that branch are reported. Otherwise one message lists the values that the branches expect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.config.section import Component, CustomClass, TextPattern
 from weft.config.suggest import did_you_mean
 from weft.config.tree import COMMAND_LINE, Node
 
-# What is expected, by the type of pydantic's error.
+# Type of pydantic's error -> description of the expected value.
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -46,12 +46,12 @@ class FieldError:
 
     Attributes:
         key: dotted key.
-        node: the value; for a missing key, its section.
+        node: node of the value; for a missing key, node of its section.
         type, context: pydantic's error type and context.
-        value: the value that was validated, which may be converted.
-        path: keys and indices.
-        branches: unions on the path, as pairs of the union's key and the name of the branch.
-        field: the field of the section or component; None if there is none.
+        value: the value that was validated; it can differ from the file if `convert` changed it.
+        path: keys and indices from the root of the file to the value.
+        branches: for each union on the path, the dotted key of the union and the name of the branch.
+        field: the field of the section or component; None if the key is not a field.
     """
 
     key: str
@@ -65,9 +65,9 @@ class FieldError:
 
 
 def convert(error: FieldError) -> Any:
-    """Returns an equal value of the expected type, or None.
+    """Returns the value of an error as the expected type, or None if it cannot be converted without change.
 
-    1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes text.
+    The number 1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes a string.
     """
     node, value = error.node, error.value
     if error.type == "int_type" and isinstance(value, float):
@@ -78,7 +78,11 @@ def convert(error: FieldError) -> Any:
 
 
 def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tuple[FieldError, ...]]:
-    """Groups errors by message: a single error, or the errors of all branches of a union at one place."""
+    """Yields groups of errors, one for each message: a single error, or one error of each branch of a union.
+
+    Args:
+        depth: number of unions on the paths of the errors that are already resolved.
+    """
     unions: dict[str, dict[str, list[FieldError]]] = {}
     for error in errors:
         if len(error.branches) <= depth:
@@ -95,7 +99,12 @@ def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tup
 
 
 def _fits(key: str, error: FieldError) -> bool:
-    """Whether a union branch accepts values of this shape, so that its errors are of use."""
+    """Whether an error shows that its union branch accepts values of this shape, so that the error is worth reporting.
+
+    Args:
+        key: dotted key of the union.
+        error: an error of the branch.
+    """
     value = error.value
     if error.key != key or error.type not in (*_EXPECTED, "literal_error") or "{" in _EXPECTED.get(error.type, ""):
         return True
@@ -105,7 +114,7 @@ def _fits(key: str, error: FieldError) -> bool:
 
 
 def error_message(errors: tuple[FieldError, ...]) -> str:
-    """Returns the message for a group of `resolve_unions`."""
+    """Returns the message for a group of errors that `resolve_unions` yields."""
     first = errors[0]
     if first.type == "custom":
         return first.context["what"]
@@ -115,9 +124,9 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
         literal, pattern = sorted(errors, key=lambda m: m.type)
         if pattern.context["pattern"] == CustomClass.pattern:
             if ":" in str(first.value):
-                remedy = "write the module as Python imports it, as my_package.module:MyClass"
+                remedy = "write the module as in an import statement, such as my_package.module:MyClass"
                 return f"{first.value!r} is not a module:Class; {remedy}"
-            return f"{_must_be(literal)}{_remedy(literal) or '; or give a module:Class'}"
+            return f"{_must_be(literal)}{_remedy(literal) or '; or use module:Class'}"
     if first.field is None and [m.type for m in errors] == ["string_type", "model_type"]:
         name = "a name" if first.key.endswith("]") else "a folder"
         return f"must be {name} or {{type: ...}}, not {show(first.node)}"
@@ -129,19 +138,21 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
         below = section_class(first.field.annotation)
         named = first.value if isinstance(first.value, str) else "..."
         example = f"{{type: {named}}}" if below and issubclass(below, Component) else "{key: value, ...}"
-        return f"must be a mapping, as {first.key}: {example}, not {show(first.node)}"
+        return f"must be a mapping, such as {first.key}: {example}, not {show(first.node)}"
     if first.type in ("too_few", "too_long") and first.context.get("field_type") != "List":
         items = _items(first.field)
         return f"must be a list of {len(items) or 'another length'}, not of {len(first.node.value)}"
     if first.type == "too_short":
         if not first.value:
-            kind, what = ("list", "add an item") if first.value == [] else ("mapping", "name something in it")
+            kind, what = ("list", "add an item") if first.value == [] else ("mapping", "add an entry")
             return f"the {kind} is empty; {what}, or remove the key"
         return f"must have at least {first.context['min_length']} items, not {first.context['actual_length']}"
     if first.type == "too_long":
         return f"must have at most {first.context['max_length']} items, not {first.context['actual_length']}"
     if first.type == "string_pattern_mismatch" and not str(first.value).strip():
-        return "empty; name a folder" if _words(first) == "a folder" else f"must be {_words(first)}, not empty"
+        return (
+            "empty; set the path of a folder" if _words(first) == "a folder" else f"must be {_words(first)}, not empty"
+        )
     return _must_be(first) + _remedy(first)
 
 
@@ -150,7 +161,7 @@ def _must_be(error: FieldError) -> str:
 
 
 def _words(error: FieldError) -> str:
-    """Describes the expected value."""
+    """Returns a description of the expected value, such as `an integer`."""
     context = error.context
     if error.type == "literal_error":
         choices = _choices(error)
@@ -182,14 +193,14 @@ def _items(field: FieldInfo | None) -> tuple[Any, ...]:
 def _null(error: FieldError) -> str:
     what, field = "must not be null; remove the key", error.field
     if field is None or field.is_required() or field.default is None:
-        return f"{what}, or give it a value"
+        return f"{what}, or set a value"
     if section_class(field.annotation) is not None:
-        return f"{what} for the defaults"
-    return f"{what} for the default ({spell(field.get_default(call_default_factory=True))})"
+        return f"{what} to use the defaults"
+    return f"{what} to use the default ({spell(field.get_default(call_default_factory=True))})"
 
 
 def _remedy(error: FieldError) -> str:
-    """Returns what to write instead, or an empty text."""
+    """Returns a remedy that starts with `;`, such as `; remove the quotes`, or an empty string."""
     node, value, expected = error.node, error.value, error.type
     if expected == "literal_error":
         return did_you_mean(value, _choices(error), cutoff=0.45) if isinstance(value, str) else ""
@@ -199,7 +210,7 @@ def _remedy(error: FieldError) -> str:
         return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
     if expected in ("int_type", "float_type") and isinstance(value, str) and node.file != COMMAND_LINE:
         if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
-            return "; give a finite number"
+            return "; set a finite number"
         return "; remove the quotes" if _is_number(value, integer=expected == "int_type") else ""
     if (
         expected in ("int_type", "float_type", "bool_type", "string_type")
@@ -209,7 +220,7 @@ def _remedy(error: FieldError) -> str:
         return "; remove the brackets"
     if expected == "tuple_type" and (items := _items(error.field)):
         default = error.field.default if error.field is not None else None
-        return f"; write all {len(items)}, as {spell(default)}" if isinstance(default, tuple) else ""
+        return f"; write all {len(items)}, such as {spell(default)}" if isinstance(default, tuple) else ""
     if expected in ("list_type", "tuple_type") and node.text is not None:
         return f"; write [{node.text}]"
     return ""
@@ -227,7 +238,7 @@ def _is_number(text: str, *, integer: bool) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Describes a type."""
+    """Returns a description of a type, such as `an integer or null`."""
     if get_origin(kind) is Annotated:
         kind, *bounds = get_args(kind)
         spelled = next((bound for bound in bounds if isinstance(bound, TextPattern)), None)
@@ -244,7 +255,7 @@ def describe(kind: Any) -> str:
 
 
 def show(node: Node) -> str:
-    """Returns a value as it was given, shortened."""
+    """Returns a value as it is written in the file, shortened to 60 characters."""
     if isinstance(node.value, dict):
         return "a mapping"
     if isinstance(node.value, list):

@@ -1,4 +1,4 @@
-"""Keys of a section, their descriptions, and the sections below it."""
+"""Finds the keys of a section class, their descriptions, and the section classes below."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 @cache
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the descriptions of a section's keys: the docstrings below its fields, read from source when needed."""
+    """Returns the descriptions of a section's keys: the docstrings below its fields, which are read from source."""
     found: dict[str, str] = {}
     for kind in reversed([kind for kind in section.__mro__ if kind.__module__.startswith("weft.")]):
         module = Module.parse(kind.__module__, Path(str(sys.modules[kind.__module__].__file__)))
@@ -37,27 +37,27 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
 
 
 def section_class(annotation: Any) -> type[BaseModel] | None:
-    """Returns the first section among the alternatives of an annotation."""
+    """Returns the first section class among the alternatives of an annotation; None if none is a section class."""
     return next(iter(_sections(branches(annotation))), None)
 
 
 def listed_sections(annotation: Any) -> list[type[BaseModel]]:
-    """Returns the sections that items of a list field may be."""
+    """Returns the section classes that are allowed as items of a list field."""
     return _sections(_items(annotation))
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns all sections that an annotation names, as values or as items of lists."""
+    """Returns all section classes in an annotation, as values or as items of lists."""
     return [*_sections(branches(annotation)), *listed_sections(annotation)]
 
 
 def keeps_text(annotation: Any) -> bool:
-    """Whether items of a list field may stay texts: short names of built-ins."""
+    """Whether items of a list field can be strings: the short names of built-in components."""
     return str in _items(annotation)
 
 
 def required_key(section: type[BaseModel]) -> str | None:
-    """Returns the first required key of a section."""
+    """Returns the first required key of a section; None if it has no required key."""
     return next((name for name, info in field_names(section).items() if info.is_required()), None)
 
 
@@ -81,7 +81,7 @@ def _sections(alternatives: list[Any]) -> list[type[BaseModel]]:
 
 @cache
 def known_keys(section: type[BaseModel]) -> frozenset[str]:
-    """Returns all dotted keys of a section and of those below it, except arguments of components."""
+    """Returns the dotted keys of a section and of the sections below, except arguments of components."""
     found = set()
     for name, info in field_names(section).items():
         below = section_class(info.annotation)

@@ -1,4 +1,4 @@
-"""Rules between a run's keys and the headers of its tokenizer and token stores."""
+"""Checks a run's keys against the headers of its tokenizer and of its token stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ _Header = TypeVar("_Header")
 
 
 class Opened(NamedTuple):
-    """A token store whose header was read, and the key that names it."""
+    """A token store whose header was read.
+
+    Attributes:
+        key: dotted key of the run file that names the store.
+        path: path of the store.
+    """
 
     key: str
     path: str
@@ -25,14 +30,18 @@ class Opened(NamedTuple):
 
 
 def check_headers(draft: Draft) -> int | None:
-    """Reads and checks the headers. Returns the number of training sequences, if it is known."""
+    """Reads and checks the headers of the run's tokenizer and token stores.
+
+    Returns:
+        The number of training sequences; None if it is not known.
+    """
     folder, length = draft.get("tokenizer"), draft.get("data.sequence_length")
     tokenizer = _read(draft, "tokenizer", folder, read_tokenizer_header) if isinstance(folder, str) else None
     section = data_section(draft)
     train, held_out = _open(draft, section.stores), _open(draft, section.held_out_stores)
     for key, path, header in (*train, *held_out):
         if length is not None and header.num_tokens < length + 1:
-            what = f"{path} has {counted(header.num_tokens, 'token')}, but one sequence needs {length + 1} "
+            what = f"{path} has {counted(header.num_tokens, 'token')}, but one sequence needs {length + 1} tokens "
             what += f"(sequence_length {length}, and a label for the last token)"
             draft.report(key, f"{what}; shorten data.sequence_length or pack more text")
     _check_tokenizers(draft, tokenizer, train, held_out)
@@ -66,7 +75,9 @@ def _read(draft: Draft, key: str, path: str, read: Callable[[str], _Header]) -> 
 
 
 def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
-    """Checks that the sources suffice for the run; with best-fit packing this is known when the run starts."""
+    """Checks that the sources have enough sequences for the run. With best-fit packing, the run checks this at its
+    start.
+    """
     section, steps = data_section(draft), run_steps(draft)
     if draft.problems or not section.weighted or not all(sizes):
         return
@@ -82,11 +93,11 @@ def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
 def _check_tokenizers(
     draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened], held_out: list[Opened]
 ) -> None:
-    """Checks that all stores have the run's tokenizer, or, if it has none, that of the first store."""
+    """Checks that all stores were packed with one tokenizer: the run's, or, if not set, that of the first store."""
     first = next((store for store in train if store.header.tokenizer_digest is not None), None)
     if tokenizer is not None:
         digest, name = tokenizer.digest, draft.get("tokenizer")
-        remedy = "name the one that packed it, or pack it again"
+        remedy = "set tokenizer to the one that packed the store, or pack the store again"
     elif first is not None:
         digest, name, remedy = first.header.tokenizer_digest, first.path, "pack both with one tokenizer"
     else:
@@ -102,7 +113,7 @@ def _check_tokenizers(
 
 
 def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
-    """Compares vocabulary size and end-of-document token of stores whose tokenizer is not known."""
+    """Compares vocabulary size and end-of-document token with another store, for stores of an unknown tokenizer."""
     known = [store for store in stores if store.header.tokenizer_digest is not None]
     for key, path, header in (store for store in stores if store not in known):
         _, other_path, other = (known or stores)[0]
@@ -110,21 +121,21 @@ def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
             here, there = getattr(header, name), getattr(other, name)
             if None not in (here, there) and here != there:
                 what = f"{path} has {name} {here:,}, but {other_path} has {there:,}, so their tokenizers differ"
-                draft.report(key, f"{what}; pack both with one, or convert again with --tokenizer")
+                draft.report(key, f"{what}; pack both with one tokenizer, or convert again with --tokenizer")
                 break
 
 
 def _check_preferences(draft: Draft, stores: list[Opened]) -> None:
-    """Refuses preference data for the built-in objectives, which cannot learn from pairs."""
+    """Reports preference stores if the objective is built in, because no built-in objective learns from pairs."""
     objective = draft.get("objective.type")
     for key, path, header in stores:
         if header.kind == "preferences" and objective is not None and ":" not in objective:
-            what = f"{path} has pairs of a chosen and a rejected answer, but the objective {objective} learns from text"
-            draft.report(key, f"{what}; name a store of texts or conversations, or set a custom objective")
+            what = f"{path} is a store of preference pairs, but the objective {objective} learns from text"
+            draft.report(key, f"{what}; use a store of texts or conversations, or set a custom objective")
 
 
 def _check_vocabulary(draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened]) -> None:
-    """Checks that `model.vocab_size` suffices for the tokenizer, or derives it from the tokenizer."""
+    """Checks that `model.vocab_size` is large enough for the tokenizer, or derives it from the tokenizer."""
     known = [(store.header.vocab_size, store.path) for store in train if store.header.vocab_size is not None]
     needed, path = max(known, key=lambda pair: pair[0], default=(None, ""))
     name = f"tokenizer of {path}"
@@ -133,21 +144,21 @@ def _check_vocabulary(draft: Draft, tokenizer: TokenizerHeader | None, train: li
     if (hf_config := draft.get("model.config")) is not None:
         rows = hf_config.get("vocab_size")
         if isinstance(rows, int) and needed is not None and rows < needed:
-            what = f"its embedding has {rows:,} rows, but the {name} has {needed:,} tokens"
+            what = f"the model's embedding has {rows:,} rows, but the {name} has {needed:,} tokens"
             draft.report("model.path", f"{what}; use the tokenizer of the model", "model.from")
         return
     if "model.vocab_size" not in draft.values or "model.hidden_size" not in draft.values:
         return
     size, multiple = draft.get("model.vocab_size"), draft.get("model.pad_vocab_to_multiple")
     if size is not None and multiple is not None and size % multiple:
-        what = f"vocab_size is set to {size}; remove vocab_size to derive it from the tokenizer, or remove this key"
+        what = f"no effect, because vocab_size is set to {size}; remove vocab_size, or remove this key"
         draft.report("model.pad_vocab_to_multiple", what)
     if size is None and needed is not None:
         rows = -(-needed // (multiple or 1)) * (multiple or 1)
         up = f", up to a multiple of {multiple}" if multiple else ""
         draft.fill("model.vocab_size", rows, f"from the {name}{up}")
     elif size is None and not draft.problems:
-        draft.report("model.vocab_size", "required, because no tokenizer is known; add it")
+        draft.report("model.vocab_size", "required, because no tokenizer is known; add the key, or set tokenizer")
     elif size is not None and needed is not None and size < needed:
         remedy = f"set {needed} or remove the key"
         if draft.get("model.from") is not None:
@@ -163,6 +174,6 @@ def _check_ids(draft: Draft, stores: list[Opened]) -> None:
         return
     for key, path, header in stores:
         if (header.vocab_size or 0) > size:
-            what = f"{path} has ids of {header.vocab_size:,} tokens, but model.vocab_size is {size:,}"
+            what = f"{path} has a vocabulary of {header.vocab_size:,} tokens, but model.vocab_size is {size:,}"
             remedy = f"pack it with the run's tokenizer, or set model.vocab_size: {header.vocab_size}"
             draft.report(key, f"{what}; {remedy}")

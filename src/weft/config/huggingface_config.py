@@ -1,4 +1,4 @@
-"""Reads the config.json of a Hugging Face folder as keys of `model:`, without torch.
+"""Converts the config.json of a Hugging Face folder to keys of the section `model`, without torch.
 
 The model families (`weft.families`) convert the keys; `ModelSection` checks the result.
 """
@@ -22,23 +22,23 @@ _KINDS = {
     "int_type": "not an integer", "int_from_float": "not an integer", "float_type": "not a number",
     "bool_type": "neither true nor false", "list_type": "not a list", "string_type": "not a name",
 }  # fmt: skip
-_MOST_PARAMETERS = 10**15  # a larger model is a mistake, and its tensor sizes overflow
+_MOST_PARAMETERS = 10**15  # a larger number is an error, and the tensor sizes overflow
 
 
 def model_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of `ModelSection` for a config.json, each with a valid type and range.
 
     Raises:
-        UserError: an unknown architecture, or an unsupported value; it names the key of config.json.
+        UserError: the architecture is unknown, or a value is not supported. The message names the key of config.json.
     """
     return _read(config)[0]
 
 
 def checked_model(config: dict[str, Any]) -> ModelSection:
-    """Returns the model of a config.json, with the same checks as a run file.
+    """Returns the model section for a config.json, with the same checks as for a run file.
 
     Raises:
-        UserError: as `model_keys`, or for sizes that contradict each other.
+        UserError: the architecture is unknown, a value is not supported, or values contradict each other.
     """
     section, remedy = _read(config)[1], "if it is not intended, the file is damaged: download it again"
     for key, what, _ in model_mistakes(section):
@@ -54,7 +54,7 @@ def _read(config: dict[str, Any]) -> tuple[dict[str, Any], ModelSection]:
         value = config.get(key)
         ids = value if key == "eos_token_id" and isinstance(value, list) else [value]
         if value is not None and not all(type(one) is int for one in ids):
-            raise UserError(f"{key}: {reprlib.repr(value)} is not a token id, which is an integer")
+            raise UserError(f"{key}: {reprlib.repr(value)} is not a token id; it must be an integer")
     keys = family.from_hf(dict(config))
     try:
         return keys, ModelSection(**keys)
@@ -73,7 +73,8 @@ def folder_model_keys(path: str | Path) -> dict[str, Any]:
     """Returns the keys of `ModelSection` for the config.json of a folder.
 
     Raises:
-        UserError: as `model_keys`, with the file.
+        UserError: the file cannot be read, the architecture is unknown, or a value is not supported. The message names
+            the file and the key.
     """
     config = read_config(path)
     try:

@@ -1,4 +1,4 @@
-"""Reads a file with the files that it extends, and command line overrides, into one tree."""
+"""Merges a file, the files that it extends, and command line overrides into one tree."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from pathlib import Path
 from weft.config.tree import COMMAND_LINE, Node, merge, parse, read_file
 from weft.errors import Problem
 
-# The default `type` of sections.
+# Section -> its default `type`.
 TYPES = {"objective": "pretrain", "optimizer": "adamw", "schedule": "cosine", "model": "decoder"}
 _KEY = re.compile(r"[^\s.=]+(\.[^\s.=]+)*")
 
 
 def read_tree(path: Path, overrides: Sequence[str], problems: list[Problem]) -> tuple[Node | None, list[str]]:
-    """Reads a file, what it extends, and overrides.
+    """Merges a file, the files that it extends, and overrides.
+
+    Args:
+        path: the main file.
+        overrides: `key.path=value` arguments.
+        problems: problems are added to this list.
 
     Returns:
-        The tree, or None if a file could not be read; and the names of the files, the main one first, then
-        "command line".
+        The tree, or None if a file could not be read; and the names of the files: the main file, then the files that
+        it extends, then "command line".
     """
     files: list[str] = []
     tree = _read(path, str(path), [], files, problems, None)
@@ -37,7 +42,7 @@ def _read(
     if any(real == above for above, _ in chain):
         names = " -> ".join([*(name for _, name in chain), label])
         where = at or Problem("extends", "", label)
-        what = f"files extend each other in a circle: {names}; remove one of them"
+        what = f"files extend each other in a circle: {names}; remove one extends"
         problems.append(Problem("extends", what, where.file, where.line))
         return None
     if label not in files:
@@ -53,7 +58,9 @@ def _read(
     bases: list[Node | None] = []
     for base in extends.value if isinstance(extends.value, list) else [extends]:
         if not isinstance(base.value, str) or not base.value.strip() or "\0" in base.value:
-            problems.append(base.problem("extends", "must be a file name, or a list of file names"))
+            problems.append(
+                base.problem("extends", "must be a file name or a list of file names; write extends: base.yaml")
+            )
             bases.append(None)
             continue
         name = os.path.normpath(os.path.join(os.path.dirname(label), base.value))
@@ -68,7 +75,7 @@ def _read(
 
 
 def _with_model(node: Node) -> Node:
-    """Writes `model: llama-60m` as `model: {preset: llama-60m}`, which replaces an inherited model."""
+    """Converts `model: llama-60m` to `model: {preset: llama-60m}`, which replaces an inherited model."""
     model = node.get("model")
     if model is None or not isinstance(model.value, str):
         return node
@@ -77,17 +84,22 @@ def _with_model(node: Node) -> Node:
 
 
 def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]) -> Node:
-    """Returns `key.path=value` arguments as one tree; a later one takes precedence over an earlier one."""
+    """Returns `key.path=value` arguments as one tree; later arguments take precedence.
+
+    Args:
+        base: the tree of the files, in which keys that name items of lists are recognized.
+        problems: problems are added to this list.
+    """
     tree = Node({}, COMMAND_LINE)
     for override in overrides:
         key, equals, text = override.partition("=")
         wrong = None
         if not equals or not _KEY.fullmatch(key):
-            key, wrong = "", f"{override!r} is not key=value; write it as optimizer.lr=1e-3"
+            key, wrong = "", f"{override!r} is not key=value; write it like optimizer.lr=1e-3"
         elif key.split(".")[0] == "extends":
-            wrong = "only a file can extend another; write extends in the file"
+            wrong = "extends cannot be set on the command line; write extends in the file"
         elif (items := _list_above(base, key.split("."))) is not None:
-            wrong = f"items of a list cannot be set one by one; write the full list, as {items}='[...]'"
+            wrong = f"items of a list cannot be set one by one; write the full list: {items}='[...]'"
         elif not text.strip():
             wrong = "no value after '='; write null to unset an optional key"
         if wrong is not None:
@@ -103,7 +115,7 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
 
 
 def _list_above(base: Node, parts: list[str]) -> str | None:
-    """Returns the list of which a key names an item (`data.train` for `data.train.0.weight`), or None."""
+    """Returns the list if a key names an item of a list (`data.train` for `data.train.0.weight`), else None."""
     for place, part in enumerate(parts):
         name, bracket, _ = part.partition("[")
         if bracket:

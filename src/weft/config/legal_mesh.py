@@ -1,7 +1,7 @@
-"""Checks whether a mesh is legal for a run: all reasons against it, and the nearest legal mesh.
+"""Checks whether a mesh is legal for a run, and reports all reasons against the mesh and the nearest legal mesh.
 
-The check of a file uses the world size of the caller or of torchrun, or the smallest that fits the mesh. The check is
-repeated when the number of processes is known.
+When a file is checked, the world size is that of the caller or of torchrun, or else the smallest one on which the mesh
+is possible. The check is repeated when the number of processes is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
     """Returns the mesh of a checked config on `ranks` ranks.
 
     Raises:
-        ConfigError: the mesh is not legal; with each reason, and the nearest legal mesh.
+        ConfigError: the mesh is not legal. The message lists all reasons, and the nearest legal mesh.
     """
 
     def get(key: str) -> Any:
@@ -51,7 +51,7 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:
-    """Returns a reason as a problem, at the first of its key and the axes that the user wrote."""
+    """Returns a reason as a problem, at the place of its key, or else of the first axis that the user set."""
     axes = [f"parallel.{axis}" for axis in SIZES]
     for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")
@@ -66,9 +66,9 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
     """Returns all reasons against the mesh of a run.
 
     Args:
-        get: the run's values; each value of `parallel` is valid by itself.
-        sequences: of the global batch; None if they are not known.
-        ranks: the world size. None: the smallest that fits the mesh.
+        get: returns a checked value by its dotted key. Each value of `parallel` is valid by itself.
+        sequences: number of sequences in the global batch; None if it is not known.
+        ranks: the world size. None: the smallest world size on which the mesh is possible.
     """
     values = {name: get(f"parallel.{name}") for name in ParallelSection.model_fields}
     section = ParallelSection.model_construct(**values)
@@ -88,7 +88,9 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
     if against:
         nearest = nearest_mesh(section, ranks, needs.experts, needs.allows, needs.fits)
         remedy = (
-            "no mesh of these ranks is legal" if nearest is None else f"nearest legal: parallel: {as_yaml(nearest)}"
+            "no mesh with this number of ranks is legal"
+            if nearest is None
+            else f"nearest legal: parallel: {as_yaml(nearest)}"
         )
         last = against.pop()
         reasons += [*against, Reason(last.key, f"{last.what}; {remedy}")]
@@ -96,7 +98,7 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
 
 
 def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
-    """Yields contradictions between settings, which other sizes do not remove."""
+    """Yields contradictions between settings of `parallel`, which do not depend on the sizes of the axes."""
     stage, reshards = section.zero_stage, section.reshard_after_forward
     if stage is not None and reshards is not None and bool(reshards) != (stage == 3):
         what = f"{str(reshards).lower()}, but zero_stage {stage} sets {str(stage == 3).lower()}; remove one of the keys"
@@ -106,23 +108,26 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         what = f"{section.reduce_gradients}, but zero_stage {stage} sets {when}; remove one of the keys"
         yield Reason("parallel.reduce_gradients", what)
     if reshards is not None and not isinstance(reshards, bool) and reshards < 1:
-        yield Reason("parallel.reshard_after_forward", f"{reshards} ranks; set true, false or a number of ranks")
+        yield Reason(
+            "parallel.reshard_after_forward",
+            f"{reshards} is not a number of ranks; set true, false or a number of at least 1",
+        )
     several, counts = section.stages_per_rank, section.stage_layers
     if section.pp == 1:
         for key, value in (("stage_layers", counts), ("stages_per_rank", several)):
             if value is not None:
                 yield Reason(f"parallel.{key}", f"{value}, but there is no pipeline (parallel.pp is 1); remove the key")
     elif several not in (None, 2) and section.pp_schedule in V_SHAPED:
-        what = f"{several}, but {section.pp_schedule} has 2, one from each end of the model; remove the key"
+        what = f"{several}, but {section.pp_schedule} has 2 stages per rank (one from each end); remove the key"
         yield Reason("parallel.stages_per_rank", what)
     elif several not in (None, 1) and section.pp_schedule in ONE_STAGE:
-        what = f"{several}, but {section.pp_schedule} has one; remove the key, or set pp_schedule: interleaved_1f1b"
+        what = f"{several}, but {section.pp_schedule} has 1; remove the key, or set pp_schedule: interleaved_1f1b"
         yield Reason("parallel.stages_per_rank", what)
     if counts is not None and min(counts, default=0) < 1:
-        yield Reason("parallel.stage_layers", f"{counts}: a stage has no layer; give each at least 1")
+        yield Reason("parallel.stage_layers", f"{counts}: a stage has no layer; set at least 1 layer for each stage")
     elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:
         what = f"{sum(counts)} layers in total, but the model has {needs.layers} (model.num_hidden_layers)"
-        yield Reason("parallel.stage_layers", f"{what}; correct the list")
+        yield Reason("parallel.stage_layers", f"{what}; set numbers with this sum")
     if section.tp == 1 and section.async_tp:
         yield Reason("parallel.async_tp", "there is no tensor parallelism (parallel.tp is 1); remove the key")
     if section.pp != 1 and section.pp_schedule in SPLIT_BACKWARD and needs.compiles:

@@ -1,4 +1,4 @@
-"""Rules that a mesh must satisfy: conditions of each axis on the model, the data and the training."""
+"""Defines the rules that a mesh must satisfy: the conditions of each axis on the model, the data and the training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ GetValue = Callable[[str], Any]  # returns a checked value by its dotted key; No
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason against a mesh, and the key where it is reported."""
+    """Why a mesh is not legal.
+
+    Attributes:
+        key: dotted key at which the reason is reported.
+        what: the message.
+    """
 
     key: str
     what: str
 
 
 class Needs:
-    """The values of a run that its mesh depends on, and all rules.
+    """The rules for the mesh of a run, and the values of the run that the rules need.
 
     Args:
-        get: the run's values; a rule with an unknown value is skipped.
+        get: returns a checked value by its dotted key; a rule is skipped if one of its values is not known.
         section: the section `parallel`.
-        sequences: of the global batch; None if they are not known.
+        sequences: number of sequences in the global batch; None if it is not known.
     """
 
     def __init__(self, get: GetValue, section: ParallelSection, sequences: int | None):
@@ -47,7 +52,7 @@ class Needs:
         self.experts: int | None = None
         self.heads: tuple[int, int] | None = None  # query heads, and key/value heads
         self.split: list[tuple[int, str, str]] = []  # dimensions that `tp` splits: size, description, remedy
-        self.shared = False  # whether several tensor parallel ranks may have the same key/value head
+        self.shared = False  # whether several tensor parallel ranks can have the same key/value head
         self.custom: list[tuple[str, str]] = []  # custom components that need all heads and tokens: key and class
         if self.type == "decoder":
             self._read(get)
@@ -79,7 +84,7 @@ class Needs:
         return next(self.reasons(shape), None) is None
 
     def allows(self, axis: str, size: int) -> bool:
-        """Whether an axis may have a size, regardless of the other axes."""
+        """Whether a size of an axis is legal, regardless of the other axes."""
         return next(self.of_axes(MeshShape(**{axis: size})), None) is None
 
     def reasons(self, shape: MeshShape) -> Iterator[Reason]:
@@ -94,7 +99,7 @@ class Needs:
         if self.type not in (None, "decoder"):
             yield from self._other_models(shape)
         if shape.tp > 1 and self.section.async_tp and not self.compiles:
-            what = "it needs compiled code; set training.compile: true, or remove it"
+            what = "async_tp needs compiled code; set training.compile: true, or remove the key"
             yield Reason("parallel.async_tp", what)
         if shape.tp > 1:
             for size, what, remedy in self.split:
@@ -103,7 +108,7 @@ class Needs:
                     yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
             heads, groups = self.heads or (0, 0)
             if groups != heads and groups % shape.tp and not (self.shared and shape.tp % groups == 0):
-                more = ", and they do not divide it" if self.shared else ", which share one norm (model.qk_norm_over)"
+                more = ", nor do they divide it" if self.shared else ", which share one norm (model.qk_norm_over)"
                 what = f"{shape.tp} does not divide {groups} key/value heads (model.num_key_value_heads){more}"
                 yield Reason("parallel.tp", what)
         if shape.cp > 1:
@@ -111,7 +116,7 @@ class Needs:
         if shape.cp * shape.tp > 1:
             axis, seen = ("tp", "heads") if shape.tp > 1 else ("cp", "tokens")
             for key, chosen in self.custom:
-                what = f"{chosen} would receive only some of the {seen} ({axis} {shape.sizes[axis]})"
+                what = f"{chosen} would receive only a part of the {seen} ({axis} {shape.sizes[axis]})"
                 yield Reason(key, f"{what}; choose a built-in component")
             yield from self._rows(shape)
         if shape.ep > 1 and self.type == "decoder":
@@ -126,9 +131,9 @@ class Needs:
     def _stages(self, shape: MeshShape) -> Iterator[Reason]:
         for key, chosen in self.custom:
             if key == "model.position":
-                yield Reason(key, f"{chosen} would be duplicated in each pipeline stage; choose a built-in component")
+                yield Reason(key, f"{chosen} would be copied into each pipeline stage; choose a built-in component")
         if self.only_rows is not None and self.type == "decoder":
-            what = f"{self.only_rows}, but most pipeline stages have no row to train; remove it"
+            what = f"{self.only_rows}, but most pipeline stages have no such row to train; remove the key"
             yield Reason("training.only_rows_from", what)
         if self.layers is not None and shape.pp * self.section.virtual_stages > self.layers:
             each = f" x {self.section.virtual_stages}" if self.section.virtual_stages > 1 else ""
@@ -143,7 +148,7 @@ class Needs:
             if size > 1 and self.type == "hf":
                 yield Reason(key, f"{size}, but a model of type hf is {LIMITS}")
             elif size > 1 and axis != "tp":
-                what = f"{size}, but a custom model supports the data axes and, with a table weft_sharding, tp"
+                what = f"{size}, but a custom model supports only dp_replicate, dp_shard and (with weft_sharding) tp"
                 yield Reason(key, what)
             elif size > 1 and has_table(self.type) is False:
                 what = f"{size}, but {self.type} does not define how its matrices are sharded"
@@ -160,7 +165,7 @@ class Needs:
         )
 
     def exchanges(self, shape: MeshShape) -> bool:
-        """Whether context parallel ranks can exchange heads for tokens."""
+        """Whether context parallel ranks can exchange heads for tokens (`cp_method: all_to_all`)."""
         return self.heads is None or can_exchange_heads(self.heads, shape.tp, shape.cp)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
@@ -178,11 +183,13 @@ class Needs:
 
     def _of_all(self, shape: MeshShape) -> Iterator[Reason]:
         if shape.fsdp % shape.ep:
-            what = f"{shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, whose ranks it uses"
+            what = (
+                f"{shape.ep} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}, from which its ranks are taken"
+            )
             yield Reason("parallel.ep", what)
         if self.compresses and shape.dp_replicate == 1:
-            what = "it compresses the all-reduce between replicas, but there is one replica; set dp_replicate"
-            yield Reason("parallel.compress", f"{what}, or remove it")
+            what = "compresses the all-reduce between replicas, but the mesh has one replica; set dp_replicate"
+            yield Reason("parallel.compress", f"{what}, or remove the section")
         number = self.section.reshard_after_forward
         if number is not None and not isinstance(number, bool) and number > 1:
             yield from self._reshards(shape, number)
@@ -206,13 +213,13 @@ class Needs:
         if shape.fsdp > 1 and shape.fsdp % number:
             yield Reason(key, f"{number} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}; set true or false")
         elif number < shape.fsdp and shape.pp * shape.tp > 1:
-            yield Reason(key, f"{number} of {shape.fsdp} ranks is not supported with pp or tp; set true or false")
+            yield Reason(key, f"{number} of {shape.fsdp} ranks, which pp and tp do not support; set true or false")
         elif shape.ep > 1 and experts not in (1, number):
             what = f"{number}, but experts are sharded over {experts} ranks (dp_shard x cp / ep)"
             yield Reason(key, f"{what}; set {experts}, true or false")
 
     def _micro_batches(self, shape: MeshShape, sequences: int, length: int) -> Reason | None:
-        """Checks that the schedule supports the number of micro-batches per step."""
+        """Returns a reason if the schedule does not support the number of micro-batches per step; else None."""
         section, pp = self.section, shape.pp
         per_rank, micro = split_batch(sequences, length, shape, self.micro, section)
         count = -(-per_rank // micro)
@@ -230,12 +237,12 @@ class Needs:
             wanted = f"at least {pp * section.virtual_stages} micro-batches"
         what = f"{section.pp_schedule} over {pp} ranks needs {wanted}"
         return Reason(
-            "parallel.pp", f"{what}, but a step has {count} ({per_rank} sequences, {micro} at a time); {remedy}"
+            "parallel.pp", f"{what}, but a step has {count} ({per_rank} sequences, {micro} per micro-batch); {remedy}"
         )
 
 
 def has_table(type_: str) -> bool | None:
-    """Whether a custom model defines how it is sharded; None if its source does not show it."""
+    """Whether a custom model class has a table `weft_sharding`; None if its source does not show this."""
     module, _, name = type_.partition(":")
     try:
         source = find_class(module, name)

@@ -1,4 +1,4 @@
-"""Rules between the keys of `model:`, for run files and for config.json files."""
+"""Finds keys of the section `model` that contradict each other, for run files and for config.json files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from weft.plugins import unknown_kind_hint
 
 
 class ModelMistake(NamedTuple):
-    """A mistake at a key of `model:`, and other keys whose place may be reported."""
+    """An error at a key of the section `model`.
+
+    Attributes:
+        key: the key, without `model.`.
+        what: the message.
+        also: other keys that the error depends on, whose line can be reported instead.
+    """
 
     key: str
     what: str
@@ -22,10 +28,10 @@ class ModelMistake(NamedTuple):
 
 
 def known_model(get: Callable[[str], Any]) -> ModelSection:
-    """Returns the decoder of a run as far as its values are known; other keys have their default, or None.
+    """Returns the section of a decoder with the values that are known; other keys have their default, or None.
 
     Args:
-        get: returns a value by its dotted key; None if it is not set, or has a problem.
+        get: returns a checked value by its dotted key; None if the key is not set, or has a problem.
     """
     parts = {"moe": ExpertsSection, "mla": LatentAttentionSection, "rope_scaling": RopeScaling}
     needed = {"moe": "num_experts", "mla": "kv_lora_rank", "rope_scaling": "rope_type"}
@@ -35,10 +41,10 @@ def known_model(get: Callable[[str], Any]) -> ModelSection:
 
 
 def model_mistakes(model: ModelSection) -> Iterator[ModelMistake]:
-    """Yields all contradictions; a rule is skipped if one of its values is None."""
+    """Yields all errors between keys. A rule is skipped if one of its values is None."""
     if model.family not in families():
         near = did_you_mean(model.family, families())
-        hint = f"{near} (`weft models` lists them all)" if near else f"; choose one (there are {', '.join(families())})"
+        hint = f"{near} (`weft models` lists them all)" if near else f"; choose one of {', '.join(families())}"
         yield ModelMistake("family", f"unknown family {model.family!r}{hint}{unknown_kind_hint(str(model.family))}")
     yield from _heads(model)
     yield from _layers(model)
@@ -49,7 +55,7 @@ def model_mistakes(model: ModelSection) -> Iterator[ModelMistake]:
         for name in ("head_dim", "num_key_value_heads", "qk_norm", "clip_qkv"):
             given = getattr(model, name)
             if given and not (name == "num_key_value_heads" and given == model.num_attention_heads):
-                yield ModelMistake(name, "latent attention (model.mla) does not use this key; remove it", ("mla",))
+                yield ModelMistake(name, "latent attention (model.mla) does not use this key; remove the key", ("mla",))
     row, rows = model.pad_token_id, model.vocab_size
     if row is not None and rows is not None and row >= rows:
         what = f"{row}, but the embedding has rows 0 to {rows - 1} (model.vocab_size {rows}); remove the key"
@@ -66,7 +72,7 @@ def _heads(model: ModelSection) -> Iterator[ModelMistake]:
         remedy = f"choose {_divisor_near(hidden, heads)} heads, or set head_dim"
         yield ModelMistake("num_attention_heads", f"{what}; {remedy}", ("hidden_size",))
     elif model.position == "rope" and (head or hidden // heads) % 2:
-        what = f"rotary embeddings need an even head size, not {head or hidden // heads}; make it even"
+        what = f"rotary embeddings need an even head size, not {head or hidden // heads}; set an even head_dim"
         yield ModelMistake("head_dim", what, ("num_attention_heads", "hidden_size"))
     if groups and heads % groups:
         what = f"{groups} key/value heads do not divide {heads} attention heads; choose {_divisor_near(heads, groups)}"
@@ -74,7 +80,7 @@ def _heads(model: ModelSection) -> Iterator[ModelMistake]:
 
 
 def _divisor_near(number: int, near: int) -> int:
-    """Returns the divisor of `number` next to `near`; 1 if none is close."""
+    """Returns the divisor of `number` that is closest to `near`; 1 if none is within 4095."""
     for distance in range(1, 4096):
         for divisor in (near - distance, near + distance):
             if 0 < divisor <= number and number % divisor == 0:
@@ -87,7 +93,7 @@ def _layers(model: ModelSection) -> Iterator[ModelMistake]:
     for name in ("layer_types", "no_rope_layers"):
         given = getattr(model, name)
         if given is not None and layers is not None and len(given) != layers:
-            what = f"{len(given)} entries for {layers} layers; give one entry per layer"
+            what = f"{len(given)} entries for {layers} layers; list one entry per layer"
             yield ModelMistake(name, what, ("num_hidden_layers",))
     if model.sliding_window is None:
         slides = "sliding_attention" in (model.layer_types or [])
@@ -103,7 +109,9 @@ def _rotary(model: ModelSection) -> Iterator[ModelMistake]:
         return
     rotated = model.rotary_dim
     if model.position == "rope" and model.partial_rotary_factor < 1 and (rotated < 2 or rotated % 2):
-        what = f"rotary embeddings need an even number of rotated dimensions per head, not {rotated}; make it even"
+        what = (
+            f"rotary embeddings need an even number of rotated dimensions per head, not {rotated}; change the fraction"
+        )
         yield ModelMistake("partial_rotary_factor", what)
     mistake = model.rope_scaling and model.rope_scaling.mistake(rotated)
     if mistake:
@@ -115,25 +123,29 @@ def _experts(model: ModelSection, moe: ExpertsSection) -> Iterator[ModelMistake]
     if each is None:
         return
     if model.mlp == "plain":
-        yield ModelMistake("mlp", "experts are always gated; remove the key, or model.moe", ("moe",))
+        yield ModelMistake("mlp", "plain, but experts are always gated; remove the key, or remove model.moe", ("moe",))
     layers, dense = model.num_hidden_layers, moe.first_k_dense_replace
     far = [layer for layer in moe.mlp_only_layers or [] if layers is not None and not 0 <= layer < layers]
     if far:
-        what = f"there is no layer {far[0]}; layers are counted from 0 to {layers - 1}"
+        what = f"{far[0]} is not a layer of the model; use numbers from 0 to {layers - 1}"
         yield ModelMistake("moe.mlp_only_layers", what, ("num_hidden_layers",))
     elif layers is not None and dense is not None and dense >= layers:
-        what = f"{dense} of {layers} layers have an MLP, so none has experts; lower it, or remove model.moe"
+        what = f"{dense} of {layers} layers have an MLP, so no layer has experts; lower the number, or remove model.moe"
         yield ModelMistake("moe.first_k_dense_replace", what, ("num_hidden_layers",))
     also = ("moe.num_experts_per_tok",)
     if each > experts:
-        yield ModelMistake("moe.num_experts_per_tok", f"{each} of {experts} experts; choose at most {experts}")
+        yield ModelMistake(
+            "moe.num_experts_per_tok", f"{each}, but the model has {experts} experts; set at most {experts}"
+        )
     elif groups and kept and groups > 1:
         if experts % groups:
-            what = f"{groups} groups do not divide {experts} experts; change one of the two"
+            what = f"{groups} groups do not divide {experts} experts; change n_group or num_experts"
             yield ModelMistake("moe.n_group", what, also)
         elif kept > groups:
-            yield ModelMistake("moe.topk_group", f"{kept} of {groups} groups; choose at most {groups}", also)
+            yield ModelMistake(
+                "moe.topk_group", f"{kept}, but the model has {groups} groups of experts; set at most {groups}", also
+            )
         elif each > experts // groups * kept:
             size = experts // groups
-            what = f"{kept} groups of {size} experts are fewer than {each} experts per token; raise topk_group"
+            what = f"{kept} groups of {size} experts have fewer than {each} experts per token; raise topk_group"
             yield ModelMistake("moe.topk_group", what, also)

@@ -1,4 +1,4 @@
-"""Resolves `model.preset`, `model.from` and `model.path` to the keys that they stand for."""
+"""Replaces `model.preset`, `model.from` and `model.path` by the keys of the preset, checkpoint or folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
-    """Returns the tree with the complete `model`.
+    """Adds the keys of the preset, checkpoint or folder to the section `model` of a tree.
 
     Returns:
-        The tree, and whether the model is known. If it is not, a problem has been added, and missing keys are not
-        reported.
+        The tree, and whether the model is known. If the model is not known, a problem has been added, and missing keys
+        need not be reported.
     """
     model = tree.get("model")
     if model is None or not model.is_mapping:
@@ -49,10 +49,11 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
 
 
 def _resolved(model: Node, problems: list[Problem]) -> Node:
-    """Returns the model with the keys of its preset, checkpoint or folder.
+    """Returns the section with the keys of its preset, checkpoint or folder.
 
     Raises:
-        ConfigError: they cannot be read; without a problem if the check of the section reports it.
+        ConfigError: the preset, checkpoint or folder cannot be read. The error has no problem if the later check of the
+            section reports it.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:
@@ -87,10 +88,10 @@ def _from_preset(model: Node, preset: Node) -> Node:
         raise ConfigError([])
     if preset.value not in known:
         near = did_you_mean(preset.value, known)
-        hint = f"{near} (`weft models` lists them all)" if near else f"; choose one (there are {', '.join(known)})"
+        hint = f"{near} (`weft models` lists them all)" if near else f"; choose one of {', '.join(known)}"
         raise _error(preset, "model.preset", f"unknown preset {preset.value!r}{hint}")
     if chosen is not None and chosen.value != "decoder":
-        what = f"presets are for type decoder, not for {chosen.value}; remove one of the two keys"
+        what = f"presets are for type decoder, not for {chosen.value}; remove preset or type"
         raise _error(preset, "model.preset", what)
     origin = f"preset {preset.value}"
     base = _tree(known[preset.value], preset, origin)
@@ -99,10 +100,10 @@ def _from_preset(model: Node, preset: Node) -> Node:
 
 
 def _from_folder(model: Node) -> Node:
-    """Returns a `type: hf` model with the folder's config.json as its `config`."""
+    """Returns the section of a `type: hf` model, with the config.json of its folder as `config`."""
     path, given, weights = model.get("path"), model.get("config"), model.get("weights")
     if path is None or path.value is None:
-        what = "required: the Hugging Face folder of the model (or set model.from to a run of one); add it"
+        what = "required: the Hugging Face folder of the model; add the key, or set model.from to a run of such a model"
         raise _error(model, "model.path", what)
     if not isinstance(path.value, str) or not path.value.strip() or (given is not None and not given.is_mapping):
         raise ConfigError([])
@@ -130,9 +131,9 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
         default = ModelSection.model_fields[name].default if name in ModelSection.model_fields else None
         has = shape.get(name, default)
         if name == "preset" and node.plain() not in (None, has):
-            problems.append(node.problem("model.preset", "model.from already sets the shape; remove one of them"))
+            problems.append(node.problem("model.preset", "model.from already sets the shape; remove preset or from"))
         elif name in fixed and not _same(name, node, has):
-            what = f"{found} has {has}, and model.from takes its shape from there; remove the key"
+            what = f"the checkpoint {found} has {has}, and model.from sets the shape; remove the key"
             problems.append(node.problem(f"model.{name}", what))
     if problems:
         raise ConfigError(problems)
@@ -140,7 +141,7 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
 
 
 def _same(name: str, node: Node, has: Any) -> bool:
-    """Whether a key agrees with the checkpoint. Load balancing of experts may change."""
+    """Whether a key has the value of the checkpoint. The keys for load balancing of experts are allowed to differ."""
     if name == "moe" and node.is_mapping and isinstance(has, dict):
         given = node.plain()
         return all(key in BALANCE or value == has.get(key) for key, value in given.items())
@@ -154,7 +155,7 @@ def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
             content = json.loads((found / "model.json").read_bytes())
             assert isinstance(content, dict)
         except (OSError, ValueError, AssertionError):
-            what = f"{found / 'model.json'} cannot be read; name another checkpoint"
+            what = f"{found / 'model.json'} cannot be read; use another checkpoint"
             raise _error(source, "model.from", what) from None
         return content
     optional, chosen = model.get("load_optimizer"), model.get("type")
@@ -166,15 +167,20 @@ def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
     except UserError as error:
         raise _error(source, "model.from", str(error)) from None
     if chosen is not None and chosen.value == "hf":
-        raise _error(source, "model.from", "with type: hf, model.path names the folder; rename the key")
+        raise _error(
+            source,
+            "model.from",
+            "with type: hf, model.from must be a run or checkpoint; set model.path to the folder instead",
+        )
     return content
 
 
 def newest_checkpoint(path: Path) -> Path | str:
-    """Returns a checkpoint or Hugging Face folder itself, or the newest checkpoint of a run directory.
+    """Returns the path itself if it is a checkpoint or Hugging Face folder, or the newest checkpoint of a run
+    directory.
 
     Returns:
-        The checkpoint, or the message of what is wrong.
+        The checkpoint or folder, or an error message.
     """
     if not path.exists():
         near = ""
@@ -185,6 +191,6 @@ def newest_checkpoint(path: Path) -> Path | str:
         return path
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     if not folder.is_dir():
-        return "neither a run directory nor a checkpoint nor a Hugging Face folder; name one of these"
+        return "neither a run directory nor a checkpoint nor a Hugging Face folder; use the path of one of these"
     steps = [(int(match[1]), p) for p in folder.iterdir() if (match := _STEP.fullmatch(p.name))]
     return max(steps)[1] if steps else "this run has no checkpoint yet; train it until it has saved one"

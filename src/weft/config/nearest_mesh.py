@@ -1,4 +1,4 @@
-"""Finds the legal mesh that is closest to an illegal one."""
+"""Finds the legal mesh that is closest to an illegal mesh."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def nearest_mesh(
     allows: Callable[[str, int], bool],
     fits: Callable[[MeshShape], bool],
 ) -> dict[str, int] | None:
-    """Returns the sizes to write in place of the given ones.
+    """Returns the sizes of the legal mesh that is closest to `section`.
 
-    The distance of two meshes is the sum of |log2| of the ratios of their sizes. Of equally close meshes, the one that
-    changes fewer axes wins.
+    The distance of two meshes is the sum of |log2(ratio)| over the sizes of all axes. Of equally close meshes, the mesh
+    that changes fewer axes is chosen.
 
     Args:
         section: the illegal mesh.
-        ranks: the world size. None: any; an axis of -1 stays -1.
-        experts: of the model; `ep` divides them.
-        allows: whether an axis may have a size, regardless of the other axes.
-        fits: whether a mesh is legal.
+        ranks: the world size. None: any world size is allowed, and an axis of -1 stays -1.
+        experts: number of experts of the model, which `ep` must divide; None if the model has no experts.
+        allows: returns whether a size of an axis is legal, regardless of the other axes.
+        fits: returns whether a mesh is legal.
 
     Returns:
-        Axis -> size, without sizes of 1; None if there is no legal mesh.
+        Axis -> size, without sizes of 1; None if no mesh is legal.
     """
     filled = next((axis for axis in _ORDER if getattr(section, axis) == -1), None)  # by default dp_shard
     if ranks is None and filled is None:
@@ -55,7 +55,7 @@ def nearest_mesh(
 
 
 def as_yaml(mesh: dict[str, int]) -> str:
-    """Returns a mesh as the YAML value of `parallel`. A `dp_shard` of -1 is written only if no other axis is."""
+    """Returns a mesh as the YAML value of `parallel`. `dp_shard: -1` is written only if no other axis is written."""
     fills = mesh.get("dp_shard", 1) == -1
     written = {axis: size for axis, size in mesh.items() if not fills or axis != "dp_shard"}
     if not written or (-1 in written.values() and "dp_shard" not in written):
@@ -79,7 +79,13 @@ class _Search:
     _sizes: dict[tuple[str, int | None], list[tuple[float, int]]] = field(default_factory=dict)
 
     def go(self, sizes: dict[str, int], left: int | None, distance: float) -> None:
-        """Chooses the size of the next axis, and recursively of the others."""
+        """Tries all sizes of the next axis, and recursively of the axes after it.
+
+        Args:
+            sizes: sizes of the axes that are already chosen.
+            left: number of ranks for the other axes; None if the world size is any.
+            distance: distance of the chosen sizes.
+        """
         axis = self.order[len(sizes)]
         last = len(sizes) == len(self.order) - 1
         if last and left is not None:
@@ -98,7 +104,7 @@ class _Search:
                 self.go(chosen, None if left is None else left // size, distance + far)
 
     def _experts(self, sizes: dict[str, int], distance: float) -> None:
-        """Chooses `ep`, which completes the mesh."""
+        """Tries all sizes of `ep`, which completes the mesh."""
         fsdp, free = sizes["dp_shard"] * sizes["cp"], self.ranks is None and self.filled in ("dp_shard", "cp")
         options = [1]
         if self.experts is not None:
@@ -106,7 +112,7 @@ class _Search:
         for far, size in sorted((self._far("ep", size), size) for size in options):
             if distance + far > self.best_key[0] + 1e-9:
                 return
-            for more in (1, 2) if self.ranks is None else (1,):  # an axis of -1 may have any size: try the two smallest
+            for more in (1, 2) if self.ranks is None else (1,):  # an axis of -1 can have any size: try the two smallest
                 chosen = dict(sizes)
                 if self.ranks is None and self.filled is not None:
                     chosen[self.filled] = more * (size // math.gcd(size, fsdp) if free else 1)
@@ -137,6 +143,6 @@ class _Search:
 
 @cache
 def divisors(number: int) -> list[int]:
-    """Returns all divisors in increasing order."""
+    """Returns all divisors of a number in increasing order."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return low + [number // n for n in reversed(low) if n * n != number]

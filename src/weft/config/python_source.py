@@ -1,4 +1,4 @@
-"""Finds modules and classes by their source files, without an import."""
+"""Finds and parses the source of modules and classes, without an import."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import Any
 
-DEPTH = 12  # imports, aliases and base classes that are followed one after another
+DEPTH = 12  # maximum length of a chain of imports, aliases and base classes that is followed
 
 
 class NotFound(Exception):
-    """There is no such module, or no such class in it. The text lists what exists."""
+    """The error that a module, or a class in a module, does not exist. The message lists similar names that exist."""
 
 
 class ModuleMissing(NotFound):
-    """There is no such module."""
+    """The error that a module does not exist."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class ClassSource:
 
     @property
     def doc(self) -> str:
-        """The docstring."""
+        """The docstring of the class, or an empty string."""
         return ast.get_docstring(self.node) or ""
 
     @property
     def place(self) -> str:
-        """File and line, as `my_components.py:12`."""
+        """File and line of the class, such as `my_components.py:12`."""
         return f"{_short(self.module.path)}:{self.node.lineno}"
 
     @property
@@ -46,7 +46,15 @@ class ClassSource:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed source file. `names` are the definitions and imports of its top level, also within `if` and `try`."""
+    """A parsed source file.
+
+    Attributes:
+        name: dotted name of the module.
+        path: the source file.
+        package: dotted name of the package, for relative imports.
+        names: name -> definition, or (module, member) of an import, at the top level and within `if`, `try` and `with`.
+        stars: modules of `from module import *`.
+    """
 
     name: str
     path: Path
@@ -56,11 +64,17 @@ class Module:
 
     @classmethod
     def parse(cls, name: str, path: Path) -> Module:
-        """Parses a file. Raises NotFound if it is not Python source."""
+        """Parses a file.
+
+        Raises:
+            NotFound: the file cannot be read, or is not valid Python.
+        """
         return _parse(name, path, path.stat().st_mtime_ns if path.exists() else 0)
 
     def resolve(self, name: str, depth: int = DEPTH) -> Found:
-        """Returns what a dotted name stands for: a class, an expression or function, a module's name, or None."""
+        """Returns the object of a dotted name: a class, a module with an expression or function, a module's name, or
+        None.
+        """
         head, _, rest = name.partition(".")
         found: Found = None
         entry = self.names.get(head)
@@ -83,7 +97,7 @@ class Module:
         return _member(found, rest, depth - 1) if isinstance(found, str) else None
 
     def first_public_class(self) -> ClassSource | None:
-        """Returns the first class of the file whose name has no leading underscore."""
+        """Returns the first class of the file whose name has no leading underscore; None if there is no such class."""
         for name, entry in self.names.items():
             if isinstance(entry, ast.ClassDef) and not name.startswith("_"):
                 return ClassSource(self, entry)
@@ -153,13 +167,13 @@ def _is_value(entry: ast.AST | tuple | None) -> bool:
 def find_module(name: str) -> Path | None:
     """Finds the source file of a module as an import does, but without importing its parent packages.
 
-    The working directory comes first, then `sys.path`. A package without `__init__.py` is its folder.
+    The working directory is searched first, then `sys.path`.
 
     Returns:
-        None for a module without Python source (built in, compiled).
+        The file or folder; None for a module without Python source (built in or compiled).
 
     Raises:
-        ModuleMissing: there is none.
+        ModuleMissing: the module does not exist.
     """
     search: list[str] | None = ["", *sys.path]
     spec = None
@@ -187,29 +201,29 @@ def find_class(module: str, name: str) -> ClassSource | None:
     """Finds the definition of a class; re-exports (`from x import y as z`) are followed.
 
     Returns:
-        None if there is no Python source, or if it does not show what the name is.
+        The class; None if there is no Python source, or the source does not show what the name is.
 
     Raises:
-        NotFound: no such module or class.
+        NotFound: the module or the class does not exist, or the name is not a class.
     """
     path = find_module(module)
     if path is None:
         return None
     if path.is_dir():
-        raise NotFound(f"{module!r} is a folder without __init__.py; name a module in it")
+        raise NotFound(f"{module!r} is a folder without __init__.py; use the name of a module in this folder")
     parsed = Module.parse(module, path)
     found = parsed.resolve(name)
     if isinstance(found, ClassSource):
         return found
     place, entry = found if isinstance(found, tuple) else (parsed, parsed.names.get(name))
     if isinstance(entry, tuple) and entry[1] is None:
-        raise NotFound(f"{name!r} is a module ({_short(path)}), not a class; name a class")
+        raise NotFound(f"{name!r} is a module ({_short(path)}), not a class; use the name of a class")
     if _is_value(entry):
         line = getattr(entry, "lineno", None)
-        raise NotFound(f"{name!r} is not a class ({_short(place.path)}:{line}); name a class")
+        raise NotFound(f"{name!r} is not a class ({_short(place.path)}:{line}); use the name of a class")
     if found is None and name not in parsed.names and "__getattr__" not in path.read_text(encoding="utf-8"):
         classes = [n for n, entry in parsed.names.items() if isinstance(entry, ast.ClassDef) and not n.startswith("_")]
-        known = f"; it has {', '.join(classes[:8])}" if classes else ""
+        known = f"; use one of {', '.join(classes[:8])}" if classes else ""
         raise NotFound(f"no class {name!r} in {_short(path)}{known}")
     return None
 
@@ -235,7 +249,7 @@ def _short(path: Path) -> str:
 
 
 def dotted_name(node: ast.AST) -> str | None:
-    """Returns `a.b.c` for a chain of names; None for anything else."""
+    """Returns the text of a dotted name, such as `a.b.c`; None for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -245,7 +259,7 @@ def dotted_name(node: ast.AST) -> str | None:
 
 
 def last_name(node: ast.AST) -> str:
-    """Returns `c` for `a.b.c` and for `a.b.c[...]`."""
+    """Returns the last part of a dotted name: `c` for `a.b.c` and for `a.b.c[...]`; else an empty string."""
     if isinstance(node, ast.Subscript):
         node = node.value
     return (dotted_name(node) or "").rpartition(".")[2]

@@ -1,4 +1,7 @@
-"""Rules between keys. `config/data_rules.py` has those within `data:` and between it and the token stores."""
+"""Checks keys that depend on each other, and fills in derived keys.
+
+`config/data_rules.py` checks the section `data`, and `config/header_rules.py` the token stores.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
 from weft.config.transformers_model import longest_sequence
 
-MOST_STEPS = 10**12  # beyond it the number of a sample does not fit 64 bits
-MOST_NAME = 200  # bytes: file systems allow 255, and other names are derived from the run's
+MOST_STEPS = 10**12  # with more steps, the number of a sample would not fit into 64 bits
+MOST_NAME = 200  # bytes: file systems allow 255, and longer names are derived from the run's name
 LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
@@ -32,11 +35,11 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
     steps = run_steps(draft, samples)
     if steps is not None and steps > MOST_STEPS:
         key = next(name for name in LENGTHS if draft.get(name) is not None)
-        draft.report(key, f"a run has at most {MOST_STEPS:.0e} steps, and this is more; lower it")
+        draft.report(key, f"more than {MOST_STEPS:.0e} steps, the maximum of a run; lower the value")
     _check_lists(draft)
     _check_mesh(draft)
     if draft.get("schedule.warmup_steps") is not None and draft.get("schedule.warmup_fraction") is not None:
-        draft.report("schedule.warmup_steps", "warmup_fraction is set too; keep one of the two keys")
+        draft.report("schedule.warmup_steps", "warmup_fraction is set too; remove one of the two keys")
     else:
         check_warm_up(draft, "schedule.warmup_steps", steps, 20)
     _check_trained_rows(draft)
@@ -50,7 +53,7 @@ def _check_run_length(draft: Draft) -> None:
     given = [name for name in LENGTHS if draft.get(name) is not None]
     if len(given) > 1:
         names = " and ".join(name.removeprefix("training.") for name in given)
-        draft.report(given[0], f"{names} each set the length of the run; keep one of them")
+        draft.report(given[0], f"{names} each set the length of the run; keep one of these keys")
     reported = any(problem.key == "training" for problem in draft.problems)
     if not given and not reported and all(name in draft.values for name in LENGTHS):
         draft.report("training", "the run has no length; set one of steps, tokens or epochs")
@@ -62,7 +65,7 @@ def _check_lists(draft: Draft) -> None:
         for number, one in enumerate(chosen):
             if one in chosen[:number]:
                 name = one if isinstance(one, str) else one.type
-                draft.report(f"{key}[{number}]", f"{name} is in the list twice; remove one of them")
+                draft.report(f"{key}[{number}]", f"{name} is in the list twice; remove one of the two items")
     if draft.values.get("data.validation", "not known") is None:
         for number, callback in enumerate(draft.get("callbacks") or []):
             if callback.type.replace("-", "_") == "early_stopping":
@@ -71,7 +74,7 @@ def _check_lists(draft: Draft) -> None:
 
 
 def _check_sequence_length(draft: Draft) -> None:
-    """Checks the sequence length against the model's longest, or fills in its default."""
+    """Checks that the model supports the sequence length, or fills in the default sequence length."""
     longest, key = draft.get("model.max_position_embeddings"), "max_position_embeddings"
     hf_config = draft.get("model.config")
     if hf_config is not None:
@@ -80,7 +83,7 @@ def _check_sequence_length(draft: Draft) -> None:
         return
     length = draft.get("data.sequence_length")
     if length is None:
-        # The longest sequence of a custom model, or of one of transformers, may not be known.
+        # The maximum sequence length of a custom model or of a Transformers model can be unknown.
         may_lack = isinstance(draft.get("model"), dict) or hf_config is not None
         if draft.tree.get("data") is not None and (may_lack or longest):  # otherwise a problem is reported already
             draft.fill("data.sequence_length", min(1024, longest or 1024), "from the model's max_position_embeddings")
@@ -117,13 +120,16 @@ def _check_name(draft: Draft) -> None:
         stem = os.path.basename(draft.tree.file or "run").rsplit(".", 1)[0] or "run"
         draft.fill("run.name", stem, "the file's name")
     elif not name.strip() or name in (".", "..") or any(c in name for c in "/\\\0\n"):
-        draft.report("run.name", f"{name!r} is not a valid folder name; the parent folder is set by run.directory")
+        draft.report(
+            "run.name",
+            f"{name!r} is not a valid folder name; use a plain name, and set the parent folder with run.directory",
+        )
     elif (length := len(os.fsencode(name))) > MOST_NAME:
         draft.report("run.name", f"{length} bytes are too long for a folder name; use at most {MOST_NAME}")
 
 
 def _check_mesh(draft: Draft) -> None:
-    """Checks the mesh for the known world size, or for the smallest that fits it."""
+    """Checks the mesh for the world size, or for the smallest possible world size if it is not known."""
     reported = any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems)
     keys = {f"parallel.{name}" for name in ParallelSection.model_fields} - {"parallel.compress"}
     if reported or not keys <= draft.values.keys():
@@ -139,12 +145,12 @@ def _check_trained_rows(draft: Draft) -> None:
         return
     if "model.hidden_size" not in draft.values:
         if isinstance(draft.get("model"), dict):
-            draft.report(key, "only the built-in decoder supports this key; remove it")
+            draft.report(key, "only the built-in decoder supports this key; remove the key")
     elif rows is not None and first >= rows:
-        what = f"{first}, but the embedding has rows 0 to {rows - 1} (model.vocab_size {rows}); name the first new row"
+        what = f"{first}, but the embedding has rows 0 to {rows - 1} (model.vocab_size {rows}); set the first new row"
         draft.report(key, f"{what} (`weft resize` adds rows)", "model.vocab_size")
     elif draft.get("model.load_optimizer"):
-        what = "the saved optimizer state is for all parameters, but training.only_rows_from trains rows of two"
+        what = "the saved optimizer state is for all parameters, but training.only_rows_from trains only rows of two"
         draft.report("model.load_optimizer", f"{what}; remove one of the two keys")
 
 
@@ -152,15 +158,15 @@ def _check_recomputation(draft: Draft) -> None:
     mode, layers = draft.get("training.activation_checkpointing"), draft.get("model.num_hidden_layers")
     kind, _, each = (mode or "").partition("-")
     if kind == "every" and layers is not None and int(each) > layers:
-        what = f"{mode} recomputes none of the model's {layers} layers; lower it, or set none"
+        what = f"{mode} recomputes none of the model's {layers} layers; lower the number, or set none"
         draft.report("training.activation_checkpointing", what, "model.num_hidden_layers")
 
 
 def _check_precision(draft: Draft, steps: int | None) -> None:
-    """Reports keys without effect for the chosen dtypes or the length of the run."""
+    """Reports keys that have no effect, or do not work, with the chosen dtypes or the length of the run."""
     start = draft.get("parallel.compress.start_step")
     if start is not None and steps is not None and start >= steps:
-        what = f"compression starts after step {start:,}, but the run has {steps:,}; lower it, or remove the section"
+        what = f"{start:,}, but the run has {steps:,} steps; lower the number, or remove the section"
         draft.report("parallel.compress.start_step", what, "training.steps")
     dtype, reduced = draft.get("training.dtype"), draft.get("training.reduce_dtype")
     if dtype is None or reduced is None:
@@ -168,11 +174,11 @@ def _check_precision(draft: Draft, steps: int | None) -> None:
     if "float16" not in (dtype, reduced):
         for key in ("training.initial_loss_scale", "training.loss_scale_window"):
             if draft.get(key) is not None:
-                what = f"loss scaling is for float16 only, and training.dtype is {dtype}; remove the key"
+                what = f"loss scaling is for float16 only, but training.dtype is {dtype}; remove the key"
                 draft.report(key, what, "training.dtype")
     if reduced == "float16" and start is not None:
-        what = "compressed gradients are not scaled, so they exceed the range of float16; choose bfloat16 or auto"
+        what = "compressed gradients are not scaled, so they can exceed the range of float16; set bfloat16 or auto"
         draft.report("training.reduce_dtype", what, "parallel.compress")
     if draft.get("training.fp8") and dtype not in ("auto", "bfloat16"):
-        what = f"fp8 computes the rest of the model in bfloat16; set bfloat16 or auto in place of {dtype}"
+        what = f"{dtype}, but with fp8 all other operations are computed in bfloat16; set bfloat16 or auto"
         draft.report("training.dtype", what, "training.fp8")

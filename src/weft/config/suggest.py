@@ -1,4 +1,4 @@
-"""Suggestions for unknown names: similar spellings, and the names of other frameworks."""
+"""Suggests known names for unknown names, by similar spelling and by the names of other frameworks."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ RENAMED = {
 }
 # Keys whose values differ from those of other frameworks.
 NOTES = {
-    "training.batch_tokens": "tokens per step over all ranks, as sequences x sequence_length",
-    "training.micro_batch_size": "sequences per forward and rank",
+    "training.batch_tokens": "tokens per step over all ranks: sequences x sequence_length",
+    "training.micro_batch_size": "sequences per forward pass and rank",
     "training.dtype": "bfloat16, float32 or auto",
-    "training.initial_loss_scale": "the initial loss scale, as 65536",
+    "training.initial_loss_scale": "the initial loss scale, such as 65536",
     "training.activation_checkpointing": "none, full, selective, every-N or budget-F",
     "parallel.tp": "number of ranks; includes sequence and loss parallelism",
     "parallel.zero_stage": "1, 2 or 3",
@@ -123,22 +123,26 @@ NOTES = {
     "parallel.cp_method": "auto, all_to_all, all_gather or ring",
     "parallel.reduce_gradients": "last or every",
     "parallel.stages_per_rank": "number of stages",
-    "parallel.stage_layers": "a list, as [8, 8, 9, 7]",
+    "parallel.stage_layers": "a list, such as [8, 8, 9, 7]",
     "data.train": "one store, or a list of {store: ..., weight: ...}",
     "data.packing": "concatenate or best_fit",
     "data.document_attention": "true or false",
-    "data.length_warmup": "as {start: 128, steps: 1000}",
-    "optimizer.betas": "a list, as [0.9, 0.95]",
+    "data.length_warmup": "such as {start: 128, steps: 1000}",
+    "optimizer.betas": "a list, such as [0.9, 0.95]",
     "schedule.final": "a fraction of lr",
     "schedule.warmup_fraction": "a fraction of the run",
-    "log.trackers": "a list, as [tensorboard]",
+    "log.trackers": "a list, such as [tensorboard]",
     "model.from": "a run, a checkpoint, or a Hugging Face folder",
-    "extends": "a file, or a list of them",
+    "extends": "a file, or a list of files",
 }
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known word of which `word` is most likely a misspelling, if any."""
+    """Returns the known word that `word` most likely misspells; None if no known word is similar.
+
+    Args:
+        cutoff: minimum similarity, from 0 to 1.
+    """
     pairs = {name.lower().replace("-", "_"): name for name in known}
     word = word.lower().replace("-", "_")
     swapped = [name for name in pairs if sorted(name) == sorted(word)]  # transposed letters
@@ -147,22 +151,22 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns `; did you mean 'x'?`, or an empty text."""
+    """Returns `; did you mean 'x'?`, or an empty string if no known word is similar."""
     found = nearest(word, known, cutoff)
     return f"; did you mean {found!r}?" if found else ""
 
 
 def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable[str]) -> tuple[str | None, str]:
-    """Returns the key that was most likely meant by an unknown key.
+    """Returns the key that the user most likely meant by an unknown key.
 
     Args:
-        section: the dotted key of its section; "" at the top.
+        section: dotted key of the section; "" at the top level.
         key: the unknown key.
         known: the keys of the section.
         everywhere: all dotted keys of a run's file.
 
     Returns:
-        One of `known` or `everywhere`, or None; and a note on how its value differs.
+        One of `known` or `everywhere`, or None if no key is similar; and a note on how its value is written.
     """
     known, everywhere = list(known), set(everywhere)
     within = f"{section}." if section else ""
@@ -181,7 +185,12 @@ def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable
 
 
 def unknown_key(meant: str | None, note: str, known: Iterable[str]) -> str:
-    """Returns the message for an unknown key, given the result of `meant_key`."""
+    """Returns the message for an unknown key.
+
+    Args:
+        meant, note: the result of `meant_key`.
+        known: the keys of the section.
+    """
     if meant is not None:
         return f"unknown key; did you mean {meant!r}?{note}"
     known = sorted(known)

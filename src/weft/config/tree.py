@@ -1,4 +1,4 @@
-"""YAML files as trees of `Node`s that know their file and line."""
+"""Parses YAML files to trees of `Node`s, which have a file and a line, and merges such trees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from weft.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
-_MOST_NODES = 100_000  # aliases that expand to more nodes are a mistake or an attack
+_MOST_NODES = 100_000  # aliases that expand to more nodes are an error or an attack
 _DEEPEST = 64  # levels of nesting
 # ${NAME} of the environment. While YAML is parsed, private characters take the place of its braces.
 _VARIABLE = re.compile(r"(\$+)\{([A-Za-z_]\w*)\}")
@@ -23,15 +23,15 @@ _BASES = {"0x": 16, "0o": 8, "0b": 2}
 
 @dataclass(frozen=True)
 class Node:
-    """A value and its place.
+    """A value and its place in a file.
 
     Attributes:
         value: a dict or list of Nodes, or a scalar (str, int, float, bool, None).
         file: the file's name in messages; "command line" for an override.
-        line: of the value's key or of the list item, counted from 1.
-        text: a scalar as it was written.
-        origin: source of a value that is in no file ("preset llama-tiny", "default").
-        replaces: whether it replaces an inherited mapping instead of merging with it.
+        line: line of the value's key or of the list item, counted from 1.
+        text: a scalar as it is written in the file.
+        origin: origin of a value that is not from a file, such as "preset llama-tiny" or "default".
+        replaces: whether the value replaces an inherited mapping instead of being merged with it.
     """
 
     value: Any
@@ -47,13 +47,13 @@ class Node:
         return isinstance(self.value, dict)
 
     def plain(self) -> Any:
-        """Returns plain data."""
+        """Returns the value as plain data: dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def get(self, *path: str) -> Node | None:
-        """Returns the node at a path of keys, or None. `"train[0]"` is an item of a list."""
+        """Returns the node at a path of keys, or None. The key `"train[0]"` is an item of a list."""
         node: Node | None = self
         for key in path:
             if node is None or not node.is_mapping:
@@ -67,12 +67,12 @@ class Node:
         return node
 
     def problem(self, key: str, what: str) -> Problem:
-        """Returns a problem at this place."""
+        """Returns a problem of `key` at the place of this node."""
         return Problem(key, what, self.file, self.line)
 
     @property
     def place(self) -> str:
-        """The source of the value, as `weft config show --origin` prints it."""
+        """The origin of the value, as `weft config show --origin` prints it."""
         if self.origin is not None:
             return self.origin
         return f"{self.file}:{self.line}" if self.line is not None else str(self.file)
@@ -84,11 +84,12 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
     Args:
         path: the file.
         label: the file's name in messages.
-        problems: mistakes are added here.
-        asked: the key and place that name the file, for problems of reading it; default: the file itself.
+        problems: problems are added to this list.
+        asked: the key and place that name the file, at which a file that cannot be read is reported; None: the problem
+            is reported at the file itself.
 
     Returns:
-        The mapping, or None after a problem that ends the check.
+        The mapping; None if the file cannot be read or is not a mapping.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -111,16 +112,25 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
     if node is None or node.is_mapping:
         return node
     if node.value is None:
-        problems.append(Problem("", "the file is empty; it needs at least model, data and training", label, 1))
+        problems.append(Problem("", "the file is empty; write at least model, data and training", label, 1))
     else:
         found = "a list" if isinstance(node.value, list) else "a single value"
-        what = f"the file is {found}; it must be a mapping, as `model: llama-60m`"
+        what = f"the file is {found}; it must be a mapping, such as `model: llama-60m`"
         problems.append(Problem("", what, label, node.line))
     return None
 
 
 def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = True) -> Node | None:
-    """Parses one YAML 1.2 document; returns None, and adds a problem, if it is invalid."""
+    """Parses one YAML 1.2 document.
+
+    Args:
+        label: the file's name in messages.
+        problems: problems are added to this list.
+        numbered: whether nodes and problems have line numbers.
+
+    Returns:
+        The root node; None if the text is not valid YAML.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.reader import ReaderError
@@ -155,7 +165,7 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
 
 
 def without_variables(text: str) -> str:
-    """Escapes `${NAME}`, so that the text is read as it is."""
+    """Escapes `${NAME}` in a text, so that the text is not changed when it is read."""
     return _VARIABLE.sub(r"$\1{\2}", text)
 
 
@@ -163,7 +173,7 @@ _TOO_DEEP = f"nested too deeply (more than {_DEEPEST} levels); close a bracket, 
 
 
 class _Builder:
-    """Converts ruamel's nodes."""
+    """Converts ruamel.yaml's nodes to `Node`s."""
 
     def __init__(self, label: str, problems: list[Problem], numbered: bool, resolver: Any):
         self.label, self.problems, self.numbered, self.resolver = label, problems, numbered, resolver
@@ -184,7 +194,7 @@ class _Builder:
         kind = str(node.tag or "").removeprefix("tag:yaml.org,2002:")
         if kind not in _CORE:
             tag = f"!!{kind}" if str(node.tag).startswith("tag:yaml.org,2002:") else node.tag
-            self.report(key, f"the tag {tag} is not allowed; write the plain value", line)
+            self.report(key, f"the tag {tag} is not allowed; remove the tag, and write a plain value", line)
         self.above.append(id(node))
         try:
             if node.id == "mapping":
@@ -200,14 +210,14 @@ class _Builder:
             self.above.pop()
 
     def expand(self, text: str, key: str, line: int | None) -> str:
-        """Expands `${NAME}` and a leading `~/` once."""
+        """Replaces `${NAME}` and a leading `~/` in a scalar. The result is not expanded again."""
 
         def value(match: re.Match[str]) -> str:
             dollars, name = match.groups()
             if len(dollars) > 1:
                 return f"{dollars[1:]}{{{name}}}"
             if name not in os.environ:
-                remedy = f"set it, or write $${{{name}}} for this text"
+                remedy = f"set the variable, or write $${{{name}}} for the literal text"
                 self.report(key, f"${{{name}}}: the environment has no variable {name}; {remedy}", line)
             return os.environ.get(name, f"${{{name}}}")
 
@@ -220,7 +230,7 @@ class _Builder:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1 if self.numbered else None
             if key_node.id != "scalar":
-                self.report(above, "a key must be a word; quote it or write it plainly", line)
+                self.report(above, "a key must be a plain word; remove its brackets or other syntax, or quote it", line)
                 continue
             name = _HIDDEN.sub(r"\1{\2}", str(key_node.value))
             key = f"{above}.{name}" if above else name
@@ -238,7 +248,7 @@ class _Builder:
 
 
 def _scalar(text: str, kind: str) -> Any:
-    """Returns a scalar's value, or its text if that is not of its kind."""
+    """Returns the value of a scalar of a YAML tag `kind`; the text itself if it does not match the tag."""
     lower = text.lower()
     number = lower.replace("_", "")
     try:
@@ -256,7 +266,12 @@ def _scalar(text: str, kind: str) -> Any:
 
 
 def _similar(path: Path, asking: str | None = None) -> str:
-    """Suggests YAML files in the folder of a missing one, except the file that names it."""
+    """Returns a hint for a missing file: similar YAML files in its folder.
+
+    Args:
+        path: the missing file.
+        asking: the file that names the missing file, which is not suggested.
+    """
     folder = path.parent
     if not folder.is_dir():
         return f" (the directory {folder} does not exist either)"
@@ -266,29 +281,34 @@ def _similar(path: Path, asking: str | None = None) -> str:
     near = difflib.get_close_matches(path.stem, stems, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {str(folder / stems[near[0]])!r}?"
-    return f"; there are {', '.join(names[:8])}" if names else "; check the path"
+    return f"; use one of {', '.join(names[:8])}" if names else "; check the path"
 
 
 def wrong_folder_hint(node: Node, path: str) -> str:
-    """Returns a hint for a missing path that exists relative to the file that names it; else an empty text."""
+    """Returns a hint if a missing path exists relative to the folder of the YAML file; else an empty string.
+
+    Args:
+        node: node of the value in the YAML file.
+        path: the missing path.
+    """
     folder = os.path.dirname(node.file or "")
     there = os.path.normpath(os.path.join(folder, path))
     if not folder or node.file == COMMAND_LINE or os.path.exists(path) or not os.path.exists(there):
         return ""
-    return f"not found; paths are relative to the working directory: run it from {folder} or write {there}"
+    return f"not found; paths are relative to the working directory: run Weft from {folder}, or write {there}"
 
 
 # ---- merging
 
 
 def merge(base: Node, child: Node, key: str = "", types: dict[str, str] | None = None) -> Node:
-    """Returns `child` over `base`: mappings merge, everything else is replaced.
+    """Returns `base` with the values of `child`, which take precedence: mappings are merged, other values replaced.
 
     Args:
-        key: the dotted name of both.
-        types: default `type` of each section. With it, a mapping with another `type` replaces the base's, whose other
-            keys are the arguments of another class; so does a `model` with `from` over one with `preset`, and the
-            reverse.
+        key: dotted key of both nodes.
+        types: default `type` of each section. If set, a mapping with another `type` than `base` replaces `base`, whose
+            keys are the arguments of another class. In the same way, a `model` with `from` replaces a `model` with
+            `preset`, and the reverse.
     """
     if key == "model" and child.is_mapping and isinstance(base.value, str):
         base = Node({"preset": base}, base.file, base.line)

@@ -1,7 +1,7 @@
-"""Warnings about a valid config: keys without effect, and features that this machine lacks.
+"""Finds warnings about a valid config: keys without effect, and features that this machine does not support.
 
-`weft config check` prints them, and so does a run when it starts. They are not errors, because a file for many GPUs is
-also tried on one rank, and checked on machines without a GPU.
+`weft config check` prints the warnings, and so does a run when it starts. They are not errors, because a config for
+many GPUs is also tried on one rank, and checked on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True) -> l
 
     Args:
         mesh: the mesh of the run.
-        open_data: read the headers of token stores.
+        open_data: whether the headers of token stores are read and checked too.
     """
     found = [*_held_out(config), *_parallel(config, mesh), *_device(config)]
     return found + (_unknown_tokenizers(config) if open_data else [])
@@ -34,13 +34,13 @@ def _held_out(config: RunConfig) -> Iterator[str]:
     if config.data.validation is None:
         for name in ("every", "tokens", "micro_batch_size"):
             if _is_set(config, f"validation.{name}") and not (name == "every" and config.samples.prompts):
-                yield f"validation.{name}: no effect without data.validation; set it, or remove the key"
+                yield f"validation.{name}: no effect without data.validation; set data.validation, or remove the key"
     trained = set(map(os.path.realpath, config.data.stores.values()))
     held_out: dict[str, str] = {}
     for key, store in config.data.held_out_stores.items():
         path = os.path.realpath(store)
         if (other := held_out.setdefault(path, key)) != key:
-            yield f"{key}: {store} is {other} too, so its tokens count twice in validation_loss; remove one of them"
+            yield f"{key}: {store} is {other} too, so its tokens count twice in validation_loss; remove one of the two"
         if path in trained:
             what = f"{key}: {store} is training data too, so its loss does not measure generalization"
             yield f"{what}; hold out other documents (`weft data split`)"
@@ -57,22 +57,24 @@ def _parallel(config: RunConfig, mesh: MeshShape) -> Iterator[str]:
         yield f"parallel.reshard_after_forward: {what}; remove the key, or set dp_shard"
     if mesh.pp > 1 and parallel.reduces_every:
         key = "reduce_gradients" if parallel.reduce_gradients is not None else "zero_stage"
-        what = f"{getattr(parallel, key)} reduces gradients with every micro-batch, but a pipeline does once per step"
+        what = (
+            f"{getattr(parallel, key)} reduces gradients with every micro-batch, but a pipeline does it once per step"
+        )
         remedy = "set last" if key == "reduce_gradients" else "set 1, or set reshard_after_forward instead"
         yield f"parallel.{key}: {what}; {remedy}"
 
 
 def _device(config: RunConfig) -> Iterator[str]:
-    """Yields features that need a GPU."""
+    """Yields warnings about features that need a GPU, and about fp8 without compilation."""
     asked = {"training.fp8": config.training.fp8, "parallel.async_tp": config.parallel.async_tp}
     for key in [key for key, on in asked.items() if on and not _gpu_visible()]:
-        yield f"{key}: this machine has no visible GPU, and `weft train` refuses the key on a CPU"
+        yield f"{key}: needs a GPU, but this machine has no visible GPU; remove the key to train on a CPU"
     if config.training.fp8 and not config.training.compile:
         yield "training.fp8 is slow without training.compile, because casts are not fused; set compile: true"
 
 
 def _gpu_visible() -> bool:
-    """Whether this process can see an NVIDIA or AMD GPU, as far as that is known without torch."""
+    """Whether this process can use an NVIDIA or AMD GPU, as far as this is known without torch."""
     hidden = (os.environ.get(name, "0").strip() for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
     return not any(value in ("", "-1") for value in hidden) and any(
         Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -80,7 +82,7 @@ def _gpu_visible() -> bool:
 
 
 def _unknown_tokenizers(config: RunConfig) -> list[str]:
-    """Returns a warning if there are several stores, and the tokenizer of one is not known."""
+    """Returns a warning if the run has several stores and the tokenizer of one store is not known."""
     train = 1 if isinstance(config.data.train, str) else len(config.data.sources)
     stores = [*config.data.stores.values(), *config.data.held_out_stores.values()]
     unknown = [store for store in stores if read_store_header(store).tokenizer_digest is None]
