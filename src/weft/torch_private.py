@@ -1,8 +1,8 @@
-"""All private names of PyTorch that Weft uses, each with a reason and what to do without it.
+"""Defines all uses of private names of PyTorch, each with a reason and a replacement.
 
-`tests/test_torch_private.py` checks that no other file uses one, and that this PyTorch has each name of `NAMES`, so a
-version without one fails in the test and not in a training step. All exist in PyTorch 2.11 and 2.13. Weft uses public
-names that are as fast where there are any.
+`tests/test_torch_private.py` checks that no other file uses private names, and that the installed PyTorch has each name
+of `NAMES`. So if a new version lacks a name, the test fails, and not a training step. PyTorch 2.11 and 2.13 have all of
+these names. Weft uses a public name instead where PyTorch has one that is as fast.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class PrivateName(NamedTuple):
-    """A private name of torch, which a new version may remove.
+    """A private name of torch, which a new version can remove.
 
     Attributes:
-        name: `module:attribute.attribute`.
-        reason: why no public name replaces it.
-        without: what fails, or what to do, without it.
+        name: the name, as `module:attribute.attribute`.
+        reason: what Weft uses the name for, and why no public name replaces it.
+        without: what to do, or what no longer works, if PyTorch lacks the name.
     """
 
     name: str
@@ -47,68 +47,68 @@ class PrivateName(NamedTuple):
 
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
-_FLASH = "the fused attention kernel with its log-sum-exp and its backward: the public call returns only the output"
+_FLASH = "the fused attention kernel, with its log-sum-exp and backward; the public function returns only the output"
 _NO_FLASH = "document attention on CPUs and ring attention fail; use a plain softmax with its sums"
-_DISPATCH = "sees each operator under autograd; the public TorchFunctionMode sees calls above it, without backward's"
-_TREE = "maps nested containers as FSDP2 and checkpoint do; there is no public pytree in 2.11"
+_DISPATCH = "sees each operator below autograd; the public TorchFunctionMode sees only calls above it, not backward"
+_TREE = "maps nested containers like FSDP2 and checkpoint; PyTorch 2.11 has no public pytree module"
 
 NAMES = (
     PrivateName("torch.nn:Module._parameters", "replaces a parameter by a plain tensor: setattr refuses one, and "
                 "functional_call takes 10 times as long", "wrap forwards in torch.func.functional_call"),
-    PrivateName("torch.nn:Module._modules", "a shell of a Transformers model with two other children, without running "
-                "its constructor", "the head of a Transformers model is called by its own forward (slower)"),
+    PrivateName("torch.nn:Module._modules", "copies a Transformers model with two children replaced, without running "
+                "its constructor", "the head of a Transformers model is called by the model's forward (slower)"),
     PrivateName("torch.distributed.tensor:DTensor._spec", "DTensor(local, spec) takes 1/20 of the time of from_local",
                 "use DTensor.from_local"),
     PrivateName("torch:Tensor._version", "tells whether a tensor was written in place", "casts of parameters are not "
-                "kept between forwards, and kept activations are not checked for writes"),
+                "cached between forwards, and saved activations are not checked for writes"),
     PrivateName("torch:UntypedStorage._cdata", "the identity of a storage; data_ptr() is 0 for all empty and meta ones",
                 "use data_ptr(), wrong for empty tensors"),
     PrivateName("torch._ops:OpOverload._schema", "names, arguments and mutability of an operator", "activation "
-                "checkpointing by budget or selection cannot tell operators apart"),
+                "checkpointing by budget or selection cannot distinguish operators"),
     PrivateName("torch.ops:aten._foreach_norm", "norms of many tensors in one kernel; get_total_norm of "
                 "torch.nn.utils adds them up in float32, Weft in float64", "one vector_norm per gradient"),
     PrivateName("torch.ops:aten._foreach_mul_", "scales many gradients in one kernel; "
                 "clip_grads_with_norm_ divides by norm + 1e-6", "one mul_ per gradient"),
-    PrivateName("torch:_C._current_graph_task_id", "whether a forward runs inside of backward (recomputation)",
+    PrivateName("torch:_C._current_graph_task_id", "tells whether a forward runs inside of backward (recomputation)",
                 "routers count recomputed tokens twice"),
     PrivateName("torch:_C._SetExcludeDispatchKeyGuard", "detaches a tensor that still counts in-place writes",
-                "a write over a kept activation is not noticed"),
+                "a write over a saved activation is not detected"),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", _DISPATCH, "no selective or budgeted checkpointing"),
     PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass", "finds the plain tensors of a subclass",
                 "checkpoints refuse tensor subclasses other than DTensor"),
     PrivateName("torch.utils._pytree:tree_map_only", _TREE, "write the recursion over tuples, lists and dicts"),
     PrivateName("torch.utils._pytree:tree_leaves", _TREE, "write the recursion over tuples, lists and dicts"),
-    PrivateName("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "which rows of a DTensor this "
-                "rank holds, for FSDP2's strided shards too", "compute it from mesh and placements"),
+    PrivateName("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "the rows of a DTensor that "
+                "this rank has, for FSDP2's strided shards too", "compute it from mesh and placements"),
     PrivateName(f"{_FUNCTIONAL}:all_to_all_single_autograd", "differentiable, and compiled without a graph break; "
                 "those of torch.distributed.nn are neither", "write autograd functions over torch.distributed"),
-    PrivateName(f"{_FUNCTIONAL}:all_reduce", "as all_to_all_single_autograd", "as all_to_all_single_autograd"),
-    PrivateName(f"{_FUNCTIONAL}:wait_tensor", "as all_to_all_single_autograd", "as all_to_all_single_autograd"),
+    PrivateName(f"{_FUNCTIONAL}:all_reduce", "see all_to_all_single_autograd", "see all_to_all_single_autograd"),
+    PrivateName(f"{_FUNCTIONAL}:wait_tensor", "see all_to_all_single_autograd", "see all_to_all_single_autograd"),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_backward", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu_backward", _FLASH, _NO_FLASH),
     PrivateName("torch._inductor.config:_micro_pipeline_tp", "async tensor parallelism has no public switch",
                 "parallel.async_tp is refused"),
-    PrivateName("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "as _micro_pipeline_tp",
+    PrivateName("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "see _micro_pipeline_tp",
                 "parallel.async_tp is refused"),
-    PrivateName("torch._functorch.config:activation_memory_budget", "what share of activations compiled code keeps",
+    PrivateName("torch._functorch.config:activation_memory_budget", "share of activations that compiled code saves",
                 "activation_checkpointing: budget-X is refused under compile"),
-    PrivateName("torch._inductor.config:joint_custom_post_pass", "keeps random numbers under that budget", "refuse "
-                "dropout beside it: backward would draw anew"),
-    PrivateName("torch._inductor.custom_graph_pass:CustomGraphPass", "as joint_custom_post_pass", "as it"),
-    PrivateName("torch._inductor.custom_graph_pass:get_hash_for_files", "as joint_custom_post_pass", "as it"),
-    PrivateName("torch.distributed.tensor:_redistribute.clear_redistribute_planner_cache", "DTensor's plans name "
+    PrivateName("torch._inductor.config:joint_custom_post_pass", "saves random results with a budget", "refuse "
+                "dropout with a budget: backward would draw other numbers"),
+    PrivateName("torch._inductor.custom_graph_pass:CustomGraphPass", "see joint_custom_post_pass", "see there"),
+    PrivateName("torch._inductor.custom_graph_pass:get_hash_for_files", "see joint_custom_post_pass", "see there"),
+    PrivateName("torch.distributed.tensor:_redistribute.clear_redistribute_planner_cache", "DTensor's plans refer to "
                 "process groups of an earlier mesh", "a process cannot train twice on a mesh"),
-    PrivateName("torch.distributed.tensor.debug:_clear_sharding_prop_cache", "as clear_redistribute_planner_cache",
+    PrivateName("torch.distributed.tensor.debug:_clear_sharding_prop_cache", "see clear_redistribute_planner_cache",
                 "a process cannot train twice on a mesh"),
-    PrivateName("torch.testing._internal.distributed.fake_pg:FakeStore", "a process group whose other ranks are not "
-                "there", "`weft profile --structure` shows meshes of one rank alone"),
+    PrivateName("torch.testing._internal.distributed.fake_pg:FakeStore", "a process group whose other ranks do not "
+                "exist", "`weft profile --structure` shows only meshes of one rank"),
 )  # fmt: skip
 
 
 def missing() -> list[str]:
-    """Messages for the names of `NAMES` that this PyTorch lacks."""
+    """Returns a message for each name of `NAMES` that the installed PyTorch lacks."""
     return [
         f"torch {torch.__version__} has no {one.name.replace(':', '.')}; Weft needs it: {one.reason}. Without it: "
         f"{one.without}"
@@ -135,42 +135,42 @@ def _exists(name: str) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """A module's own parameters by name; other tensors may be assigned."""
+    """Returns the dict of a module's parameters, without submodules, in which plain tensors can replace parameters."""
     return module._parameters
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own children by name."""
+    """Returns the dict of a module's children, in which modules can be replaced."""
     return module._modules
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of this rank's shard, with the mesh and placements of another."""
+    """Returns a DTensor with this rank's shard `local`, and the mesh and placements of `like`."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor."""
+    """Returns a tensor's version, which increases with each in-place write."""
     return tensor._version
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, while it exists."""
+    """Returns a number that identifies a tensor's storage as long as the storage exists."""
     return tensor.untyped_storage()._cdata
 
 
 def schema_of(op: OpOverload) -> Any:
-    """An operator's name, arguments and mutability."""
+    """Returns an operator's schema: name, arguments and mutability."""
     return op._schema
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The L2 norm of each tensor."""
+    """Returns the L2 norm of each tensor."""
     return torch.ops.aten._foreach_norm(tensors)
 
 
 def foreach_scale(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiplies each tensor in place."""
+    """Multiplies each tensor by `factor` in place."""
     torch.ops.aten._foreach_mul_(tensors, factor)
 
 
@@ -180,7 +180,7 @@ def in_backward() -> bool:
 
 
 def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached tensor that shares the version counter of the original."""
+    """Returns a detached tensor that shares the version counter of `tensor`, so that in-place writes are detected."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -205,14 +205,14 @@ all_reduce = functional.all_reduce
 wait_tensor = functional.wait_tensor
 
 
-# ---- switches of the whole process
+# ---- settings of the process
 
 
 def overlap_tensor_parallel(group_name: Any) -> None:
-    """Has Inductor decompose collectives and adjacent matrix products so that they overlap (async TP).
+    """Makes Inductor split collectives and adjacent matrix products into chunks that overlap (async TP).
 
     Raises:
-        RuntimeError: the GPUs cannot access each other's memory.
+        RuntimeError: if the GPUs cannot access each other's memory.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -225,8 +225,9 @@ def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: 
     """Sets the share of activations that code compiled from now on saves for backward.
 
     Args:
-        must_keep: whether to save the result of a graph node regardless of the budget.
-        file: that defines `must_keep`; its contents are part of the key of Inductor's cache.
+        share: fraction of the activations, from 0 to 1.
+        must_keep: graph node -> whether to save its result regardless of the budget.
+        file: path of the file that defines `must_keep`; its contents are part of the key of Inductor's cache.
     """
     import torch._functorch.config
     import torch._inductor.config
@@ -244,12 +245,12 @@ def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: 
 
     torch._functorch.config.activation_memory_budget = share
     torch._inductor.config.joint_custom_post_pass = Keep() if share < 1 else None
-    # It warns of in-place operations under recomputation; backward does not use the results of Weft's.
+    # PyTorch warns of in-place operations under recomputation. Backward does not use the results of Weft's operations.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def silence_redistribution() -> None:
-    """Silences DTensor's warning, on every rank and each time, that a full tensor takes two collectives."""
+    """Silences a warning that every rank prints when a full tensor is gathered: that it takes two collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -267,7 +268,7 @@ def forget_groups() -> None:
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Initializes a fake process group as its rank 0: collectives return at once and leave memory unchanged."""
+    """Initializes a fake process group with this process as rank 0. Its collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -221,7 +221,7 @@ def test_ranks_with_another_mesh_and_other_data_end_at_once(run_yaml, tmp_path, 
     (first, line), second = map(finish, ranks)
     assert (first, second) == (2, (2, ""))
     assert len(line.splitlines()) == 1
-    assert line.startswith("rank 1 runs something else than rank 0: data.train digest ")
+    assert line.startswith("rank 1 differs from rank 0: data.train digest ")
     assert "parallel.dp_shard 1 (rank 0: 2), parallel.tp 2 (rank 0: 1)" in line
     assert not (tmp_path / "runs").exists()
 

@@ -141,29 +141,33 @@ WRONG = {
     "dimension": (
         [(LINE, LINE.replace('"added"', "1"))],
         {},
-        ["blocks.0.mlp.2.bias has no dimension 1", "(32,)", "give it another"],
+        ["blocks.0.mlp.2.bias has no dimension 1", "(32,)", "use a smaller dimension"],
     ),
     "word": (
         [(LINE, LINE.replace("added", "add"))],
         {},
         ["'blocks.*.mlp.2.bias': 'add'", "give it a dimension or one of part, embedding,"],
     ),
-    "no embedding": ([('"embedding"', '"positions"')], {"tied": False}, ["no 'embedding'; add the module"]),
+    "no embedding": (
+        [('"embedding"', '"positions"')],
+        {"tied": False},
+        ["no 'embedding'; add this rule"],
+    ),
     "tied": (
         [('"head": "head"', '"head.weight": 1')],
         {},
-        ["words.weight and head.weight are tied", "0 and 1", "give both the same"],
+        ["words.weight and head.weight are tied", "0 and 1", "use one rule"],
     ),
     "nothing sharded": (
         [('        "blocks.*.mlp.0.*": 0,\n        "blocks.*.mlp.2.weight": 1,\n', "")],
         {},
-        ["blocks.0.mlp is a 'part' without sharded parameters", "name its matrices"],
+        ["blocks.0.mlp is a 'part' without sharded parameters", "add rules that shard its matrices"],
     ),
     # Only a comparison finds these: biases begin as zeros, heads are not divisible, matrices are fused.
     "bias": (
         [(LINE, ""), ("        if tied:\n", "        nn.init.zeros_(self.blocks[0].mlp[2].bias)\n        if tied:\n")],
         {},
-        ["sharded over 2 ranks", "other outputs (by up to ", "biases after the sum are 'added'"],
+        ["sharded over 2 ranks", "wrong outputs (by up to ", "'added' for biases after the sum"],
     ),
     "heads": ([], {"head_dim": 32}, ["sharded over 2 ranks", "fails in line 14: RuntimeError: shape"]),
     "slice": (
@@ -181,7 +185,7 @@ WRONG = {
             )
         ],
         {},
-        ["sharded over 2 ranks", "other gradients of ", "each token independently, in backward too"],
+        ["sharded over 2 ranks", "wrong gradients of ", "compute each token independently"],
     ),
 }
 

@@ -64,7 +64,7 @@ def test_a_difference_is_one_line_that_names_ranks_and_keys_with_both_values():
     other = SAME | {"optimizer.lr": "0.002", "data.train": "digest 0a1b"}
     found = compared([SAME, other, other])
     line = (
-        "ranks 1, 2 run something else than rank 0: optimizer.lr 0.002 (rank 0: 0.001), data.train digest 0a1b "
+        "ranks 1, 2 differ from rank 0: optimizer.lr 0.002 (rank 0: 0.001), data.train digest 0a1b "
         "(rank 0: not set); start all ranks with the same run file, overrides, versions and data"
     )
     assert found == {0: [line, False, ""], 1: [line, True, ""], 2: [line, True, ""]}
@@ -73,7 +73,7 @@ def test_a_difference_is_one_line_that_names_ranks_and_keys_with_both_values():
 def test_ranks_that_differ_in_many_ways_are_counted():
     many = {f"key{number}": "x" * 100 for number in range(9)}
     text, _, _ = compared([SAME, SAME | many, SAME | {"run.seed": "8"}])[0]
-    assert "rank 1 runs something else" in text
+    assert "rank 1 differs from rank 0" in text
     assert f"key0 {'x' * 57}... (rank 0: not set)" in text
     assert "and 5 more; rank 2 differs too" in text
     assert len(text) < 700
@@ -85,13 +85,13 @@ def test_ranks_that_count_on_another_number_of_ranks(sizes):
     found = compared([SAME, SAME], grace=1, **ranks)
     text, quiet, _ = found[1]
     assert quiet == (found[0][0] is not None)  # one of them prints it
-    assert f"rank 1 runs something else than rank 0: WORLD_SIZE {sizes[1]} (rank 0: {sizes[0]});" in text
+    assert f"rank 1 differs from rank 0: WORLD_SIZE {sizes[1]} (rank 0: {sizes[0]});" in text
 
 
 def test_a_rank_beyond_the_number_that_the_first_counts_on_is_named():
     ranks = {"rank_0": {"WORLD_SIZE": "2"}, "rank_1": {"RANK": "3", "WORLD_SIZE": "4"}}
     found = compared([SAME, SAME], grace=1, **ranks)
-    assert found[0][0].startswith("rank 3 runs something else than rank 0: WORLD_SIZE 4 (rank 0: 2);")
+    assert found[0][0].startswith("rank 3 differs from rank 0: WORLD_SIZE 4 (rank 0: 2);")
     assert found[1] == [found[0][0], True, ""]
 
 
@@ -99,7 +99,7 @@ def test_who_is_waited_for_is_said_after_a_while():
     found = compared([SAME, SAME, SAME], delays=(0, 0, 1.5))
     (line,) = found[0][2].splitlines()
     assert line.startswith("waiting for rank 2 at 127.0.0.1:")
-    assert "(MASTER_ADDR, MASTER_PORT); 2 of 3 ranks are here (" in line
+    assert "(MASTER_ADDR, MASTER_PORT); 2 of 3 ranks have started (" in line
     assert [text for text, *_ in found.values()] == [None] * 3
     found = compared([SAME, SAME], delays=(1.5, 0))
     (line,) = found[1][2].splitlines()
@@ -111,9 +111,9 @@ def test_an_address_that_is_none():
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         (text, *_) = compared([SAME], rank_0={"MASTER_PORT": port})[0]
-    assert text.startswith(f"MASTER_PORT {port}: Address already in use; ")
+    assert text.startswith(f"MASTER_PORT {port}: rank 0 cannot listen there: Address already in use; ")
     (text, *_) = compared([SAME], rank_0={"MASTER_ADDR": "192.0.2.1"})[0]  # of nobody
-    assert text.startswith("this is rank 0, and it does not find itself at 192.0.2.1:")
+    assert text.startswith("rank 0 cannot connect to itself at 192.0.2.1:")
 
 
 def test_an_address_that_is_known_some_time_later(monkeypatch):
@@ -135,4 +135,4 @@ def test_an_accelerator_that_is_not_supported_is_named_and_the_cpu_is_used(monke
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
     assert local_device(Console()) == torch.device("cpu")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"this machine's {kind.upper()} device is not supported; the CPU does the work"
+    assert line == f"this machine's {kind.upper()} device is not supported; the run uses the CPU"

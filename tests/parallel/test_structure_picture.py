@@ -40,9 +40,9 @@ def test_one_rank(yaml, tmp_path):
     done = picture(yaml)
     assert (done.returncode, done.stderr) == (0, "")
     text = done.stdout
-    assert text.startswith("mesh: one rank; rank 0 of 1; computes in bfloat16, keeps float32\n")
+    assert text.startswith("mesh: one rank; rank 0 of 1; compute in bfloat16, parameters in float32\n")
     plain, recomputed = "layers.0, layers.2 (2): Block", "layers.1, layers.3 (2): Block"
-    outside = ["output in torch.float32", "dropout: the layer's seed"]
+    outside = ["cast the output to torch.float32", "dropout: the layer's seed"]
     local = "local parameters: plain tensors of 10 DTensors"
     assert chain(text, plain) == [*outside, local, "Block.forward"]
     assert chain(text, recomputed) == [*outside, "activation checkpointing (every-2)", local, "Block.forward"]

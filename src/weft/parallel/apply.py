@@ -1,8 +1,8 @@
-"""Builds a sharded model from a plain one, by an ordered list of transformations.
+"""Builds a sharded model from a plain (unsharded) model, by an ordered list of transformations.
 
-Each is a function `(module, state) -> module`, which documents what it assumes and leaves. It transforms a full model
-or one pipeline stage, mostly in place, and returns it unchanged if there is nothing to do. Parameter names never
-change. `weft profile --structure` prints the resulting wrappers.
+A transformation is a function `(module, state) -> module`. Its docstring states what it assumes of the module and what
+it guarantees. It transforms a full model or one pipeline stage, mostly in place, and returns a module that needs no
+change as it is. Parameter names never change. `weft profile --structure` prints the resulting wrappers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Transformation = Callable[[nn.Module, ModelState], nn.Module]
 
 
 def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
-    """The transformations of a model, or of each pipeline stage, in order."""
+    """Returns the transformations of a model, or of each pipeline stage, in the order in which they are applied."""
     single = is_single_rank(plan, world)
-    # Recomputation in backward needs the local parameters again, so they are set inside of it. Compiled code must not
-    # see DTensors, so there they are set outside.
+    # Recomputation in backward needs the local parameters again, so they are set inside of activation checkpointing.
+    # Compiled code must not see DTensors, so with `compile` the local parameters are set outside of it.
     around_blocks: list[Transformation] = (
         [checkpoint_activations, compile_blocks, use_local_parameters]
         if plan.compile
@@ -68,7 +68,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 
     Returns:
         The model on `world.device`, in training mode. Its parameters are DTensors with the names of the single-device
-        model. With a pipeline it is this rank's `Stages`.
+        model. With pipeline parallelism, the returned model is this rank's `Stages`.
     """
     model = assemble(plan, world)
     fill_weights(model, plan, world)
@@ -76,7 +76,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def assemble(plan: ModelPlan, world: World) -> nn.Module:
-    """Builds the sharded model without initial weights; the built-in decoder stays on the meta device."""
+    """Builds the sharded model without initial weights. The built-in decoder stays on the meta device."""
     single = is_single_rank(plan, world)
     state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
     stages = build_stages(plan, world)
@@ -90,10 +90,10 @@ def assemble(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
-    """Builds the plain model, or this rank's pipeline stages, by stage number.
+    """Builds the plain model, or this rank's pipeline stages: stage number -> module (0 without a pipeline).
 
-    A decoder, and a Transformers model that is loaded from files, are on the meta device. Other models have the values
-    that their own code draws, equal on all ranks.
+    The built-in decoder, and a Transformers model that is loaded from files, are on the meta device. Other models have
+    the parameters that their own code initializes, equal on all ranks.
     """
     section = plan.model
     if isinstance(section, ModelSection):
@@ -108,20 +108,20 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
     return {0: build_model(section)}
 
 
-# ---- transformations without a mesh axis; those of an axis are in its file
+# ---- transformations that belong to no mesh axis; the module of an axis defines the transformation of that axis
 
 
 def freeze(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `only_rows_from`: freezes all but the embedding and the head. Assumes plain parameters."""
+    """With `only_rows_from`, freezes all parameters except the embedding and the head. Assumes plain parameters."""
     if state.plan.only_rows_from is not None:
         freeze_all_but_rows(model, state.plan.only_rows_from)
     return model
 
 
 def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
-    """Casts parameters and buffers to the state's dtype. Assumes plain parameters.
+    """Casts parameters and buffers to `state_dtype`. Assumes plain parameters.
 
-    The last transformation casts to the compute dtype: by FSDP2's policy, or for a single rank.
+    The cast to the compute dtype happens in forward: by FSDP2's policy, or by `SingleRankParameters` on a single rank.
     """
     model.to(state.plan.state_dtype)
     if isinstance(model, TransformersModel):
@@ -130,17 +130,18 @@ def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `fp8`: replaces the blocks' linear layers by torchao's. Assumes plain, unsharded parameters."""
+    """With `fp8`, replaces the blocks' linear layers with torchao's. Assumes plain, unsharded parameters."""
     if state.plan.fp8:
         fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
     return model
 
 
 def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
-    """Has forwards compute with this rank's plain tensors instead of DTensor parameters.
+    """Makes forwards compute with this rank's plain tensors instead of DTensor parameters.
 
-    Assumes that `tp`, `ep` and a single rank have made their DTensors; FSDP2 unwraps its own. Each FSDP2 unit (block,
-    experts, the rest) is wrapped separately, because its parameters are gathered when its forward is called.
+    Assumes that the transformations of `tp`, `ep` or a single rank have created their DTensors; FSDP2 unwraps the
+    DTensors that it creates. Each FSDP2 unit (a block, a layer's experts, or the remaining modules) is wrapped
+    separately, because FSDP2 gathers the unit's parameters when the unit's forward is called.
     """
     blocks = repeated_blocks(model)
     experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []
@@ -152,7 +153,7 @@ def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
-    """Wraps blocks by `activation_checkpointing`. Assumes nothing of parameters."""
+    """Wraps the blocks that `activation_checkpointing` selects. Makes no assumption about parameters."""
     mode, compile = state.plan.activation_checkpointing, state.plan.compile
     for block, number, of in numbered_blocks(model):
         wrapper = partial(checkpointed, mode=mode, number=number, of=of, compile=compile)
@@ -161,9 +162,10 @@ def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
-    """Compiles each block's forward, and `token_logprobs` of a model that has it.
+    """Compiles each block's forward, and the model's `token_logprobs` if it has this attribute.
 
-    Assumes that checkpointing is inside, visible to the compiler, and that DTensors are replaced outside.
+    Assumes that activation checkpointing is already applied, so that the compiler sees it, and that DTensor parameters
+    will be replaced outside of the compiled forward.
     """
     for block in repeated_blocks(model):
         options = compiler_options(block, state.world.device)
@@ -174,17 +176,18 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """Inductor's options for a block.
+    """Returns Inductor's options for a block: for parallel blocks on CPUs, a workaround for a bug.
 
-    In a parallel block, the output biases of attention and MLP have the same gradient. Inductor's code for CPUs
-    (PyTorch 2.11 to 2.13) fuses both sums, declares one variable twice in 16 bits, and fails to compile.
+    In a parallel block, the output biases of attention and MLP have the same gradient. On CPUs, Inductor (PyTorch 2.11
+    to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable twice and fails to
+    compile. The option disables this fusion.
     """
     fails = device.type == "cpu" and isinstance(block, Block) and block.parallel
     return {"cpp.max_horizontal_fusion_size": 1} if fails else {}
 
 
 def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
-    """Each block with its number in the full model, and the number of blocks of the full model."""
+    """Returns (block, its number in the full model, number of blocks of the full model) for each block."""
     blocks = repeated_blocks(model)
     if isinstance(model, Decoder):
         return [(layer, number, len(model.layers)) for number, layer in enumerate(model.layers) if layer is not None]
@@ -195,7 +198,7 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 
 
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
-    """Allocates a sharded model on its device, with initial weights unless they are loaded from files."""
+    """Allocates a sharded model on its device, and initializes its weights unless they will be loaded from files."""
     device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
@@ -210,7 +213,7 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Sets initial values: each parameter is drawn in full, by seed and name, and then sharded."""
+    """Sets initial values. Each full parameter is drawn from a seed and the parameter's name, and then sharded."""
     for name, parameter in model.named_parameters():
         value = initial_value(model, name, seed, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):

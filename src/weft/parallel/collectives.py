@@ -1,6 +1,7 @@
-"""Differentiable collectives over the process group of a mesh axis.
+"""Defines differentiable collectives over the process group of a mesh axis.
 
-Use them as `collectives.all_gather` and so on: torch.distributed has functions of the same names, without gradients.
+Call them with the module's name (`collectives.all_gather`): torch.distributed has functions with the same names that
+are not differentiable.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
     """Concatenates all ranks' tensors along `dim`.
 
     Args:
-        replicated: all ranks compute the same with the result, so each rank's gradient of it is the full gradient, and
-            backward takes a slice of it. By default gradients of the result are partial, and backward reduce-scatters.
+        replicated: whether all ranks compute the same values from the result. Then each rank has the full gradient of
+            the result, and backward returns this rank's slice of it. Otherwise (default) each rank has a partial
+            gradient, and backward reduce-scatters.
     """
     if replicated:
         return _AllGatherReplicated.apply(x, dim, group)
@@ -24,17 +26,22 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Sums all ranks' tensors; each rank keeps its shard of `dim`."""
+    """Sums all ranks' tensors and returns this rank's shard of the sum along `dim`."""
     return private.reduce_scatter_autograd(x.contiguous(), "sum", dim, group)
 
 
 def all_reduce(x: torch.Tensor, group: ProcessGroup, *, replicated: bool = False) -> torch.Tensor:
-    """Sums all ranks' tensors. `replicated` is as in `all_gather`; by default backward all-reduces the gradient."""
+    """Sums all ranks' tensors.
+
+    Args:
+        replicated: whether all ranks compute the same values from the sum. Then backward returns the gradient
+            unchanged. Otherwise (default) each rank has a partial gradient, and backward all-reduces.
+    """
     return _AllReduce.apply(x, group, replicated)
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Sends each rank its slice of `split_dim`, and concatenates the received slices along `concat_dim`."""
+    """Sends the i-th slice of `x` along `split_dim` to rank i, and concatenates received slices along `concat_dim`."""
     slices = torch.stack(x.chunk(group.size(), split_dim))  # [ranks, ...]
     received = all_to_all_rows(slices.flatten(0, 1), None, None, group).view_as(slices)
     return torch.cat(received.unbind(), concat_dim)
@@ -43,12 +50,15 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: ProcessG
 def all_to_all_rows(
     x: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: ProcessGroup
 ) -> torch.Tensor:
-    """Sends `sent[i]` rows to rank i, in order, and receives `received[i]` rows from it. None: equal numbers."""
+    """Sends `sent[i]` rows of `x` to rank i, in order, and receives `received[i]` rows from rank i.
+
+    If `sent` or `received` is None, the number of rows is the same for all ranks.
+    """
     return private.all_to_all_autograd(x.contiguous(), received, sent, group)
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Returns `x`; in backward, multiplies its gradient by `factor`."""
+    """Returns `x` unchanged; backward multiplies the gradient of `x` by `factor`."""
     return _ScaleGradient.apply(x, factor)
 
 

@@ -1,7 +1,7 @@
-"""Matrix products in 8 bits (Micikevicius et al., 2022), by torchao, of the blocks' linear layers.
+"""Makes the blocks' linear layers compute matrix products in 8 bits (Micikevicius et al., 2022), with torchao.
 
-Weights are stored, gathered and saved as usual. In a product, this rank's shards of both factors are scaled by their
-largest element and rounded: to e4m3 in forward, and gradients to e5m2.
+Weights are stored, gathered and saved as without fp8. Before a product, this rank's shard of each factor is divided by
+its largest element and rounded: activations and weights to e4m3, gradients to e5m2.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 from weft.errors import UserError
 
-MULTIPLE = 16  # products in 8 bits need sizes that are multiples of it
+MULTIPLE = 16  # products in 8 bits need sizes that are multiples of 16
 _ROUTERS = ("router", "gate")  # rounding must not change the choice of experts
 
 
 def raise_unless_usable(device: torch.device) -> None:
-    """Raises UserError, with the reason, if products in 8 bits cannot be computed."""
+    """Raises UserError if `device` cannot compute products in 8 bits, or torchao is not installed."""
     problem = None
     if device.type != "cuda":
-        problem = f"the device is a {device.type}, which has no products in 8 bits"
+        problem = f"this run is on a {device.type.upper()}, but products in 8 bits need an NVIDIA GPU"
     elif torch.cuda.get_device_capability(device) < (8, 9):
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
         problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}; 8.9 is required"
@@ -33,20 +33,20 @@ def raise_unless_usable(device: torch.device) -> None:
 
 
 def raise_unless_installed() -> None:
-    """Raises UserError without torchao."""
+    """Raises UserError if torchao is not installed."""
     if find_spec("torchao") is None:
-        raise UserError("training.fp8: torchao is not installed; pip install 'weft-train[fp8]', or remove the key")
+        raise UserError("training.fp8: torchao is not installed; run `pip install 'weft-train[fp8]'` or remove the key")
 
 
 def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, emulate: bool = False) -> None:
-    """Has the blocks' linear layers multiply in 8 bits, in place; parameters and their names do not change.
+    """Makes the blocks' linear layers multiply in 8 bits, in place. Parameters and their names do not change.
 
-    Routers, and layers whose sizes are not multiples of 16, are left as they are.
+    Routers, and layers whose sizes per rank are not multiples of 16, do not change.
 
     Args:
-        model: on any device, not sharded.
-        ranks: of `tp`, which may shard a matrix.
-        emulate: round in the same way, and multiply in more bits, on any device.
+        model: unsharded model, on any device.
+        ranks: number of `tp` ranks, over which a matrix can be sharded.
+        emulate: whether to round to 8 bits but multiply in higher precision, which works on any device.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao warns of optional libraries that it cannot load
@@ -63,6 +63,6 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
             return False
         return all(size % (MULTIPLE * ranks) == 0 for size in (module.in_features, module.out_features))
 
-    # Gradients of weights sum over tokens: their number is padded with zeros.
+    # Gradients of weights sum over tokens: zeros pad the number of tokens to a multiple of 16.
     config = Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     convert_to_float8_training(model, module_filter_fn=fits, config=config)

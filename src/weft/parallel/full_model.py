@@ -1,4 +1,4 @@
-"""Gathers a sharded model into a full one on the first rank."""
+"""Gathers a sharded model into a full (unsharded) model on rank 0."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from weft.parallel.world import World
 def gather_full_model(
     model: nn.Module, section: ModelSection | CustomModelSection, world: World, dtype: torch.dtype
 ) -> nn.Module | None:
-    """Gathers a model, one tensor at a time. Every rank calls it.
+    """Gathers a sharded model, one tensor at a time. Every rank must call this function.
 
     Returns:
-        On the first rank a copy of the full model in `dtype`, on its device, which needs room for it; else None.
+        On rank 0, a copy of the full model in `dtype` on this rank's device, which must have enough memory. On other
+        ranks None.
     """
     full = None
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Local shards of DTensor parameters, and forwards that compute with them."""
+"""Creates DTensor parameters, and makes forwards compute with their local shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing its memory, detached."""
+    """Returns this rank's shard of a tensor: detached, in the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # detaching a DTensor takes eight times as long
@@ -26,7 +26,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_with_grad(parameter: DTensor) -> torch.Tensor:
-    """This rank's shard. Its gradient is partial over mesh axes that replicate the parameter."""
+    """Returns this rank's shard. The shard's gradient is partial over mesh axes that replicate the parameter."""
     placements = [p if isinstance(p, Shard) else Partial() for p in parameter.placements]
     return parameter.to_local(grad_placements=placements)
 
@@ -36,10 +36,13 @@ def distribute_parameters(
     mesh: DeviceMesh,
     placements_of: Callable[[nn.Module, str, nn.Parameter], Sequence[Placement] | None],
 ) -> None:
-    """Replaces parameters by DTensors on a mesh. Parameters that are not on the meta device must be equal on all ranks.
+    """Replaces parameters with DTensors on a mesh.
+
+    Parameters that are not on the meta device must be equal on all ranks.
 
     Args:
-        placements_of: (module, full parameter name, parameter) -> its placements; None: leave it.
+        placements_of: (module, full parameter name, parameter) -> placements of the parameter, or None to keep the
+            plain parameter.
     """
     silence_redistribution()
     replaced: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
@@ -55,11 +58,11 @@ def distribute_parameters(
 
 
 class LocalParameters:
-    """Swaps the DTensor parameters of an FSDP2 unit for this rank's plain tensors while a forward runs.
+    """Replaces the DTensor parameters of an FSDP2 unit with this rank's plain tensors while a forward runs.
 
     Args:
-        unit: parameters are gathered when its forward is called.
-        nested_units: units inside of `unit`, to leave out.
+        unit: module whose parameters FSDP2 gathers when the module's forward is called.
+        nested_units: FSDP2 units inside of `unit`, whose parameters are not replaced.
     """
 
     def __init__(self, unit: nn.Module, nested_units: Collection[nn.Module], state: ModelState):
@@ -74,7 +77,7 @@ class LocalParameters:
         ]
 
     def wrap(self, forward: Callable) -> Callable:
-        """Returns `forward`, computing with the plain tensors."""
+        """Returns a function that calls `forward` while plain tensors replace the DTensor parameters."""
         slots, local = self.slots, self.local
 
         @wraps(forward)

@@ -1,4 +1,4 @@
-"""What `parallel/` knows of one model: its plan, its ranks, and what wraps its forwards."""
+"""Defines the state of a sharded model: its plan, its ranks, and the wrappers of its forwards."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from weft.parallel.world import World
 if TYPE_CHECKING:
     from weft.parallel.axes.context import SequenceShard
 
-ATTRIBUTE = "weft_state"  # of the model: the only attribute that `parallel/` adds to a module
+ATTRIBUTE = "weft_state"  # name of the only attribute that `parallel/` adds to a model
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How to build and shard a model, independent of the mesh.
+    """A description of how to build and shard a model, independent of the number of ranks.
 
     Attributes:
-        dtype: of compute. State is float32 (float64 for float64).
-        reduce_dtype: of gradients in reductions over ranks; None: the dtype of the state.
-        seed: initial weights are a function of it and of parameter names, not of the mesh.
-        activation_checkpointing: `training.activation_checkpointing`.
-        only_rows_from: freeze all parameters but the embedding and the head, whose rows below it `FrozenRows` keeps.
-        sequence: tokens per sequence, for the cost of pipeline stages; 0: not known.
-        fp8: multiply by the blocks' matrices in 8 bits.
+        dtype: dtype of the computation. Parameters are float32 (float64 if `dtype` is float64).
+        reduce_dtype: dtype of gradients in reductions over ranks; None means `state_dtype`.
+        seed: seed of initial weights, which depend on this seed and on parameter names, not on the mesh.
+        activation_checkpointing: value of `training.activation_checkpointing`.
+        only_rows_from: first row to train of the embedding and the head. All other parameters are frozen, and
+            `FrozenRows` keeps the rows before this row unchanged. None trains all parameters.
+        sequence: number of tokens per sequence, to balance the cost of pipeline stages; 0 means unknown.
+        fp8: whether the blocks' matrix products are computed in 8 bits.
     """
 
     model: ModelSection | TransformersModelSection | CustomModelSection
@@ -49,21 +50,22 @@ class ModelPlan:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Dtype of parameters, of the residual stream and, by default, of gradient reductions."""
+        """The dtype of parameters, of the residual stream and, by default, of gradient reductions."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass
 class ModelState:
-    """The state of one sharded model, an attribute of its root module (`state_of`). Pipeline stages share it.
+    """The state of one sharded model, an attribute of its root module (`state_of`). Pipeline stages share this object.
 
     Attributes:
-        sequence_shard: the shard of each sequence that this rank of `cp` has; None without `cp`.
-        scales: (module, parameter name) -> factor on a replicated parameter that every `tp` rank adds to a partial sum.
-        local: returns the plain tensor that this rank computes with for a DTensor parameter.
+        local: function from a DTensor parameter to the plain tensor that this rank computes with.
+        sequence_shard: selects this rank's shard of each sequence; None without `cp`.
+        scales: (module, parameter name) -> multiplier of a replicated parameter that every `tp` rank adds to its
+            partial output (1 / number of `tp` ranks, so that the parameter is added once).
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
-        wrappers: module -> labels of what wraps its forward, innermost first.
-        seams: module -> attribute -> label of what `parallel/` assigned to it.
+        wrappers: module -> labels of the wrappers of the module's forward, innermost first.
+        seams: module -> name of an attribute that `fill` assigned -> label of the assigned value.
     """
 
     plan: ModelPlan
@@ -76,9 +78,10 @@ class ModelState:
     seams: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def wrap(self, module: nn.Module, label: str, wrapper: Callable[[Callable], Callable]) -> None:
-        """Replaces a module's forward by `wrapper(forward)`. No other code replaces a forward.
+        """Replaces a module's forward with `wrapper(forward)`, and records `label`. No other code replaces a forward.
 
-        The module itself stays, so parameter names do not change, and hooks (FSDP2's) run outside of the wrapper.
+        The module object stays the same, so parameter names do not change, and module hooks (such as FSDP2's) run
+        outside of the wrapper.
         """
         forward = module.forward
         wrapped = wrapper(forward)
@@ -87,20 +90,20 @@ class ModelState:
             self.wrappers[module].append(label)
 
     def fill(self, module: nn.Module, seam: str, label: str, value: object) -> None:
-        """Assigns to an attribute that the model's code provides as a seam."""
+        """Assigns `value` to the module's attribute `seam`, and records `label`."""
         setattr(module, seam, value)
         self.seams[module][seam] = label
 
 
 def state_of(model: nn.Module) -> ModelState | None:
-    """The state of a model from `build_sharded_model`; None for any other."""
+    """Returns the state of a model from `build_sharded_model`; None for other models."""
     return getattr(model, ATTRIBUTE, None)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost `nn.ModuleList`s: the units of checkpointing, compilation and sharding."""
+    """Returns the members of the outermost `nn.ModuleList`s: units of checkpointing, compilation and sharding."""
     found: list[nn.Module] = []
     for child in model.children():
         inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
-        found += [block for block in inner if block is not None]  # a pipeline stage lacks some
+        found += [block for block in inner if block is not None]  # None: layer of another pipeline stage
     return found

@@ -1,4 +1,4 @@
-"""The interface of objectives, built-in and custom, to the forward and backward passes."""
+"""Defines the interface between objectives (built-in and custom) and the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from weft.data.batches.batch import Batch
 from weft.errors import UserError
 
-Forward = Callable[[Mapping[str, Any]], torch.Tensor]  # the model's arguments -> its outputs
+Forward = Callable[[Mapping[str, Any]], torch.Tensor]  # the model's arguments -> the model's outputs
 Pair = tuple[float | torch.Tensor, float | torch.Tensor]  # a sum and its weight
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss with named scalars, which `Objective.loss` may return instead of the sum.
+    """A loss with named scalars for the metrics. `Objective.loss` can return it instead of a tensor.
 
     Attributes:
-        sum: of what `Objective.weight` counts, a scalar tensor.
-        scalars: name -> (sum, weight) of these sequences. Both are summed over micro-batches and ranks; the quotient
-            is in the step's metrics. Names must be among the objective's `scalars`.
+        sum: scalar tensor, the sum of the loss over the units that `Objective.weight` counts (such as tokens).
+        scalars: name -> (sum, weight) over the sequences of the batch. Sums and weights are added over micro-batches
+            and ranks, and the step's metrics contain sum / weight. Names must be in the objective's `scalars`.
     """
 
     sum: torch.Tensor
@@ -30,43 +30,51 @@ class Loss:
 
 
 class Objective(Protocol):
-    """Computes the model's `inputs`, and the `loss` of its outputs: a sum, divided by the `weight` of the global batch.
+    """A training objective: returns the model's `inputs`, and the `loss` of the model's outputs.
 
-    So results do not depend on micro-batches or ranks.
+    The loss is a sum. Weft divides it by the `weight` of the global batch, so that results do not depend on the number
+    of micro-batches or ranks.
 
     Optional attributes of the class or the object:
 
-    - `fields`: name -> `weft.objectives.Field`, fields of samples other than tokens (`batch.extra`).
-    - `sequences_per_sample`: 2 for a pair, more for a group.
-    - `scalars`: names of scalars that `loss` reports.
+    - `fields`: name -> `weft.objectives.Field`: fields of samples in addition to tokens, passed in `batch.extra`.
+    - `sequences_per_sample`: number of sequences per sample, such as 2 for pairs; default 1.
+    - `scalars`: names of the scalars that `loss` returns.
 
     Optional methods:
 
-    - `prepare(forward, batch) -> dict` runs before each step's forwards, without gradient and dropout. Its results are
-      in `batch.extra` when `inputs` and `loss` are called. `forward(inputs)` calls the model.
-    - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`; it may call the model several times, with
-      gradient. Not with a pipeline, whose schedule calls the model.
+    - `prepare(forward, batch) -> dict` runs before each step's forwards, without gradient and dropout. The dict that it
+      returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the model.
+    - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`. It can call the model several times, with
+      gradient. It is not supported with pipeline parallelism, where the schedule calls the model.
     """
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments: `tokens`, `positions`, `segments` and, for their log-probabilities, `labels`."""
+        """Returns the model's arguments: `tokens`, `positions`, `segments` and, optionally, `labels`.
+
+        With `labels` the model returns the log-probability of each label instead of logits.
+        """
         ...
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """How much the batch counts: tokens, sequences or pairs. A scalar."""
+        """Returns the weight of the batch, a scalar: its number of tokens (with loss), sequences or pairs."""
         ...
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor | Loss:
-        """The sum over what `weight` counts. `outputs`: log-probabilities `[batch, seq]`; without `labels`, logits."""
+        """Returns the sum of the loss over the units that `weight` counts.
+
+        Args:
+            outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels`; else logits `[batch, seq, vocab]`.
+        """
         ...
 
 
 class Totals:
-    """Sums of the loss and of named scalars over batches, in one vector: the loss, then a sum and a weight per name.
+    """Sums of the loss and of named scalars over batches.
 
     Attributes:
-        names: of the scalars, the same on all ranks.
-        vector: float64 `[1 + 2 x names]`.
+        names: names of the scalars, the same on all ranks.
+        vector: float64 `[1 + 2 x names]`: the sum of the loss, then a sum and a weight per name.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device):
@@ -74,15 +82,15 @@ class Totals:
         self.vector = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=device)
 
     def add(self, found: torch.Tensor | Loss) -> torch.Tensor:
-        """Adds what an objective returned; returns its sum, for backward.
+        """Adds the loss that an objective returned. Returns the sum of the loss as a tensor, for backward.
 
         Raises:
-            UserError: the loss is not a scalar tensor, or has a scalar that is not declared.
+            UserError: if the loss is not a scalar tensor, or reports a scalar that is not in `names`.
         """
         loss, scalars = (found.sum, found.scalars) if isinstance(found, Loss) else (found, {})
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise UserError(f"objective: the loss must be a tensor without dimensions, the sum, not {what}")
+            raise UserError(f"objective: the loss must be a tensor without dimensions, not {what}; return a sum")
         if other := scalars.keys() - set(self.names):
             name = sorted(other)[0]
             raise UserError(f"objective: the loss reports {name!r}, which is not in `scalars` of the class; add it")
@@ -95,6 +103,6 @@ class Totals:
 
 
 def quotients(names: Sequence[str], pairs: Sequence[float]) -> dict[str, float]:
-    """`sum / weight` by name, from alternating sums and weights. Names with weight 0 are left out."""
+    """Returns name -> sum / weight, given alternating sums and weights in `pairs`. Omits names with weight 0."""
     found = zip(names, pairs[::2], pairs[1::2], strict=True)
     return {name: total / weight for name, total, weight in found if weight}

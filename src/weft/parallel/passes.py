@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's micro-batches."""
+"""Runs the forward and backward passes of a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Passes:
     """Runs micro-batches one after another, without a pipeline.
 
     Args:
-        model: from `build_sharded_model`.
+        model: sharded model from `build_sharded_model`.
     """
 
     def __init__(self, model: nn.Module, objective: Objective, world: World, parallel: ParallelSection):
@@ -47,16 +47,17 @@ class Passes:
         seed: Callable[[Batch], None],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Accumulates gradients of the losses divided by `weight`, and reduces them over ranks in the last backward.
+        """Accumulates gradients of the loss divided by `weight`. The last backward reduces them over ranks.
 
         Args:
-            weight: of the global batch; not 0.
-            learned_tokens: tokens with loss in the global batch, which weigh auxiliary losses of experts.
-            seed: called before each forward.
-            loss_scale: factor on the loss.
+            weight: weight of the global batch; must not be 0.
+            learned_tokens: number of tokens with loss in the global batch; normalizes auxiliary losses of experts.
+            seed: function that seeds the random generators for a micro-batch; called before each forward.
+            loss_scale: multiplier of the loss in backward.
 
         Returns:
-            `Totals.vector` of these sequences, the loss not divided: the same on all ranks that share them.
+            `Totals.vector` of the micro-batches, with the loss before division and scaling. It is the same on all ranks
+            that process the same sequences.
         """
         totals, prepared = Totals(self.scalars, self.world.device), self.prepare(micro_batches)
         for number, micro_batch in enumerate(micro_batches):
@@ -70,16 +71,16 @@ class Passes:
         return self.reduce_totals(totals.vector)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """`Totals.vector` of the sequences: the same on all ranks that share them."""
+        """Returns `Totals.vector` of a batch, which is the same on all ranks that process the same sequences."""
         totals = Totals(self.scalars, self.world.device)
         totals.add(self.loss(*self.shard(batch, self.prepare([batch])[0]), None))
         return self.reduce_totals(totals.vector)
 
     def after_update(self) -> None:
-        """To be called when weights have changed: by an optimizer step, or because they were loaded."""
+        """Must be called after weights change: after an optimizer step, and after weights are loaded."""
 
     def after_replacement(self) -> None:
-        """To be called when weights were set outside of a step: drops the old ones that FSDP2 has gathered."""
+        """Must be called after weights are set outside of a step. Frees the old weights that FSDP2 has gathered."""
         for root in self.root_modules:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
@@ -88,11 +89,11 @@ class Passes:
 
     @property
     def root_modules(self) -> Sequence[nn.Module]:
-        """The modules that are called."""
+        """The modules whose forward is called: the model, or its pipeline stages."""
         return (self.model,)
 
     def loss(self, batch: Batch, shard: Batch, learned_tokens: float | None) -> torch.Tensor | Loss:
-        """The loss of this rank's shard of a batch."""
+        """Runs a forward, and returns the loss of this rank's shard of a batch."""
         if self.compute is not None:
             return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, shard, learned_tokens)), shard)
         outputs = self.forward(self.complete(self.objective.inputs(shard), batch, shard, learned_tokens))
@@ -100,7 +101,7 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, micro_batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-        """`Objective.prepare` of each micro-batch; empty for most objectives."""
+        """Calls `Objective.prepare` on each micro-batch. Returns an empty dict per micro-batch without this method."""
         if self._prepare is None:
             return [{} for _ in micro_batches]
         prepared, training = [], self.model.training
@@ -117,11 +118,11 @@ class Passes:
         return prepared
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """The model's outputs without gradient, on every rank that shares the sequences."""
+        """Returns the model's outputs, without gradient, on every rank that processes the same sequences."""
         return self.forward(inputs)
 
     def shard(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
-        """The batch on the device, and this rank's shard of its sequences."""
+        """Returns the batch on this rank's device, and this rank's shard of it with `prepared` in `extra`."""
         batch = batch.to(self.world.device)
         shard = batch if self.sequence_shard is None else self.sequence_shard.shard(batch)
         return batch, replace(shard, extra={**shard.extra, **prepared}) if prepared else shard
@@ -129,7 +130,7 @@ class Passes:
     def complete(
         self, inputs: Mapping[str, Any], batch: Batch, shard: Batch, learned_tokens: float | None
     ) -> dict[str, Any]:
-        """An objective's inputs, and the ones that `cp` and auxiliary losses need."""
+        """Returns an objective's inputs, with the additional inputs that `cp` and auxiliary losses need."""
         inputs = dict(inputs)
         if self.sequence_shard is not None:
             inputs |= self.sequence_shard.extra_inputs(batch)
@@ -140,17 +141,21 @@ class Passes:
         return inputs
 
     def reduce_totals(self, total: torch.Tensor) -> torch.Tensor:
-        """Sums totals in place over the ranks that share sequences."""
+        """Sums totals in place over the ranks that process shards of the same sequences."""
         if self.world.shape.cp > 1:
             dist.all_reduce(total, group=self.world.group("cp"))
         return total
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Sets before each backward whether FSDP2 reduces gradients: in the last one of a step.
+    """Makes FSDP2 reduce gradients in the backward of a step's last micro-batch. Call it before each backward.
 
-    With `reduce_gradients: every`, each backward reduce-scatters over `dp_shard` x `cp`, and the last one all-reduces
-    over `dp_replicate`. Units that are not sharded, or not resharded after forward, stay gathered across micro-batches.
+    With `reduce_gradients: every`, each backward reduce-scatters gradients over `dp_shard` x `cp`, and the last one
+    also all-reduces gradients over `dp_replicate`. FSDP2 units that are not sharded, or not resharded after forward,
+    stay gathered until the last backward.
+
+    Args:
+        last: whether this is the last micro-batch of the step.
     """
     state = state_of(model)
     if state is None or not isinstance(model, FSDPModule):

@@ -1,11 +1,12 @@
-"""Dropout on a mesh: the same masks as on one process.
+"""Makes dropout on a mesh draw the same masks as in a single process.
 
-A micro-batch has a seed, and each layer a seed derived from it, so a pipeline stage draws what the full model would.
-Ranks with a shard of a sequence draw the mask of the full sequence and index it (`Dropout.full_sequence`).
+Each micro-batch has a seed, and each layer's seed is derived from the micro-batch's seed. So a pipeline stage draws the
+same masks for its layers as the full model. A rank with a shard of a sequence draws the mask of the full sequence and
+selects its own tokens (`Dropout.full_sequence`).
 
-Masks of attention weights cover all heads, queries and keys, and are drawn in full too, on CPUs. On other devices the
-attention kernels draw them: ranks of `tp` and `cp` draw the same numbers for their heads or queries, with the right
-distribution, but not those of one process.
+On CPUs, a mask of attention weights is also drawn for all heads, queries and keys. On other devices the attention
+kernels draw the mask. Then all `tp` and `cp` ranks draw the same random numbers for their different heads or queries:
+the distribution is correct, but the masks differ from those of a single process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ BITS = (1 << 63) - 1
 
 
 def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
-    """Seeds each layer from the seed that is set when the model is called.
+    """Seeds each layer, in forward, with a seed derived from the random generator's seed when the model is called.
 
-    Assumes that activation checkpointing is inside, and restores the random state for recomputation.
+    Assumes that activation checkpointing is already applied. So the seeding is not recomputed: checkpointing itself
+    restores the random state for recomputation.
     """
     if not isinstance(model, Decoder):
         return model
@@ -62,7 +64,10 @@ def _seeding(seed: list[int], number: int, forward: Callable) -> Callable:
 
 
 def draw_full_sequence(modules: Sequence[nn.Module], full_sequence: FullSequence) -> None:
-    """Sets `Dropout.full_sequence` of all dropouts; for a sequence that is sharded twice, composes both."""
+    """Sets `Dropout.full_sequence` of all `Dropout` modules in `modules`.
+
+    If a module already has one, because its sequence is sharded over two axes, sets the composition of both functions.
+    """
     for module in modules:
         if isinstance(module, Dropout):
             inner = module.full_sequence
@@ -76,12 +81,12 @@ def _composed(inner: FullSequence, outer: FullSequence, tokens: int) -> tuple[in
 
 
 class WeightsDropout:
-    """Dropout of attention weights where this rank computes some of the heads or queries.
+    """Dropout of attention weights on a rank that computes only some of the heads or queries.
 
     Args:
-        module: `module.heads` are the heads of this rank.
-        local_queries: number of local queries -> (number of all queries, positions of the local ones, positions of the
-            keys in their order); None: this rank has all queries.
+        module: attention module; `module.heads` are the heads of this rank.
+        local_queries: function from the number of this rank's queries to (number of all queries, positions of this
+            rank's queries, positions of the keys in the order of the weights). None if this rank has all queries.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class WeightsDropout:
         self.module, self.local_queries = module, local_queries
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
-        """`[batch, heads, queries, keys]` -> `[batch, heads, queries, keys]`"""
+        """Applies dropout to attention weights `[batch, heads, queries, keys]`; returns the same shape."""
         batch, _, queries, keys = weights.shape
         module = self.module
         ones = weights.new_ones(batch, module.num_heads, keys, keys)

@@ -1,4 +1,4 @@
-"""Agreement among the ranks of the default process group: an error on one rank is raised on all, so none hangs."""
+"""Runs actions on all ranks of the default process group, and raises an error of one rank on all, so none hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world_size() -> int:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's `value`, in the order of ranks, on every rank."""
+    """Returns the values of all ranks, in the order of ranks, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -37,13 +37,14 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def agree(action: Callable[[], T], only_first: bool = False) -> T:
-    """Runs `action` on all ranks and raises a `UserError` of any rank on all of them.
+    """Runs `action` on all ranks and returns its result. If it raises a `UserError` on any rank, all ranks raise one.
 
     Args:
-        only_first: run it on rank 0 only, and return its result on all ranks.
+        only_first: whether to run `action` only on rank 0, and return rank 0's result on all ranks.
 
     Raises:
-        UserError: that of the first rank that raised one, with its number if it is not rank 0. Only rank 0 prints it.
+        UserError: if `action` raises a UserError on any rank: the error of the lowest such rank, with the rank's number
+            if it is not 0. Only rank 0 prints it.
     """
     if world_size() == 1:
         return action()
@@ -61,14 +62,14 @@ def agree(action: Callable[[], T], only_first: bool = False) -> T:
 
 
 def error_on_all_ranks(text: str) -> UserError:
-    """A `UserError` for all ranks to raise, of which only rank 0 prints it."""
+    """Returns a `UserError` that all ranks must raise, and that only rank 0 prints."""
     error = UserError(text)
     error.quiet = rank() != 0
     return error
 
 
 def distinct_values(value: Any) -> list[Any]:
-    """The distinct JSON values of all ranks. If all are equal, as usual, only digests are sent."""
+    """Returns the distinct JSON values of all ranks. Sends only digests if all values are equal, which is usual."""
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
     digests = all_gather_object(digest)
     if len(set(digests)) == 1:
@@ -78,10 +79,10 @@ def distinct_values(value: Any) -> list[Any]:
 
 
 def run_on_all(action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank and returns all results on every rank.
+    """Runs `action` on every rank and returns the results of all ranks, in the order of ranks, on every rank.
 
     Raises:
-        Exception: that of the first rank that failed, on all ranks.
+        Exception: if `action` raises on any rank: the exception of the lowest such rank, on all ranks.
     """
     if world_size() == 1:
         return [action()]
@@ -105,7 +106,7 @@ def run_on_first(action: Callable[[], T]) -> T:
 
 
 def _picklable(failure: Exception | None) -> Exception | None:
-    """The exception, or a RuntimeError with its text if it cannot be pickled."""
+    """Returns the exception, or a RuntimeError with the exception's text if it cannot be pickled."""
     if failure is None:
         return None
     try:

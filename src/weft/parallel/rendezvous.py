@@ -1,4 +1,4 @@
-"""Rendezvous of ranks: a TCPStore on the first rank, and messages about ranks that are waited for."""
+"""Connects the ranks of a run through a TCPStore on rank 0, and reports which ranks are missing."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from weft.observe.console import Console
 from weft.processes import STORE_SOCKET
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # one rank may write a checkpoint, or compile, while others wait
-PATIENCE = 5.0  # seconds until a waiting rank prints what it waits for
-REMINDER = 60.0  # seconds until it prints that again
+PATIENCE = 5.0  # seconds until a waiting rank prints which ranks it waits for
+REMINDER = 60.0  # seconds until a waiting rank prints the message again
 OWN_NAME = 60.0  # seconds for rank 0's host name to resolve: a cluster may start processes before its DNS
 
 
 def next_store() -> Store:
-    """A new store, shared by all ranks. Each call of a process returns another: it may train more than once.
+    """Returns a new store that all ranks share.
+
+    Each call returns a store with another key prefix, because a process can train more than once.
 
     Raises:
-        UserError: rank 0 cannot listen at the address, or does not answer there.
+        UserError: if rank 0 cannot listen at the address of the environment, or cannot be reached there.
     """
     return PrefixStore(f"weft-{next(_times)}", _store())
 
@@ -40,13 +42,14 @@ _times = itertools.count()
 
 
 def attempts(missing: Callable[[], str], *, speaks: bool) -> Iterator[None]:
-    """Yields at growing intervals, until the caller stops.
+    """Yields at growing intervals, for a caller that polls a condition and leaves the loop when it is met.
 
     Args:
-        missing: describes what is waited for, in a line that is printed after a few seconds if this rank `speaks`.
+        missing: returns a description of what the caller waits for.
+        speaks: whether to print this description after `PATIENCE` seconds, and every `REMINDER` seconds.
 
     Raises:
-        UserError: after the timeout of a collective.
+        UserError: after `COLLECTIVE_TIMEOUT`.
     """
     began, pause, printed = time.monotonic(), 0.002, 0.0
     while (waited := time.monotonic() - began) < COLLECTIVE_TIMEOUT.total_seconds():
@@ -56,19 +59,20 @@ def attempts(missing: Callable[[], str], *, speaks: bool) -> Iterator[None]:
             printed = waited
         time.sleep(pause)
         pause = min(1.4 * pause, 0.25)
-    raise UserError(f"waited {COLLECTIVE_TIMEOUT} for {missing()}; fix that and start all ranks again")
+    raise UserError(f"waited {COLLECTIVE_TIMEOUT} for {missing()}; start every rank, and check the network")
 
 
 @cache
 def _store() -> Store:
-    """A store at the address of torchrun's environment, or, under torchrun, at an address published there.
+    """Returns a client of rank 0's store. Rank 0 opens the store.
 
-    torchrun's own store outlives a restart of the ranks (`--max-restarts`), with addresses of ranks that are gone, and
-    hosts count restarts separately. So rank 0 opens a new store.
+    Without torchrun, the store is at MASTER_ADDR and MASTER_PORT. With torchrun, torchrun's own store is at this
+    address. The run does not use torchrun's store, which keeps entries of exited ranks after a restart
+    (`--max-restarts`). Rank 0 opens a new store, and publishes the new store's port in torchrun's store.
     """
     rank, host, port = int(os.environ["RANK"]), os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
-        raise UserError("RANK is set, and MASTER_ADDR or MASTER_PORT is not; start the ranks by torchrun, or set them")
+        raise UserError("RANK is set without valid MASTER_ADDR and MASTER_PORT; use torchrun, or set both")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return _serve(host, int(port))[0] if rank == 0 else _connect(host, int(port))
     agent = _connect(host, int(port))
@@ -78,7 +82,7 @@ def _store() -> Store:
         agent.set("weft-store", f"{number} {name}")
         return store
     place = f"{host}:{port}"
-    for _ in attempts(lambda: f"rank 0 to open its store (torchrun's is at {place})", speaks=_speaks()):
+    for _ in attempts(lambda: f"rank 0 to open its store (torchrun: {place})", speaks=_speaks()):
         if agent.check(["weft-store"]):
             number, name = agent.get("weft-store").decode().split()
             store = _try_to_connect(host, int(number))[0]
@@ -88,9 +92,12 @@ def _store() -> Store:
 
 
 def _serve(host: str, port: int) -> tuple[Store, int]:
-    """Opens rank 0's store and returns it with its port (0: any free port).
+    """Opens rank 0's store. Returns the store and its port.
 
-    The socket is opened here: PyTorch would retry a wrong address for minutes.
+    Opens the socket itself, because PyTorch would retry a wrong address for minutes.
+
+    Args:
+        port: port to listen on; 0 chooses a free port.
     """
     inherited = os.environ.pop(STORE_SOCKET, None)
     if inherited is not None:
@@ -102,13 +109,13 @@ def _serve(host: str, port: int) -> tuple[Store, int]:
             handle = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=4096).detach()
         except OSError as error:
             what = os.strerror(error.errno or 0)
-            raise UserError(f"MASTER_PORT {port}: {what}; choose a free port of this machine") from None
+            raise UserError(f"MASTER_PORT {port}: rank 0 cannot listen there: {what}; set it to a free port") from None
     with socket.socket(fileno=os.dup(handle)) as listener:
         port = listener.getsockname()[1]
     problem, end = "no answer", time.monotonic() + OWN_NAME
 
     def missing() -> str:
-        return f"rank 0 to find itself at {host}:{port} (MASTER_ADDR): {problem}"
+        return f"rank 0 to connect to itself at {host}:{port} (MASTER_ADDR): {problem}"
 
     for _ in attempts(missing, speaks=True):
         try:
@@ -118,13 +125,13 @@ def _serve(host: str, port: int) -> tuple[Store, int]:
             problem = error.strerror or str(error)
             if time.monotonic() > end:
                 os.close(handle)
-                what = f"this is rank 0, and it does not find itself at {host}:{port} ({problem})"
+                what = f"rank 0 cannot connect to itself at {host}:{port} ({problem})"
                 raise UserError(f"{what}; set MASTER_ADDR to the address of rank 0's machine") from None
     return _tcp_store(host, port, is_master=True, master_listen_fd=handle), port
 
 
 def _connect(host: str, port: int) -> Store:
-    """Waits for another process's store."""
+    """Waits for the store at an address, and returns a client of the store."""
     problem = "no answer"
 
     def missing() -> str:
@@ -138,10 +145,10 @@ def _connect(host: str, port: int) -> Store:
 
 
 def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:
-    """A client of the store at an address; or None, and the reason.
+    """Returns a client of the store at an address, or None; and the reason if the client is None.
 
-    PyTorch would warn of a port without a listener, and wait forever for a server that sends nothing: hence the first
-    connection, and the thread.
+    First opens a plain connection, because PyTorch would print warnings if nothing listens on the port. Creates the
+    client in a thread, because PyTorch would wait forever for a server that does not answer.
     """
     found: list[Store] = []
 
@@ -156,7 +163,7 @@ def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:
     thread = threading.Thread(target=open_client, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return (found[0] if found else None), "something else than rank 0 listens there"
+    return (found[0] if found else None), "another program than rank 0 listens there"
 
 
 def _tcp_store(host: str, port: int, **settings: Any) -> Store:
@@ -166,5 +173,5 @@ def _tcp_store(host: str, port: int, **settings: Any) -> Store:
 
 
 def _speaks() -> bool:
-    """Whether this rank prints: one per host."""
+    """Whether this rank prints messages: the first rank of each host does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

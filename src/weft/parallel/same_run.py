@@ -1,7 +1,7 @@
-"""At startup all ranks compare config, versions and data, and all fail if one differs.
+"""Compares config, versions and data of all ranks at startup. All ranks fail if one rank differs.
 
-Otherwise a rank with another learning rate would train on, and one with another mesh would wait for a process group
-forever.
+Without this check, a rank with a different learning rate would train on, and a rank with a different mesh would wait
+for a process group forever.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.distributed.distributed_c10d import Store
 from weft.errors import UserError
 from weft.parallel.rendezvous import attempts, next_store
 
-NAMED = 4  # keys in the message; further ones are counted
-SHOWN = 60  # characters of a value
+NAMED = 4  # keys in the message; further keys are only counted
+SHOWN = 60  # characters of a value in the message
 GRACE = 2.0  # seconds for the other ranks to report, once one has found a difference
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compares this rank's facts with rank 0's. All ranks call it, before they make process groups.
+    """Compares this rank's facts with rank 0's. All ranks must call it before they create process groups.
 
-    Each rank reads and writes one entry, so the cost is linear in the number of ranks. Does nothing in a single
-    process, and if a process group is already initialized.
+    Each rank reads and writes one entry of the store, so the cost is linear in the number of ranks. Does nothing in a
+    single process, or if a process group is already initialized.
 
     Args:
-        facts: returns key -> value, as printed in a message.
+        facts: returns key -> value, in the form that an error message prints.
 
     Raises:
-        UserError: on all ranks, printed by rank 0: which ranks differ, and in what.
+        UserError: if any rank differs, on all ranks. The message names the ranks and the keys; only rank 0 prints it.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         return
@@ -42,7 +42,7 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
     try:
         answer, printed = (_collect(store, ranks, mine), False) if rank == 0 else _report(store, rank, mine)
     except (dist.DistStoreError, dist.DistNetworkError, ConnectionError) as error:
-        raise UserError(f"rank 0 is gone, and what it printed says why ({str(error).partition(chr(10))[0]})") from None
+        raise UserError(f"rank 0 has exited; see its last message ({str(error).partition(chr(10))[0]})") from None
     if answer:
         error = UserError(answer)
         error.quiet = printed
@@ -50,10 +50,10 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
 
 
 def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
-    """On other ranks: writes what differs from rank 0's facts, as `key -> (own value, rank 0's)`.
+    """On ranks other than 0: writes the differences as `key -> (this rank's value, rank 0's value)` to the store.
 
     Returns:
-        Rank 0's message about all reports, or nothing; and whether rank 0 prints it.
+        (message about the differences of all ranks, empty without differences; whether rank 0 prints this message).
     """
     for _ in attempts(lambda: "rank 0's config", speaks=False):
         if store.check(["digest"]):
@@ -79,7 +79,7 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
 
 
 def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
-    """On rank 0: publishes the facts, waits for reports, publishes and returns the message."""
+    """On rank 0: publishes the facts, waits for the ranks' reports, and publishes and returns the error message."""
     store.set("facts", json.dumps(facts))
     store.set("digest", _digest(facts))
 
@@ -91,7 +91,7 @@ def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
         present = reporters()
         absent = rank_list([rank for rank in range(1, ranks) if rank not in present])
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return f"rank{absent} at {place} (MASTER_ADDR, MASTER_PORT); {len(present) + 1} of {ranks} ranks are here"
+        return f"rank{absent} at {place} (MASTER_ADDR, MASTER_PORT); {len(present) + 1} of {ranks} ranks have started"
 
     found_at: float | None = None
     for _ in attempts(missing, speaks=True):
@@ -116,7 +116,11 @@ def _digest(facts: dict[str, str]) -> str:
 
 
 def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
-    """One line about the first differing rank and all that differ in the same way, with a list of the others."""
+    """Returns the error message, in one line.
+
+    It lists the differences of the first differing rank, the ranks with the same differences, and the numbers of the
+    ranks that differ in another way.
+    """
     different = {rank: report for rank, report in reports.items() if report}
     shown = next(iter(different.values()))
     same = [rank for rank, report in different.items() if report == shown]
@@ -125,9 +129,9 @@ def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
     if len(keys) > NAMED:
         keys[NAMED:] = [f"and {len(keys) - NAMED} more"]
     also = f"; rank{rank_list(others)} differ{'s' * (len(others) == 1)} too" if others else ""
-    runs = "runs" if len(same) == 1 else "run"
+    runs = "differs" if len(same) == 1 else "differ"
     return (
-        f"rank{rank_list(same)} {runs} something else than rank 0: {', '.join(keys)}{also}; start all ranks with the "
+        f"rank{rank_list(same)} {runs} from rank 0: {', '.join(keys)}{also}; start all ranks with the "
         "same run file, overrides, versions and data"
     )
 
@@ -139,6 +143,6 @@ def _short(value: str | None) -> str:
 
 
 def rank_list(ranks: list[int]) -> str:
-    """` 3`, or `s 1, 2, 5`, to follow the word `rank`; at most eight."""
+    """Returns at most eight numbers to append to the word "rank": ` 3` for one rank, `s 1, 2, 5` for several."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'s' * (len(ranks) != 1)} {shown}"

@@ -9,9 +9,12 @@ from weft.config.model import ModelSection
 
 
 def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int) -> list[range]:
-    """The layers of each stage: from `parallel.stage_layers`, or balanced by counted operations.
+    """Returns the layers of each stage: from `parallel.stage_layers`, or balanced by the cost of matrix products.
 
-    The last stage also has the head. Embedding look-ups count as free.
+    The cost of the last stage includes the head. Embedding look-ups have no cost.
+
+    Args:
+        sequence: number of tokens per sequence, for the cost of attention.
     """
     counts = parallel.stage_layers
     if counts is None:
@@ -24,14 +27,15 @@ def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int
 
 
 def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """The number of layers of each stage, at least one, that minimizes the cost of the most expensive stage.
+    """Returns the number of layers of each stage (at least 1) that minimizes the cost of the most expensive stage.
 
     Args:
-        costs: of each layer.
+        costs: cost of each layer.
+        stages: number of stages.
         last: additional cost of the last stage.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: if there are fewer layers than stages.
     """
     layers = len(costs)
     if layers < stages:
@@ -39,7 +43,8 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    # highest[n]: of the best way to assign the first n layers to the stages so far; among equals the earlier start.
+    # highest[n]: lowest cost of the most expensive stage, if the stages so far have the first n layers. If several
+    # assignments have this cost, the last stage starts as early as possible.
     highest, starts = [0.0] + [float("inf")] * layers, []
     for stage in range(stages):
         extra = last if stage == stages - 1 else 0.0
@@ -59,14 +64,14 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
 
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:
-    """The stages of a pipeline rank: every `ranks`-th, or one from each end."""
+    """Returns the stages of a pipeline rank: every `ranks`-th stage, or (V-shaped schedules) one from each end."""
     if parallel.pp_schedule in V_SHAPED:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * number for number in range(parallel.virtual_stages)]
 
 
 def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
-    """The pipeline rank of a stage."""
+    """Returns the pipeline rank, of `ranks`, that has a stage."""
     if parallel.pp_schedule in V_SHAPED:
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks

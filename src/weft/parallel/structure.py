@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 
 class FakeWorld(World):
-    """Rank 0 of a fake process group."""
+    """The world of rank 0 in a fake process group, without communication."""
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
         return act()
 
 
 def structure(plan: ModelPlan, ranks: int) -> str:
-    """The structure of rank 0's model on `ranks` ranks, built on the meta device with a fake process group.
+    """Returns a text that shows the structure of rank 0's model on `ranks` ranks.
 
-    No process group may be initialized.
+    Builds the model on the meta device with a fake process group. No process group must be initialized before.
 
     Raises:
-        UserError: as `build_sharded_model`.
+        UserError: if the model cannot be built on this mesh, or fp8 is used and torchao is not installed.
     """
     if plan.fp8:
         raise_unless_installed()
@@ -45,13 +45,13 @@ def structure(plan: ModelPlan, ranks: int) -> str:
         state = state_of(model)
         assert state is not None
         dtype, state_dtype = (str(each).removeprefix("torch.") for each in (plan.dtype, plan.state_dtype))
-        head = f"mesh: {shape}; rank 0 of {ranks}; computes in {dtype}, keeps {state_dtype}"
+        head = f"mesh: {shape}; rank 0 of {ranks}; compute in {dtype}, parameters in {state_dtype}"
         stages = model.stages if isinstance(model, Stages) else {None: model}
         return "\n".join([head, *(line for number, stage in stages.items() for line in _stage(number, stage, state))])
 
 
 def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[str]:
-    """A full model or a pipeline stage. Blocks with the same structure are printed once."""
+    """Yields the lines of a full model or a pipeline stage. Blocks with the same structure are shown once."""
     blocks = set(repeated_blocks(model))
     names = {name: module for name, module in model.named_modules() if module in blocks}
     equal: dict[tuple[str, ...], list[str]] = {}
@@ -68,7 +68,11 @@ def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[
 
 
 def _module(module: nn.Module, path: str, state: ModelState, left_out: set[nn.Module]) -> Iterator[str]:
-    """A module's wrappers, outermost first, its filled seams and parameters; then its children."""
+    """Yields the lines of a module and its submodules.
+
+    Lines of a module show the wrappers of its forward (outermost first), attributes that `ModelState.fill` assigned,
+    and parameters.
+    """
     lines = []
     if state.wrappers[module]:
         order = [*reversed(state.wrappers[module]), f"{_class(module)}.forward"]
@@ -84,15 +88,15 @@ def _module(module: nn.Module, path: str, state: ModelState, left_out: set[nn.Mo
 
 
 def _placements(parameter: torch.Tensor) -> str:
-    """`[512, 64]: dp_shard Shard(dim=0); here [256, 64]`."""
+    """Returns a parameter's shape and placements, such as `[512, 64]: dp_shard S(0); local [256, 64]`."""
     text = str(list(parameter.shape)) + ("" if parameter.requires_grad else " (frozen)")
     if not isinstance(parameter, DTensor):
         return text
     axes: Any = parameter.device_mesh.mesh_dim_names or ()
     placed = ", ".join(f"{axis} {placement}" for axis, placement in zip(axes, parameter.placements, strict=True))
-    return f"{text}: {placed}; here {list(local(parameter).shape)}"
+    return f"{text}: {placed}; local {list(local(parameter).shape)}"
 
 
 def _class(module: nn.Module) -> str:
-    """The class name, without FSDP2's prefix."""
+    """Returns the name of a module's class, without FSDP2's prefix."""
     return type(module).__name__.removeprefix("FSDP")

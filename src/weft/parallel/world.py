@@ -1,4 +1,4 @@
-"""The ranks of a run: process group, device meshes, device, and reductions of scalars."""
+"""Defines `World`, the ranks of a run: process group, device meshes, device, and reductions of scalars."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, seen from one of them.
+    """The ranks of a run, from the view of this process's rank.
 
     Attributes:
-        rank: of this process, among `ranks`.
-        device: of this rank's tensors.
-        mesh: axes `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`; any size may be 1.
-        fsdp_mesh: the axis that FSDP2 shards over, `dp_shard` x `cp`; preceded by `dp_replicate` if that is above 1.
-        tp_mesh: the axis `tp` for parameters; None if its size is 1.
-        ep_mesh: the axes that experts are sharded over, `ep` and, above size 1, `tp`; None without `ep`.
-        ep_fsdp_mesh: `fsdp_mesh` for experts: the ranks that hold the same ones; None without `ep`.
-        token_group: ranks of the same stage and `tp` rank; None: all ranks of the run.
+        rank: rank of this process.
+        ranks: number of ranks of the run.
+        device: device of this rank's tensors.
+        shape: sizes of the mesh axes.
+        mesh: mesh with the axes `pp`, `dp_replicate`, `dp_shard`, `cp` and `tp`; any size can be 1.
+        fsdp_mesh: mesh for FSDP2, with the axis `dp_shard` x `cp`, preceded by `dp_replicate` if its size is above 1.
+        tp_mesh: mesh of the axis `tp` for parameters; None if its size is 1.
+        ep_mesh: mesh that experts are sharded over: `ep`, and `tp` if its size is above 1. None without `ep`.
+        ep_fsdp_mesh: mesh for FSDP2 of the experts, over the ranks with the same experts; None without `ep`.
+        token_group: process group of the ranks with the same stage and `tp` rank, which process different tokens. None
+            means all ranks of the run.
     """
 
     rank: int
@@ -48,26 +51,26 @@ class World:
     token_group: dist.ProcessGroup | None = None
 
     def axis_rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis."""
+        """Returns this rank's coordinate on a mesh axis."""
         return self.mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of an axis: the ranks that differ from this one in that coordinate only."""
+        """Returns the process group of a mesh axis: ranks that differ from this rank only in that axis's coordinate."""
         return self.mesh.get_group(axis)
 
     @property
     def first_of_data_rank(self) -> bool:
-        """Whether this is the first of the ranks (of `pp`, `cp` and `tp`) that share its sequences."""
+        """Whether this rank is the first of the ranks (of `pp`, `cp` and `tp`) that process the same sequences."""
         return self.axis_rank("pp") == self.axis_rank("cp") == self.axis_rank("tp") == 0
 
     @property
     def data_rank(self) -> int:
-        """Which shard of the global batch this rank has, of `data_ranks`."""
+        """The number of this rank's shard of the global batch, from 0 to `data_ranks` - 1."""
         return self.axis_rank("dp_replicate") * self.shape.dp_shard + self.axis_rank("dp_shard")
 
     @property
     def data_ranks(self) -> int:
-        """Number of shards of the global batch."""
+        """The number of shards of the global batch."""
         return self.shape.data_ranks
 
     @property
@@ -79,8 +82,11 @@ class World:
         """Sums scalars over ranks in float64, in one collective.
 
         Args:
-            values: functions of the sequences, equal on all ranks that share them: each data rank counts once.
-            votes: summed over all ranks.
+            values: scalars that are equal on all ranks that process the same sequences; each data rank counts once.
+            votes: scalars that are summed over all ranks.
+
+        Returns:
+            The sums of `values`, then the sums of `votes`.
         """
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
         given = [*values, *votes]
@@ -92,7 +98,7 @@ class World:
         return total.tolist()
 
     def sum_stages(self, *values: float) -> list[float]:
-        """Sums scalars over the ranks of a pipeline."""
+        """Sums scalars over the ranks of this rank's pipeline."""
         if self.pp_group is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -100,12 +106,12 @@ class World:
         return total.tolist()
 
     def sum_tokens(self, tensor: torch.Tensor) -> None:
-        """All-reduces counts of tokens in place, over the ranks with other tokens and the same stage and `tp` rank."""
+        """All-reduces counts of tokens in place over `token_group`: same stage and `tp` rank, different tokens."""
         if self.shape.data_ranks * self.shape.cp > 1:
             dist.all_reduce(tensor, group=self.token_group)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """`ranks.agree`."""
+        """Runs `act` on all ranks, and raises a `UserError` of any rank on all ranks (`ranks.agree`)."""
         return ranks.agree(act, only_first)
 
     def barrier(self) -> None:
@@ -114,42 +120,43 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Destroys the process group on all ranks together: gloo aborts if another rank is still communicating."""
+        """Waits for all ranks, because gloo aborts if a rank still communicates, and destroys the process group."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
             forget_groups()
 
     def abandon(self) -> None:
-        """Destroys the process group of a single rank. Of several ranks, some may be gone or hang."""
+        """Destroys the process group after a failure if the run has one rank. Other ranks could have exited or hang."""
         if dist.is_initialized() and self.ranks == 1:
             dist.destroy_process_group()
 
 
 def local_device(console: Console) -> torch.device:
-    """The GPU of this process's local rank, or the CPU. Prints a line for an accelerator that is not supported.
+    """Returns the GPU of this process's local rank, or the CPU. Prints a line about an unsupported accelerator.
 
     Raises:
-        UserError: the host has too few GPUs.
+        UserError: if the host has GPUs, but fewer than local ranks.
     """
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", 0))
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to that"
+                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to "
+                "the number of GPUs"
             )
         return torch.device("cuda", local)
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None:
-        console.line(f"this machine's {other.type.upper()} device is not supported; the CPU does the work")
+        console.line(f"this machine's {other.type.upper()} device is not supported; the run uses the CPU")
     return torch.device("cpu")
 
 
 def start_world(section: ParallelSection) -> World:
-    """Joins the process group of torchrun's environment, or makes one of a single process, and builds the meshes.
+    """Initializes the process group from torchrun's environment (or for a single process), and builds the meshes.
 
     Raises:
-        UserError: the mesh does not fit the number of ranks.
+        UserError: if the mesh does not fit the number of ranks, this rank has no GPU, or async_tp is used on a CPU.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(section, world_size)
@@ -157,7 +164,7 @@ def start_world(section: ParallelSection) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if section.async_tp and device.type != "cuda":
-        error = UserError("parallel.async_tp: it needs GPUs with access to each other's memory; remove the key")
+        error = UserError("parallel.async_tp: this needs GPUs, and the run is on CPUs; remove the key")
         error.quiet = rank != 0  # raised on all ranks
         raise error
     if not dist.is_initialized():
@@ -174,10 +181,10 @@ def start_world(section: ParallelSection) -> World:
 
 
 def meshes(shape: MeshShape, device: torch.device) -> dict[str, Any]:
-    """The meshes and the token group of `World`, by attribute.
+    """Creates the meshes and the token group of `World`. Returns attribute name -> mesh or group.
 
-    Parameters have a mesh of the same ranks in which `dp_shard` x `cp` is one axis, `fsdp`; experts have one in which
-    that axis is `efsdp` x `ep`.
+    Parameters use a second mesh of the same ranks, in which one axis `fsdp` replaces `dp_shard` and `cp`. Experts use a
+    third mesh, in which two axes `efsdp` and `ep` replace `fsdp`.
     """
     mesh = init_device_mesh(device.type, tuple(shape.sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     made: dict[str, Any] = {"mesh": mesh}

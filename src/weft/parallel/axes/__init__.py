@@ -1,1 +1,1 @@
-"""The axes of the mesh."""
+"""Transformations of a model for each axis of the mesh."""

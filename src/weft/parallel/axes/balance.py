@@ -1,4 +1,4 @@
-"""Load balancing of experts without an auxiliary loss, by the load on all ranks."""
+"""Balances the load of experts without an auxiliary loss, from the load on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.parallel.world import World
 
 
 class ExpertBalance:
-    """Updates the routers of a model after each optimizer step. Does nothing for a model without routers."""
+    """Updates the expert biases of a model's routers after each optimizer step. Does nothing without routers."""
 
     def __init__(self, model: nn.Module, world: World):
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -22,11 +22,12 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """Raises the bias of experts with less than the mean load and lowers that of others (Wang et al., 2024).
+        """Raises the bias of experts below the mean load, and lowers the bias of experts above it (Wang et al., 2024).
 
         Returns:
-            `expert_load`: the highest load of an expert divided by its layer's mean, averaged over layers; 1 is
-            perfect balance. With a capacity also `dropped`: the share of choices that exceeded it. Without experts {}.
+            Metrics, {} without experts. `expert_load`: the highest load of an expert divided by the mean load of its
+            layer, averaged over layers; 1 is perfect balance. With a capacity also `dropped`: the fraction of choices
+            (pairs of token and expert) that were dropped because the expert's capacity was exceeded.
         """
         found = torch.tensor(self._update(), dtype=torch.float64)
         if self.pp_group is not None:
@@ -38,7 +39,12 @@ class ExpertBalance:
         return {"expert_load": load / layers} | ({"dropped": dropped / max(chosen, 1)} if limited else {})
 
     def _update(self) -> list[float]:
-        """Of this stage: sum of the layers' loads; numbers of layers, choices, dropped choices, limited layers."""
+        """Updates the routers of this stage, and clears their counts.
+
+        Returns:
+            The sum over layers of the highest relative load, and the numbers of layers, of choices, of dropped choices,
+            and of layers with a capacity.
+        """
         if not self.routers:
             return [0.0] * 5
         counts = torch.stack([torch.stack((router.load, router.dropped_counts)) for router in self.routers]).double()
@@ -46,7 +52,7 @@ class ExpertBalance:
         loads, dropped = counts.unbind(1)
         means = loads.mean(1, keepdim=True)
         for router, load, mean in zip(self.routers, loads, means, strict=True):
-            if router.correction_bias is not None and router.weight.requires_grad:  # not of a frozen router
+            if router.correction_bias is not None and router.weight.requires_grad:  # a frozen router keeps its bias
                 router.correction_bias += router.config.bias_update_speed * torch.sign(mean - load)
             router.load.zero_()
             router.dropped_counts.zero_()

@@ -1,12 +1,13 @@
 """Context parallelism: sequences are sharded over `cp`, and attention communicates. All methods are exact.
 
-- all_to_all (Ulysses; Jacobs et al., 2023): around attention, ranks exchange tokens for heads, so each computes some
-  heads of the full sequence. A rank has consecutive tokens.
-- all_gather: keys and values are all-gathered, and each rank computes its own queries. Under a causal mask later
-  queries cost more, so a rank has a chunk from the front of the sequence and the mirrored one from its end, which
-  balances the work. If attention is within documents it has every N-th token, so that each document's work is shared.
-- ring (`ring.py`): as all_gather with the keys and values of one rank at a time, where the mask is purely causal.
-  Layers with a window, attention within documents and the like all-gather.
+- all_to_all (Ulysses; Jacobs et al., 2023): an all-to-all before attention gives each rank some heads of the full
+  sequence. A second all-to-all after attention gives each rank all heads of its own tokens, which are consecutive.
+- all_gather: each rank all-gathers keys and values, and computes attention for the queries of its own tokens. Under a
+  causal mask later queries cost more. To balance the work, a rank has a chunk from the front of the sequence and the
+  mirrored chunk from its end. If attention is within documents, a rank has every N-th token, so that the ranks divide
+  the work of each document.
+- ring (`ring.py`): if the mask is purely causal, keys and values circulate, so that a rank has those of one rank at a
+  time. Otherwise (such as with a window, or attention within documents) the layer uses all_gather.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 
 
 def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
-    """Resolves `parallel.cp_method: auto`: all_to_all if `cp` divides the heads, else all_gather."""
+    """Returns `method`, or for "auto" all_to_all if `cp` divides the heads of a `tp` rank, else all_gather."""
     if method != "auto":
         return method
     groups = config.num_attention_heads if config.mla else config.kv_heads
@@ -45,26 +46,27 @@ def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
 
 
 def shard_over_cp(model: nn.Module, state: ModelState) -> nn.Module:
-    """Has the decoder compute with this rank's shard of each sequence, and its attention communicate over `cp`.
+    """Makes the decoder compute with this rank's shard of each sequence, and attention communicate over `cp`.
 
-    Assumes that `tp` has set its heads. Leaves parameters unchanged: FSDP2 shards them over `dp_shard` x `cp`. `Passes`
-    shards the batch, by the `SequenceShard` that is left in the state.
+    Assumes that `shard_over_tp` has set this rank's heads. Does not change parameters: FSDP2 shards them over
+    `dp_shard` x `cp`. Sets `state.sequence_shard`, by which `Passes` shards each batch.
     """
     world = state.world
     if world.shape.cp > 1 and isinstance(model, Decoder):
         method = choose_method(model.config, state.plan.parallel.cp_method, world.shape.cp, world.shape.tp)
-        if state.sequence_shard is None:  # else that of an earlier pipeline stage
+        if state.sequence_shard is None:  # an earlier pipeline stage of this rank may have set it
             state.sequence_shard = SequenceShard(model.config, world.group("cp"), method)
         state.sequence_shard.apply(model, state)
     return model
 
 
 class SequenceShard:
-    """This rank's shard of each sequence.
+    """Selects this rank's shard of each sequence, and makes a decoder compute with the shard.
 
     Args:
-        group: the process group of `cp`.
-        method: of attention: all_to_all, all_gather or ring.
+        config: configuration of the decoder.
+        group: process group of `cp`.
+        method: communication method of attention: all_to_all, all_gather or ring.
     """
 
     def __init__(self, config: ModelSection, group: dist.ProcessGroup, method: str):
@@ -73,11 +75,11 @@ class SequenceShard:
         self.by_document = False  # whether attention is within documents, in the current batch
 
     def positions(self, seq: int, by_document: bool, device: torch.device, rank: int | None = None) -> torch.Tensor:
-        """Positions of a rank's tokens in a sequence of `seq` tokens, int64 `[seq / ranks]`.
+        """Returns the positions of a rank's tokens in a sequence of `seq` tokens, int64 `[seq / ranks]`.
 
         Args:
-            by_document: attention is within documents.
-            rank: by default this one.
+            by_document: whether attention is within documents.
+            rank: a rank of `cp`; None means this rank.
         """
         rank, ranks = self.group.rank() if rank is None else rank, self.group.size()
         if self.method == "all_to_all":
@@ -88,12 +90,12 @@ class SequenceShard:
         return torch.cat((chunks[rank], chunks[-1 - rank]))
 
     def gathered_positions(self, seq: int, by_document: bool, device: torch.device) -> torch.Tensor:
-        """Positions of all ranks' tokens in the order in which they are all-gathered, int64 `[seq]`."""
+        """Returns the positions of all ranks' tokens in the order in which they are all-gathered, int64 `[seq]`."""
         ranks = range(self.group.size())
         return torch.cat([self.positions(seq, by_document, device, rank) for rank in ranks])
 
     def shard(self, batch: Batch) -> Batch:
-        """The batch with this rank's tokens of each sequence; `segments` stay those of the full sequences."""
+        """Returns the batch with this rank's tokens of each sequence, and `segments` of the full sequences."""
         self.by_document = batch.segments is not None
         positions = self.positions(batch.tokens.shape[1], self.by_document, batch.tokens.device)
         return replace(
@@ -104,13 +106,13 @@ class SequenceShard:
         )
 
     def extra_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Model inputs that depend on full sequences."""
+        """Returns additional model inputs, which are computed from the full sequences of `batch`."""
         return {"lengths": batch.positions.amax(1) + 1} if self.needs_lengths else {}
 
     def apply(self, model: Decoder, state: ModelState) -> None:
-        """Fills the seams of masks, attention, dropout and routers."""
+        """Makes masks, attention, dropout and routers of a decoder work with this rank's shard of each sequence."""
         masks = self._full_masks if self.method == "all_to_all" else self._query_masks
-        state.fill(model, "masks", "cp: of whole sequences", partial(masks, model, model.masks))
+        state.fill(model, "masks", "cp: masks of full sequences", partial(masks, model, model.masks))
         if self.method == "all_to_all":
             model.heads = self._local_heads(model.heads, self.config.num_attention_heads)
         draw_full_sequence(list(model.modules()), self._local_positions)
@@ -120,7 +122,7 @@ class SequenceShard:
             elif isinstance(module, Router):
                 all_reduce = partial(collectives.all_reduce, group=self.group, replicated=True)
                 state.fill(module, "sum_over_sequence", "cp: all-reduce", all_reduce)
-                state.fill(module, "on_full_sequence", "cp: all-gather the choices", self._on_full_sequence)
+                state.fill(module, "on_full_sequence", "cp: all-gather the chosen experts", self._on_full_sequence)
                 module.sequence_shards = self.group.size()
 
     def _wrap_attention(self, module: CoreAttention, state: ModelState) -> None:
@@ -129,7 +131,7 @@ class SequenceShard:
             start, stop, _ = module.heads.indices(module.num_heads)
             module.local_heads = self._local_heads(slice(None), stop - start)
             module.heads = self._local_heads(module.heads, module.num_heads)
-            label = "cp: all-to-all, heads for tokens and back"
+            label = "cp: all-to-all, from tokens to heads and back"
             state.wrap(module, label, partial(_attention_by_all_to_all, self.group))
         else:
             module.weights_dropout = WeightsDropout(module, self._local_queries)
@@ -137,16 +139,21 @@ class SequenceShard:
             state.wrap(module, label, partial(_attention_by_all_gather, self.group, module.scale))
 
     def _local_positions(self, tokens: int) -> tuple[int, torch.Tensor]:
-        """`Dropout.full_sequence`."""
+        """Returns the length of the full sequence and this rank's positions in it, for `Dropout.full_sequence`."""
         return (seq := tokens * self.group.size()), self.positions(seq, self.by_document, torch.device("cpu"))
 
     def _local_queries(self, tokens: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """`WeightsDropout.local_queries`."""
+        """Returns `_local_positions` and the positions of the keys, for `WeightsDropout.local_queries`."""
         seq, positions = self._local_positions(tokens)
         return seq, positions, self.gathered_positions(seq, self.by_document, positions.device)
 
     def _on_full_sequence(self, function: Callable, chosen: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of `function` of the full sequences, given this rank's `[batch, seq / ranks, ...]`."""
+        """Applies `function` to a tensor of full sequences, and returns this rank's shard of the result.
+
+        Args:
+            function: maps `[batch, seq, ...]` to `[batch, seq, ...]`.
+            chosen: this rank's shard `[batch, seq / ranks, ...]` of the tensor.
+        """
         seq, device = chosen.shape[1] * self.group.size(), chosen.device
         order = self.gathered_positions(seq, self.by_document, device)
         gathered = collectives.all_gather(chosen, 1, self.group, replicated=True)
@@ -159,11 +166,14 @@ class SequenceShard:
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
     def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
-        """Masks of full sequences, which attention sees after the all-to-all."""
+        """Returns the masks of full sequences, which attention uses between both all-to-alls."""
         return masks(tokens.repeat(1, self.group.size()), positions, segments, cache, dtype)
 
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
-        """Masks of this rank's queries and all keys, in the order in which they are gathered; None: use a ring."""
+        """Returns the masks of this rank's queries and all keys, for layers without and with the window.
+
+        Keys are in the order in which they are all-gathered. A mask of None means ring attention.
+        """
         config = self.config
         seq, device, by_document = tokens.shape[1] * self.group.size(), tokens.device, segments is not None
         self.by_document = by_document  # only the first stage of a pipeline shards the batch

@@ -1,7 +1,8 @@
 """Checks the `weft_sharding` table of a custom model before `tp` applies it (`weft.models.sharding`).
 
-A wrong table mostly gives wrong sums, not errors. So names and sizes are checked, and on CPUs the sharded model must
-give the outputs of the unsharded one for a few tokens, and the same gradients of replicated parameters.
+A wrong table usually does not fail, but gives wrong results. So this module checks names and sizes. On CPUs it also
+compares the sharded model with the unsharded model on a few tokens: the outputs, and the gradients of replicated
+parameters, must be equal.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from weft.models.sharding import Kind, ShardingRule, find_rule
 from weft.parallel.local_parameters import LocalParameters
 from weft.parallel.model_state import ModelState
 
-TOLERANCE = 1e-3  # relative to the largest output; a wrong table differs by more, another order of summation by less
+TOLERANCE = 1e-3  # relative to the largest output; a wrong table differs by more, rounding by less
 GRADIENT_TOLERANCE = 1e-2  # relative to the largest gradient of a parameter
-NOISE = 1e-5  # relative to the largest of all gradients: some are 0 up to rounding, as that of a bias before a softmax
+NOISE = 1e-5  # relative to the largest of all gradients; some are 0 up to rounding (a bias before a softmax)
 
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]  # outputs, gradients of replicated parameters by name
 
 
 class CustomModelCheck:
-    """Checks a custom model's table, and on CPUs computes results of the unsharded model to compare with.
+    """Checks a custom model's sharding table, and on CPUs computes reference results of the unsharded model.
 
     Args:
-        model: unsharded, on the CPU, with its values.
+        model: unsharded model on the CPU, with initialized parameters.
 
     Raises:
-        UserError: its class has no table, or one that does not fit the model.
+        UserError: if the model's class has no sharding table, or the table does not fit the model.
     """
 
     def __init__(self, model: nn.Module, state: ModelState):
@@ -55,7 +56,7 @@ class CustomModelCheck:
             self.expected = self.results()
 
     def compare(self) -> None:
-        """Compares results of the sharded model. Raises UserError if they differ."""
+        """Compares results of the sharded model with those of the unsharded model. Raises UserError if they differ."""
         if self.expected is None:
             return
         self.sharded, expected = True, self.expected
@@ -66,9 +67,10 @@ class CustomModelCheck:
             parameters[name].detach().zero_()
 
     def results(self) -> Results:
-        """Outputs in evaluation mode, and gradients of a seeded weighted sum of them, summed over `tp`.
+        """Returns the model's outputs, and gradients of replicated parameters by name, summed over `tp`.
 
-        Leaves the model in training mode.
+        The outputs are those of evaluation mode. The gradients are those of a sum of the outputs with random weights
+        from a fixed seed. Sets the model to training mode.
         """
         tokens, model = self.tokens, self.model
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
@@ -99,7 +101,7 @@ class CustomModelCheck:
 
     def _compare(self, expected: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         model, sharded = self.model, f"sharded over {self.ranks} ranks, the model"
-        remedy = "check which modules are 'part', which matrices are sharded, and that biases after the sum are 'added'"
+        remedy = "check the rules: 'part' for modules, dimensions of matrices, 'added' for biases after the sum"
         try:
             outputs, found = self.results()
         except Exception as error:
@@ -109,42 +111,43 @@ class CustomModelCheck:
             shapes = f"{list(outputs.shape)} instead of {list(expected.shape)}"
             raise _error(model, f"{sharded} returns outputs of shape {shapes}; {remedy}")
         if difference := _difference(expected, outputs, TOLERANCE):
-            raise _error(model, f"{sharded} returns other outputs ({difference}); {remedy}")
+            raise _error(model, f"{sharded} returns wrong outputs ({difference}); {remedy}")
         noise = NOISE * max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
         for name, grad in gradients.items():
             other = found.get(name, torch.zeros_like(grad))
             if difference := _difference(grad, other, GRADIENT_TOLERANCE, noise):
-                what = f"{sharded} has other gradients of {name} ({difference})"
-                raise _error(model, f"{what}; outside of parts compute each token independently, in backward too")
+                what = f"{sharded} has wrong gradients of {name} ({difference})"
+                raise _error(model, f"{what}; outside of 'part' modules, compute each token independently")
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor, tolerance: float, noise: float = 0.0) -> str:
-    """By how much two tensors differ, in words; empty if within the tolerance."""
+    """Returns a text that states by how much two tensors differ; empty if the difference is within the tolerance."""
     difference, largest = (expected - found).abs().max().item(), expected.abs().max().item()
     within = difference <= tolerance * largest + noise  # false for NaN
-    return "" if within else f"by up to {difference:.2g}, the largest is {largest:.2g}"
+    return "" if within else f"by up to {difference:.2g}; the largest value is {largest:.2g}"
 
 
 def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
-    """The sharding table of a model's class, with the rules that module kinds imply.
+    """Returns the sharding table of a model's class, with the parameter rules that its module rules imply.
 
     Args:
-        ranks: size of `tp`.
+        ranks: number of `tp` ranks.
 
     Raises:
-        UserError: there is no table, a pattern matches nothing, a dimension is not divisible, or a part has no shards.
+        UserError: if the class has no table, or the table does not fit the model: for example, a pattern matches
+            nothing, `ranks` does not divide a sharded dimension, or a 'part' has no sharded parameter.
     """
     table = getattr(model, "weft_sharding", None)
     if not isinstance(table, dict):
         what = "missing" if table is None else f"must be a dictionary, not {type(table).__name__}"
-        raise _error(model, f"{what}, and parallel.tp: {ranks} needs it (docs/parallel-own-model.md); or set tp to 1")
+        raise _error(model, f"{what}, but parallel.tp: {ranks} needs it; see docs/parallel-own-model.md, or set tp: 1")
     if problem := next(_problems(model, table, ranks), None):
         raise _error(model, problem)
     return _completed(table)
 
 
 def _completed(table: dict[str, ShardingRule]) -> dict[str, ShardingRule]:
-    """Adds the rules of parameters whose module's kind shards their rows."""
+    """Returns the table with a rule (dimension 0) for the parameters of each embedding, head and norm."""
     kinds = ("embedding", "head", "norm")
     implied: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
     return implied | table
@@ -162,26 +165,26 @@ def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
             remedy = did_you_mean(pattern, general) or "; remove it"
             yield f"{pattern!r} matches no module and no parameter of the model{remedy}"
     if "embedding" not in table.values():
-        yield "it has no 'embedding'; add the module that takes the token ids"
+        yield "the table has no 'embedding'; add this rule for the module that gets the token ids"
     complete = _completed(table)
     rules: dict[str, ShardingRule | None] = {name: find_rule(complete, name) for name in parameters}
     for name, parameter in parameters.items():
         yield from _of_parameter(name, parameter, rules[name], ranks)
         for other, same in parameters.items():
             if same is parameter and rules[other] != rules[name]:
-                yield f"{name} and {other} are tied, with rules {rules[name]} and {rules[other]}; give both the same"
+                yield f"{name} and {other} are tied, but have rules {rules[name]} and {rules[other]}; use one rule"
     for name, module in modules.items():
         yield from _of_module(name, module, find_rule(complete, name), rules)
 
 
 def _of_parameter(name: str, parameter: nn.Parameter, rule: ShardingRule | None, ranks: int) -> Iterator[str]:
     if isinstance(rule, str) and rule != "added":
-        yield f"{name} is a parameter, and {rule!r} is a rule for modules; give it a dimension, or 'added'"
+        yield f"{name} is a parameter, but {rule!r} is a rule for modules; use a dimension or 'added'"
     elif isinstance(rule, int) and rule >= parameter.dim():
-        yield f"{name} has no dimension {rule}: its shape is {tuple(parameter.shape)}; give it another"
+        yield f"{name} has no dimension {rule}: its shape is {tuple(parameter.shape)}; use a smaller dimension"
     elif isinstance(rule, int) and parameter.shape[rule] % ranks:
         size = f"{parameter.shape[rule]:,}"
-        yield f"parallel.tp: {ranks} does not divide dimension {rule} of {name}, which is {size}; change one of the two"
+        yield f"parallel.tp: {ranks} does not divide dimension {rule} of {name}, which is {size}; change tp or the size"
 
 
 def _of_module(
@@ -189,25 +192,25 @@ def _of_module(
 ) -> Iterator[str]:
     inside = [rule for key, rule in rules.items() if key.startswith(f"{name}.")]
     if kind == "added":
-        yield f"{name} is a module, and 'added' is a rule for parameters; name its parameters"
+        yield f"{name} is a module, but 'added' is a rule for parameters; use the names of its parameters"
     elif kind == "part" and not any(isinstance(rule, int) for rule in inside):
         what = "is a 'part' without sharded parameters: each rank would add its full output"
-        yield f"{name} {what}; name its matrices"
+        yield f"{name} {what}; add rules that shard its matrices"
     elif kind in ("embedding", "head", "norm") and any(rule != 0 for rule in inside):
-        yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove their rules, or set them to 0"
+        yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove the rules of parameters, or set them to 0"
     elif kind == "embedding" and not (
         isinstance(module, nn.Embedding) and module.padding_idx is None and module.max_norm is None
     ):
-        yield f"{name} cannot be sharded; make it an nn.Embedding without padding_idx and max_norm"
+        yield f"{name} cannot be sharded; use an nn.Embedding without padding_idx and max_norm"
     elif kind == "norm" and not isinstance(module, RMSNorm):
-        yield f"{name} is not a weft.models.layers.norm.RMSNorm; remove its rule, or use that class"
+        yield f"{name} is not a weft.models.layers.norm.RMSNorm; remove the rule, or use that class"
 
 
 # ---- the comparison on a few tokens
 
 
 def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequence: int) -> torch.Tensor:
-    """Two sequences of token ids from the full vocabulary, `[2, seq]`."""
+    """Returns two sequences of token ids from the full vocabulary, `[2, seq]`."""
     embedding = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
     assert isinstance(embedding, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
@@ -215,7 +218,7 @@ def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequen
 
 
 def _randomize_zeros(model: nn.Module) -> list[str]:
-    """Randomizes parameters that are all zeros (biases, output projections), to test them; returns their names."""
+    """Randomizes parameters that are all zeros, so that the comparison tests them. Returns their names."""
     generator, found = torch.Generator().manual_seed(0), []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,14 +229,14 @@ def _randomize_zeros(model: nn.Module) -> list[str]:
 
 
 def _line(model: nn.Module, error: Exception) -> str:
-    """` in line 3`: the innermost line of the file of the model's class in the traceback."""
+    """Returns where in the file of the model's class `error` was raised, such as ` in line 3`; empty if elsewhere."""
     file = inspect.getsourcefile(type(model))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""
 
 
 def _error(model: nn.Module, what: str) -> UserError:
-    """At the line of the model's class, if it can be found."""
+    """Returns an error about the sharding table, located at the line of the model's class if that can be found."""
     kind, path, line = type(model), None, None
     with contextlib.suppress(OSError, TypeError):
         path, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]

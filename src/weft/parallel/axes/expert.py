@@ -1,4 +1,4 @@
-"""Expert parallelism (Lepikhin et al., 2021): experts are sharded over `ep`, tokens are dispatched by all-to-all."""
+"""Expert parallelism (Lepikhin et al., 2021): shards experts over `ep`, and dispatches tokens by all-to-all."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ from weft.parallel.model_state import ModelState
 
 
 class ShardedExperts:
-    """Callable like `Experts`, with rows for all experts, of which this rank holds `num_experts / ranks` adjacent ones.
+    """All experts of a layer, called like `Experts`. Each rank has `num_experts / ranks` consecutive experts.
 
-    Ranks first exchange the numbers of rows, so no row is dropped here.
+    A call sends each row to the rank of its expert, and sends the expert's output back. The ranks first exchange the
+    numbers of rows, so no row is dropped.
 
     Args:
-        experts: this rank's.
-        group: the process group of `ep`.
+        experts: this rank's experts.
+        group: process group of `ep`.
     """
 
     def __init__(self, experts: Experts, group: dist.ProcessGroup):
         self.experts, self.group, self.num_experts = experts, group, experts.num_experts
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden]`, sorted by expert, and the end of each expert's rows -> `[rows, hidden]`."""
+        """Computes the experts' outputs `[rows, hidden]`.
+
+        Args:
+            x: inputs of all experts, `[rows, hidden]`, sorted by expert.
+            ends: index of the row after the last row of each expert, `[num_experts]`.
+        """
         ranks = self.group.size()
         local_experts = self.num_experts // ranks
         counts = ends.diff(prepend=ends.new_zeros(1)).to(torch.int64)
         incoming = torch.empty_like(counts)
         dist.all_to_all_single(incoming, counts, group=self.group)
         incoming = incoming.view(ranks, local_experts)  # [source rank, expert]
-        # One synchronization with the GPU for both.
+        # One synchronization with the GPU for both lists.
         sent, received = torch.stack((counts.view(ranks, local_experts), incoming)).sum(2).tolist()
         rows = collectives.all_to_all_rows(x, received, sent, self.group)
         # Received rows are sorted by source rank; experts need them sorted by expert.
@@ -55,8 +61,8 @@ class ShardedExperts:
 def shard_over_ep(model: nn.Module, state: ModelState) -> nn.Module:
     """Shards the decoder's experts over `ep`, and dispatches tokens to the ranks of their experts.
 
-    Assumes that `tp` has left the experts' parameters plain. Leaves DTensors on the axis `ep`, and on `tp` if that is
-    above 1. FSDP2 shards them further, over the ranks with the same experts.
+    Assumes that `shard_over_tp` has not changed the experts' parameters. Replaces these parameters with DTensors on the
+    axis `ep`, and on `tp` if its size is above 1. FSDP2 shards them further, over the ranks with the same experts.
     """
     world = state.world
     if world.ep_mesh is None or not isinstance(model, Decoder):

@@ -1,4 +1,4 @@
-"""FSDP2 (Zhao et al., 2023): parameters, gradients and optimizer state are sharded over `dp_shard` x `cp`."""
+"""FSDP2 (Zhao et al., 2023): shards parameters, gradients and optimizer state over `dp_shard` x `cp`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from weft.torch_private import dtensor_like
 
 
 def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
-    """Replicates parameters without dimensions over all ranks, as DTensors: FSDP2 cannot shard them.
+    """Replaces scalar parameters with DTensors that are replicated over all ranks: FSDP2 cannot shard scalars.
 
-    Assumes that `tp` and `ep` have left them plain. `MeshParameters` casts them and reduces their gradients.
+    Assumes that scalar parameters are still plain after `shard_over_tp` and `shard_over_ep`. `MeshParameters` casts
+    scalars and reduces their gradients.
     """
     mesh = state.world.fsdp_mesh
     replicated = [Replicate()] * mesh.ndim
@@ -36,10 +37,10 @@ def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 class MeshParameters:
-    """Returns a DTensor parameter's plain tensor on this rank.
+    """A function from a DTensor parameter to the plain tensor that this rank computes with.
 
-    FSDP2 casts parameters and reduces their gradients. For scalars it does not: their gradients are all-reduced in
-    every backward.
+    FSDP2 casts parameters and reduces gradients, except for scalars. This class casts scalars, and all-reduces their
+    gradients in every backward.
     """
 
     def __init__(self, plan: ModelPlan, world: World):
@@ -66,10 +67,11 @@ class _Scalar(torch.autograd.Function):
 
 
 def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
-    """Wraps units of `layers_per_fsdp_unit` blocks, and the rest, by FSDP2 with its mixed-precision policy.
+    """Applies FSDP2 with its mixed-precision policy to units of `layers_per_fsdp_unit` blocks, and to the model.
 
-    Runs last, so that other wrappers are inside of FSDP2's hooks; on a mesh of one rank too. Leaves every parameter
-    except scalars a DTensor sharded over `dp_shard` x `cp`. Gradients are summed over ranks.
+    Must be the last transformation, so that other wrappers run inside of FSDP2's hooks. Replaces every parameter except
+    scalars with a DTensor sharded over `dp_shard` x `cp`, also if the size of that axis is 1. Gradients are summed over
+    ranks.
     """
     world, parallel, blocks = state.world, state.plan.parallel, repeated_blocks(model)
     policy = MixedPrecisionPolicy(
@@ -78,13 +80,13 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
         output_dtype=state.plan.state_dtype,
         cast_forward_inputs=False,
     )
-    # Only the decoder's residual stream has the state's dtype. Layers of other models, and experts, need their inputs
-    # in their weights' dtype.
+    # Only the decoder's residual stream has `state_dtype`. Layers of other models, and experts, need inputs in the
+    # dtype of their weights, so their outputs are not cast.
     compute_policy = replace(policy, output_dtype=None)
     block_policy = policy if isinstance(model, Decoder) else compute_policy
     size = parallel.layers_per_fsdp_unit
     units = [blocks[first : first + size] for first in range(0, len(blocks), size)]
-    # Backward starts with the rest and the last unit: resharding them after forward would be wasted.
+    # Backward starts with the root module and the last unit: resharding them after forward would be wasted.
     last = {module for block in units[-1] for module in block.modules()} if units else set()
     scalars = {parameter for parameter in model.parameters() if not parameter.ndim}
     wrap = partial(_wrap, state=state, scalars=scalars)
@@ -112,7 +114,13 @@ def _wrap(
     scalars: set[nn.Parameter],
     reshard: bool,
 ) -> None:
-    """Makes modules one FSDP2 unit: their parameters are all-gathered, and their gradients reduced, together."""
+    """Makes the modules of `unit` one FSDP2 unit, which all-gathers parameters, and reduces gradients, together.
+
+    Args:
+        mesh: mesh of FSDP2, with the axis of shards last.
+        scalars: scalar parameters, which FSDP2 ignores.
+        reshard: whether parameters are resharded after forward, if `reshard_after_forward` allows it.
+    """
     world, parallel, ranks = state.world, state.plan.parallel, mesh.size(mesh.ndim - 1)
     unsharded = ranks == 1 and parallel.offload != "parameters"
     axes = list(mesh.mesh_dim_names or ())
@@ -138,23 +146,23 @@ def _wrap(
 
 
 def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Raises UserError if two blocks share a parameter: FSDP2 cannot gather it with both."""
+    """Raises UserError if two blocks share a parameter, because FSDP2 cannot gather one parameter with two blocks."""
     seen: dict[int, nn.Module] = {}
     for block in blocks:
         for name, parameter in block.named_parameters():
             if seen.setdefault(id(parameter), block) is not block:
                 raise UserError(
-                    f"model: {type(model).__name__}: several layers share one {name}, and layers are sharded one by "
-                    "one; give each layer its own parameters"
+                    f"model: {type(model).__name__}: several layers share the parameter {name}, but FSDP2 shards "
+                    "each layer separately; create the parameter in each layer"
                 )
 
 
 def shard_dim(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """The dimension that FSDP2 shards a parameter along; None: the first.
+    """Returns the dimension along which FSDP2 shards a parameter; None means dimension 0.
 
-    All shards are padded to one size: 16 experts over 128 ranks would take, and send, eight times their size. If
-    padding is more than a tenth, another dimension that divides evenly is sharded, at the cost of a copy after each
-    all-gather.
+    FSDP2 pads all shards to the same size. For example, 16 experts sharded over 128 ranks would be padded to eight
+    times their size. So if padding of dimension 0 adds more than 10%, returns another dimension that `ranks` divides,
+    if any. A dimension other than 0 costs a copy after each all-gather.
     """
     shape = local(parameter).shape
     if not shape or math.ceil(shape[0] / ranks) * ranks <= 1.1 * shape[0]:

@@ -1,7 +1,8 @@
-"""Pipeline parallelism by PyTorch's schedules: each rank has some of the layers.
+"""Pipeline parallelism with PyTorch's schedules: each rank has some of the layers.
 
-GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021), zero-bubble schedules (Qi et al., 2023),
-DualPipeV (DeepSeek-AI, 2024). A stage is a decoder without the other stages' layers, so parameter names stay the same.
+The schedules are GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021), zero-bubble schedules
+(Qi et al., 2023), and DualPipeV (DeepSeek-AI, 2024). A stage is a decoder without the layers of the other stages, so
+parameter names do not change.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ SCHEDULES = {
 def build_local_stages(
     section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype
 ) -> dict[int, Decoder]:
-    """Builds this rank's stages on the current device, by stage number.
+    """Builds this rank's stages on the current device. Returns stage number -> stage.
 
     Args:
-        sequence: tokens per sequence, for the cost of attention.
-        dtype: of compute.
+        section: configuration of the full model.
+        sequence: number of tokens per sequence, to balance the cost of attention.
+        dtype: dtype of the computation.
     """
     ranges = stage_ranges(section, parallel.model_copy(update={"pp": world.shape.pp}), sequence)
     stages = {}
@@ -66,9 +68,10 @@ def build_local_stages(
 
 
 class Stages(Decoder):
-    """This rank's stages under the parameter names of the full model. Only the stages can be called, by a schedule.
+    """A module with the layers of this rank's stages, under the parameter names of the full model.
 
-    The matrix of a tied head belongs to the first stage; the last stage's copy is not part of this module.
+    It cannot be called: a schedule calls the stages. With tied embeddings, the matrix is a parameter of the first
+    stage, and the last stage's copy of the matrix is not a parameter of this module.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]):
@@ -89,7 +92,7 @@ class Stages(Decoder):
         raise RuntimeError("pipeline stages are called by a schedule")
 
     def train(self, mode: bool = True) -> Stages:
-        """As `nn.Module.train`, for the stages too."""
+        """Sets this module and its stages to training or evaluation mode."""
         super().train(mode)
         for stage in self.stages.values():
             stage.train(mode)
@@ -97,7 +100,7 @@ class Stages(Decoder):
 
 
 class PipelinePasses(Passes):
-    """Runs a step's micro-batches through all stages, in the order of a schedule."""
+    """Runs a step's micro-batches through all pipeline stages, in the order of a schedule."""
 
     model: Stages
 
@@ -105,8 +108,8 @@ class PipelinePasses(Passes):
         super().__init__(model, objective, world, parallel)
         if self.compute is not None:
             raise error_on_all_ranks(
-                f"objective: {type(objective).__name__}.compute calls the model, and with parallel.pp a schedule does; "
-                "give the objective `inputs` and `loss` (`prepare` may call the model), or set parallel.pp: 1"
+                f"objective: {type(objective).__name__}.compute calls the model, but with parallel.pp a schedule does; "
+                "define `inputs` and `loss` instead (`prepare` can call the model), or set parallel.pp: 1"
             )
         self.stages, self.group, self.ranks = model.stages, world.group("pp"), world.shape.pp
         self.count = self.ranks * len(self.stages)
@@ -125,7 +128,10 @@ class PipelinePasses(Passes):
         seed: Callable[[Batch], None],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """As `Passes.train`. All ranks of a pipeline call it with the same sequences."""
+        """Runs forward and backward of the micro-batches by the schedule, and reduces gradients at the end.
+
+        All ranks of a pipeline must pass the same micro-batches. Arguments and result are described in `Passes.train`.
+        """
         self.totals = Totals(self.scalars, self.world.device)
         size = max(len(micro_batch.tokens) for micro_batch in micro_batches)
         self.micro_batches = [pad_batch(micro_batch, size) for micro_batch in micro_batches]
@@ -145,7 +151,7 @@ class PipelinePasses(Passes):
         return self.reduce_totals(self.totals.vector)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """As `Passes.evaluate`: runs the stages one after another."""
+        """Returns `Totals.vector` of a batch. Runs the stages one after another."""
         totals = Totals(self.scalars, self.world.device)
         batch, shard = self.shard(batch, self.prepare([batch])[0])
         outputs = self._run_stages(self.complete(self.objective.inputs(shard), batch, shard, None), shard)
@@ -154,7 +160,7 @@ class PipelinePasses(Passes):
         return self.reduce_totals(totals.vector)
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """As `Passes.outputs`: the last stage broadcasts."""
+        """Returns the model's outputs, without gradient, on all ranks of the pipeline."""
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
         if inputs.get("labels") is not None:
             shape = shard.tokens.shape
@@ -165,7 +171,7 @@ class PipelinePasses(Passes):
         return outputs
 
     def _run_stages(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """Runs a batch through all stages; the outputs are valid on the rank of the last one."""
+        """Runs a batch through all stages. Only the rank of the last stage returns the model's outputs."""
         self.inputs, self.seed = [(inputs, shard)], None
         number, x = torch.zeros(1, dtype=torch.int64), inputs["tokens"]
         for stage in range(self.count):
@@ -181,21 +187,25 @@ class PipelinePasses(Passes):
         return x
 
     def reduce_totals(self, total: torch.Tensor) -> torch.Tensor:
-        """As `Passes.reduce_totals`, and over the stages, of which only the last has a loss."""
+        """Sums totals in place over `cp` and the stages. The totals of all stages but the last are 0."""
         dist.all_reduce(total, group=self.group)
         return super().reduce_totals(total)
 
     @property
     def root_modules(self) -> Sequence[nn.Module]:
-        """The modules that are called."""
+        """The pipeline stages of this rank."""
         return tuple(self.stages.values())
 
     def after_update(self) -> None:
-        """To be called when weights have changed."""
+        """Must be called after weights change. Updates the last stage's copy of tied embeddings."""
         self.tied_head.copy_weight()
 
     def _add_inputs(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Seeds the micro-batch, and adds the inputs of a stage that the schedule does not send, by its number."""
+        """Seeds the micro-batch, and returns the stage's arguments.
+
+        The schedule passes tokens or the residual stream, and the number of the micro-batch. This hook replaces the
+        number with the other inputs of the model.
+        """
         number = int(named["number"][0])
         inputs, _ = self.inputs[number]
         if self.seed is not None:
@@ -204,7 +214,7 @@ class PipelinePasses(Passes):
         return given, {key: value for key, value in inputs.items() if key != "tokens"}
 
     def _schedule(self, count: int, size: int) -> Any:
-        """The schedule of `count` micro-batches of `size` sequences."""
+        """Returns the schedule for `count` micro-batches of `size` sequences."""
         tokens = self.inputs[0][1].tokens
         key = (count, size, tokens.shape[1])
         if key not in self.schedules:
@@ -236,15 +246,16 @@ class PipelinePasses(Passes):
         return divided if self.loss_scale == 1.0 else divided * self.loss_scale
 
     def _empty_hidden(self, sequences: int, tokens: int, device: torch.device | str) -> torch.Tensor:
-        """An uninitialized residual stream, sharded over `tp` along the sequence."""
+        """Returns an uninitialized residual stream, `[sequences, tokens / tp, hidden]`."""
         shape = (sequences, tokens // self.world.shape.tp, self.model.config.hidden_size)
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
 
 
 class TiedHead:
-    """Keeps the last stage's copy of a tied embedding equal to the first stage's matrix.
+    """Keeps the head of the last stage equal to the embedding of the first stage, if the model ties both.
 
-    The copy's gradient is added to the matrix's. Only the matrix is in the optimizer and in checkpoints.
+    The first stage has the matrix, and the last stage has a copy. The copy's gradient is added to the gradient of the
+    matrix. Only the matrix is in the optimizer and in checkpoints.
     """
 
     def __init__(self, model: Stages, world: World, parallel: ParallelSection):
@@ -259,7 +270,7 @@ class TiedHead:
 
     @torch.no_grad()
     def reduce_gradient(self) -> None:
-        """Moves the copy's gradient to the matrix."""
+        """Adds the gradient of the last stage's copy to the gradient of the matrix, and clears the copy's gradient."""
         owner_grad = None if self.owner is None else self.owner.weight.grad
         if self.copy is not None and self.copy.weight.grad is not None:
             grad = local(self.copy.weight.grad)
@@ -273,7 +284,7 @@ class TiedHead:
 
     @torch.no_grad()
     def copy_weight(self) -> None:
-        """Copies the matrix to the last stage."""
+        """Copies the values of the matrix to the last stage's copy."""
         if self.copy is not None and self.owner is not None:
             local(self.copy.weight).copy_(local(self.owner.weight))
         elif self.copy is not None:
@@ -288,6 +299,6 @@ class TiedHead:
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:
-    """Pads a batch to `size` sequences, by copies that count for nothing."""
+    """Pads a batch to `size` sequences, with copies of sequences whose loss weight is 0."""
     missing = size - len(batch.tokens)
     return batch.pad(missing) if missing else batch

@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al., 2023): keys and values circulate, so no rank holds those of a full sequence.
+"""Ring attention (Liu et al., 2023): keys and values circulate, so no rank stores those of a full sequence.
 
-A rank has a chunk from the front of the sequence and the mirrored one from its end (`SequenceShard.positions`), so
-every rank has equal work at each step of the ring: all queries see the front chunk of an earlier rank's keys, and the
-later half of the queries sees both chunks of a later rank's. Partial results of PyTorch's fused kernel are combined by
-their log-sum-exp.
+A rank has a chunk from the front of the sequence and the mirrored chunk from its end (`SequenceShard.positions`). So
+all ranks have equal work at each step of the ring. With the keys of an earlier rank, all queries attend to the front
+chunk. With the keys of a later rank, only the queries of the back chunk attend, to both chunks. Partial results of
+PyTorch's fused kernel are combined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from weft.torch_private import flash_cpu, flash_cpu_backward, flash_cuda, flash_
 def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Causal attention over full sequences that are sharded over `group`.
+    """Computes causal attention over sequences that are sharded over `group`.
 
     Args:
-        q: `[batch, heads, seq / ranks, head_dim]`, the rank's two chunks concatenated.
-        k, v: `[batch, kv_heads, seq / ranks, head_dim]`; `kv_heads` divides `heads`.
-        scale: default `1 / sqrt(head_dim)`.
+        q: queries `[batch, heads, seq / ranks, head_dim]`, with the rank's two chunks concatenated.
+        k, v: keys and values `[batch, kv_heads, seq / ranks, head_dim]`; `kv_heads` must divide `heads`.
+        scale: multiplier of the scores; None means `1 / sqrt(head_dim)`.
+        group: process group of `cp`.
 
     Returns:
-        `[batch, heads, seq / ranks, head_dim]`
+        This rank's outputs, `[batch, heads, seq / ranks, head_dim]`.
     """
     return _RingAttention.apply(q, k, v, scale, group)
 
@@ -72,7 +73,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, slice, bool, torch.Tensor]]:
-    """For each rank's keys and values: the queries that see them, the keys that are seen, whether causal, and both."""
+    """Yields, for the keys and values of each rank: (queries, keys, causal, kv), while they circulate.
+
+    `queries` is the slice of this rank's queries that attend to the slice `keys` of the keys and values `kv`; `causal`
+    is whether the causal mask applies.
+    """
     rank, ranks = group.rank(), group.size()
     half = kv.shape[3] // 2
     both, front, back = slice(None), slice(0, half), slice(half, None)
@@ -80,7 +85,7 @@ def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, s
         receive = _send_to_next(kv, group) if step < ranks - 1 else None
         source = (rank - step) % ranks
         if step == 0:
-            yield both, both, True, kv  # the chunks are in order, so plain causality is right
+            yield both, both, True, kv  # the chunks are in order, so the plain causal mask is correct
         elif source < rank:
             yield both, front, False, kv
         else:
@@ -90,7 +95,7 @@ def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, s
 
 
 def _send_to_next(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts sending to the next rank; the result waits for the previous rank's tensor and returns it."""
+    """Starts sending to the next rank. Returns a function that waits for the previous rank's tensor and returns it."""
     rank, ranks = group.rank(), group.size()
     received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
     works = dist.batch_isend_irecv(
@@ -109,7 +114,7 @@ def _send_to_next(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[]
 
 
 def _forward(q, k, v, causal, scale):
-    """The output `[batch, heads, queries, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
+    """Returns the output `[batch, heads, queries, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     if q.device.type == "cpu":
         return flash_cpu(q.contiguous(), k, v, 0.0, causal, scale=scale)
@@ -117,7 +122,7 @@ def _forward(q, k, v, causal, scale):
 
 
 def _backward(grad, q, k, v, out, lse, causal, scale):
-    """The gradients of q, k and v, given the output and log-sum-exp over all keys."""
+    """Returns the gradients of q, k and v, given the output and the log-sum-exp over all keys."""
     kv_heads = k.shape[1]
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))

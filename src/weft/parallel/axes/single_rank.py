@@ -1,7 +1,7 @@
-"""A single rank, without FSDP2: nothing is sharded, and FSDP2 would copy parameters all the same.
+"""Transformations for a single rank, which replace FSDP2: FSDP2 would copy parameters although nothing is sharded.
 
-Parameters are DTensors on a mesh of one rank. Forwards compute with their local tensors, cast to the compute dtype as
-FSDP2's policy does.
+Parameters are DTensors on a mesh of one rank. Forwards compute with the local tensors of parameters, cast to the
+compute dtype as in FSDP2's mixed-precision policy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.torch_private import dtensor_like, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
-    """Whether FSDP2 is not needed: one rank, no offloaded parameters, no separate dtype of gradient reductions."""
+    """Whether FSDP2 is not needed: one rank, no offloaded parameters, and gradient reductions in `state_dtype`."""
     reduce_in_state_dtype = plan.reduce_dtype in (None, plan.state_dtype)
     return world.ranks == 1 and plan.parallel.offload != "parameters" and reduce_in_state_dtype
 
 
 def place_on_rank(model: nn.Module, state: ModelState) -> nn.Module:
-    """Makes parameters DTensors on the mesh of one rank. Assumes plain parameters."""
+    """Replaces parameters with DTensors on a mesh of one rank. Assumes plain parameters."""
     distribute_parameters(
         model, state.world.fsdp_mesh, lambda _, __, parameter: [Shard(0) if parameter.ndim else Replicate()]
     )
@@ -36,13 +36,13 @@ def place_on_rank(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compute_on_single_rank(model: nn.Module, state: ModelState) -> nn.Module:
-    """Casts the model's outputs, and the decoder's residual stream between blocks, to the state's dtype.
+    """Casts the model's outputs, and the decoder's residual stream between blocks, to `state_dtype`.
 
-    Assumes that all other wrappers are in place.
+    Must be the last transformation, outside of all other wrappers.
     """
     dtype = state.plan.state_dtype
     for module in (*repeated_blocks(model), model) if isinstance(model, Decoder) else (model,):
-        state.wrap(module, f"output in {dtype}", partial(_cast_output, dtype=dtype))
+        state.wrap(module, f"cast the output to {dtype}", partial(_cast_output, dtype=dtype))
     return model
 
 
@@ -57,7 +57,13 @@ def _cast_output(forward: Callable, dtype: torch.dtype) -> Callable:
 
 @dataclass
 class _Cached:
-    """Of one parameter: a leaf that accumulates its gradient, and the parameter cast to the compute dtype."""
+    """Cached tensors of one parameter.
+
+    Attributes:
+        leaf: local tensor that requires a gradient and accumulates it.
+        cast: local tensor cast to the compute dtype.
+        version: version of the local tensor when `cast` was computed.
+    """
 
     leaf: torch.Tensor | None = None
     cast: torch.Tensor | None = None
@@ -65,14 +71,14 @@ class _Cached:
 
 
 class SingleRankParameters:
-    """Returns a parameter's full tensor in `dtype`. Gradients of it go to the parameter."""
+    """A function from a DTensor parameter to its full tensor in `dtype`. Gradients are moved to the parameter."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.cached: dict[int, _Cached] = {}  # by the parameter's id, which is fast to look up
+        self.cached: dict[int, _Cached] = {}  # key: id of the parameter, which is fast to look up
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
-        """The plain tensor of a DTensor on a mesh of one rank."""
+        """Returns the plain tensor, cast to `dtype`, of a DTensor parameter on a mesh of one rank."""
         tensor = local(parameter)
         cached = self.cached.get(id(parameter))
         if cached is None:
@@ -86,7 +92,7 @@ class SingleRankParameters:
         return leaf.to(self.dtype)
 
     def _cast(self, cached: _Cached, tensor: torch.Tensor) -> torch.Tensor:
-        """Casts once until the parameter changes: validation and generation call many forwards."""
+        """Returns `tensor` cast to `dtype`, cached until the parameter changes (for validation and generation)."""
         if tensor.dtype == self.dtype:
             return tensor
         cast, version = cached.cast, version_of(tensor)

@@ -1,9 +1,10 @@
 """Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism (Korthikanti et al., 2022).
 
-A table (`weft.models.sharding`) gives placements on `tp`: parameters are sharded or replicated DTensors. While a layer
-runs, this rank's local tensors replace them, so the model's plain code computes with those. Between attention and MLPs
-a rank has its shard of the sequence; inside of them its output is partial. So the local gradient of a replicated
-parameter is always partial.
+The model's sharding table (`weft.models.sharding`) defines which parameters are sharded over `tp` and which are
+replicated. Parameters are DTensors, but while a layer runs, this rank's local tensors replace them, so the model's code
+computes with plain tensors. Between attention and MLP layers, each rank has a shard of the sequence. Inside of these
+layers, each rank has the full sequence and computes a partial output. In both cases, each rank computes only a part of
+the gradient of a replicated parameter, so its local gradient is always partial.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ SEQUENCE = 1  # the sequence dimension of `[batch, seq, hidden]`
 
 
 def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
-    """Shards matrices over `tp` by the model's table, and wraps its modules with the collectives they need.
+    """Shards a model over `tp` by its sharding table, and wraps its modules with the necessary collectives.
 
-    Assumes plain parameters; of a custom model, with their values. Leaves DTensors on the axis `tp`, except for experts
-    that are sharded over `ep`. Between attention and MLPs each rank has a shard of each sequence.
+    Assumes plain parameters; those of a custom model must be initialized. Replaces parameters with DTensors on the axis
+    `tp`, except for scalars and for experts that are sharded over `ep`. Between attention and MLP layers each rank has
+    a shard of each sequence.
     """
     tp, world = state.world.tp_mesh, state.world
     if tp is None:
@@ -52,24 +54,24 @@ def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
     check = CustomModelCheck(model, state)
     shard_modules(model, check.table, state)
     if "head" in check.table.values():
-        state.wrap(model, "tp: gradient / ranks", partial(_partial_gradient, tp.size()))
+        state.wrap(model, "tp: divide the gradient by the number of ranks", partial(_partial_gradient, tp.size()))
     else:
-        state.wrap(model, "tp: all-gather the output's sequence", partial(_full_output, tp.get_group()))
+        state.wrap(model, "tp: all-gather the sequence of the output", partial(_full_output, tp.get_group()))
     check.compare()
     return model
 
 
 def placement(table: dict[str, ShardingRule], name: str, parameter: nn.Parameter) -> Placement:
-    """The placement of a parameter on `tp`."""
+    """Returns the placement of a parameter on `tp`."""
     rule = find_rule(table, name)
     return Shard(rule) if isinstance(rule, int) and parameter.ndim else Replicate()
 
 
 def overlap(group: dist.ProcessGroup) -> None:
-    """Has Inductor decompose collectives and adjacent matrix products so that they overlap (async TP).
+    """Makes Inductor split collectives and adjacent matrix products into chunks that overlap (async TP).
 
     Raises:
-        UserError: the GPUs cannot access each other's memory.
+        UserError: if the GPUs cannot access each other's memory.
     """
     try:
         overlap_tensor_parallel(group.group_name)
@@ -80,7 +82,7 @@ def overlap(group: dist.ProcessGroup) -> None:
 
 
 def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """Distributes parameters by the table's rules, and wraps the modules that it names."""
+    """Replaces parameters with DTensors by the rules of `table`, and wraps the modules that have a rule."""
     tp, left_to_ep = state.world.tp_mesh, Experts if state.world.ep_mesh is not None else ()
     assert tp is not None
 
@@ -101,7 +103,7 @@ def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: Model
 
 
 def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """`shard_modules`, and the decoder's seams: heads, dropout, and the sharded vocabulary."""
+    """Shards the decoder by `table`, and makes its heads, dropout and output head compute with this rank's shards."""
     shard_modules(model, table, state)
     tp = state.world.tp_mesh
     assert tp is not None
@@ -117,16 +119,16 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
             head = rank * module.kv_heads // ranks
             rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
             for linear in (module.k_proj, module.v_proj):
-                state.wrap(linear, "tp: one head of a replicated matrix", partial(_rows, linear, rows))
+                state.wrap(linear, "tp: rows of one head of a replicated matrix", partial(_rows, linear, rows))
     each = model.config.num_attention_heads // ranks
     model.heads = slice(rank * each, (rank + 1) * each)
     draw_full_sequence([model.embedding_dropout], lambda tokens: local_positions(tokens, group))
-    state.fill(model, "token_logprobs", "tp: split vocabulary", _token_logprobs(model.token_logprobs, group))
+    state.fill(model, "token_logprobs", "tp: sharded vocabulary", _token_logprobs(model.token_logprobs, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
 
 
 def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
-    """For a shard of `tokens` tokens: the length of the full sequence, and their positions in it."""
+    """Returns the length of the full sequence, and the positions in it of this rank's shard of `tokens` tokens."""
     return tokens * group.size(), torch.arange(tokens) + tokens * group.rank()
 
 
@@ -134,9 +136,10 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
 
 
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """All-gathers the input's sequence and reduce-scatters the partial output.
+    """Wraps a forward: all-gathers the sequence of the input, and reduce-scatters the partial output.
 
-    Every rank computes the auxiliary loss of a mixture of experts, so each weighs it by 1 / ranks.
+    Every rank computes the same auxiliary loss of a mixture of experts. So each rank divides its weight by the number
+    of ranks.
     """
     has_auxiliary_loss, ranks = isinstance(module, MixtureOfExperts), group.size()
 
@@ -150,7 +153,7 @@ def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
 
 
 def _embedding(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Looks up the ids of this rank's rows, with zeros for the others, and reduce-scatters."""
+    """Looks up the ids in this rank's rows of the vocabulary (zeros for other ids), and reduce-scatters the outputs."""
     assert isinstance(module, nn.Embedding)
     rows = module.num_embeddings // group.size()
     first = group.rank() * rows
@@ -176,7 +179,7 @@ def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callab
 
 
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
-    """Computes with some rows of a replicated linear layer."""
+    """Computes only some rows (output features) of a replicated linear layer."""
 
     def call(x):
         return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
@@ -185,7 +188,7 @@ def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
 
 
 def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """The RMS norm of a sharded vector."""
+    """Computes the RMS norm of a vector that is sharded over `group`."""
     assert isinstance(module, RMSNorm)
 
     def call(x):
@@ -199,20 +202,27 @@ def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
 
 @dataclass(frozen=True)
 class _ShardedVocabulary:
-    """`weft.kernels.cross_entropy.Vocabulary` over a process group."""
+    """A vocabulary whose rows are sharded over the ranks of `tp`, for `token_logprobs` of the output head.
+
+    It has the interface of `weft.kernels.cross_entropy.Vocabulary`.
+
+    Attributes:
+        first: first token id of this rank's shard.
+        group: process group of `tp`.
+    """
 
     first: int
     group: dist.ProcessGroup
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One all-gather of two numbers per token and rank."""
+        """Combines the ranks' logits of the labels and log-sum-exps, by one all-gather of two numbers per token."""
         both = torch.stack((chosen, normalizers)).unsqueeze(0)
         gathered = collectives.all_gather(both, 0, self.group, replicated=True)
         return gathered[:, 0].sum(0), gathered[:, 1].logsumexp(0)
 
 
 def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
-    """All-gathers the sequence and computes log-probabilities over the sharded vocabulary, replicated on all ranks."""
+    """Returns a function that all-gathers the sequence, and returns log-probabilities on all ranks of `group`."""
 
     def call(hidden, weight, labels, softcap=None, **options):
         vocabulary = _ShardedVocabulary(group.rank() * len(weight), group)
@@ -231,10 +241,11 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Returns full logits on every rank of `tp`.
+    """Wraps the forward of a head: returns full logits on every rank of `tp`.
 
-    After the head all ranks compute the same. `_partial_gradient` divides the output's gradient by the number of ranks,
-    so that a replicated parameter after the head gets a partial gradient, as everywhere else; here it is multiplied.
+    After the head, all ranks compute the same values. `_partial_gradient` divides the gradient of the model's output by
+    the number of ranks, so that parameters after the head get partial gradients like all replicated parameters. This
+    function multiplies the gradient of the logits by the number of ranks again.
     """
 
     def call(x):
@@ -263,8 +274,8 @@ def _full_output(group: dist.ProcessGroup, forward: Callable) -> Callable:
 # Kind in the table -> wrapper (module, group, forward) and its label in `weft profile --structure`.
 _WRAPPERS: dict[str, tuple[Callable[[nn.Module, dist.ProcessGroup, Callable], Callable], str]] = {
     "part": (_part, "all-gather the sequence, reduce-scatter the output"),
-    "embedding": (_embedding, "rows of the split vocabulary, reduce-scatter"),
-    "positions": (_sequence_shard, "this rank's slice of the sequence"),
+    "embedding": (_embedding, "look up in the sharded vocabulary, reduce-scatter"),
+    "positions": (_sequence_shard, "this rank's shard of the sequence"),
     "head": (_head, "all-gather the sequence, all-gather the logits"),
     "norm": (_norm, "all-reduce the mean square"),
 }

@@ -1,1 +1,1 @@
-"""Gradients between backward and the optimizer step."""
+"""Processes gradients between backward and the optimizer step: clipping, scaling, compression, frozen rows."""

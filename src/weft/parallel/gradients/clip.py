@@ -1,4 +1,4 @@
-"""The norm of sharded gradients, and clipping."""
+"""Computes the norm of sharded gradients, and clips gradients."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from weft.torch_private import foreach_norm, foreach_scale
 class SingleRankReduceScatter:
     """FSDP2's reduce-scatter for units on a single rank, without a copy.
 
-    FSDP2 allocates an input and an output buffer, and on one rank copies the former to the latter. Here both are the
-    same tensor.
+    FSDP2 allocates an input and an output buffer, and on a single rank copies the input to the output. With this class
+    both buffers are the same tensor.
     """
 
     def __init__(self) -> None:
         self.input: torch.Tensor | None = None
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a new input buffer; at the second call the same, as the output buffer."""
+        """Returns a new tensor at the first call (the input), and the same tensor at the second call (the output)."""
         buffer, self.input = self.input, None
         if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
             buffer = self.input = torch.empty(size, dtype=dtype, device=device)
@@ -42,7 +42,8 @@ def clip_gradients(
     """Scales all gradients so that their global L2 norm is at most `max_norm` (Pascanu et al., 2013).
 
     Args:
-        pp_group: the ranks of a pipeline, which have other parameters.
+        max_norm: upper limit of the norm; None does not scale gradients.
+        pp_group: process group of `pp`, whose ranks have different parameters; None without a pipeline.
 
     Returns:
         The global norm before clipping, the same on every rank.
@@ -51,7 +52,7 @@ def clip_gradients(
     if not gradients:
         return 0.0
     shards = [local(gradient) for gradient in gradients]
-    # One sum for each set of mesh axes that gradients are sharded over.
+    # One sum of squares for each set of mesh axes that gradients are sharded over.
     by_axes: dict[tuple, list[torch.Tensor]] = defaultdict(list)
     for gradient, shard in zip(gradients, shards, strict=True):
         axes: tuple = ()

@@ -1,14 +1,14 @@
 """PowerSGD (Vogels et al., 2019): replicas all-reduce low-rank factors of their gradients.
 
-FSDP2 reduces gradients within each replica. The sum over `dp_replicate`, the axis that may have slow links, is computed
-here after the last backward, in a few large collectives. A matrix M, the sum of all replicas' gradients and errors of
-earlier steps, is approximated as M ~ Q P^T with
+FSDP2 reduces gradients within each replica. After the last backward, this module sums them over `dp_replicate`, the
+axis that can have slow links, in a few large collectives. Let M be the sum over replicas of a matrix's gradients and
+errors of earlier steps. M is approximated as M ~ Q P^T with
 
     P = orthogonal(M^T Q), Q = M P
 
-Q is that of the previous step (power iteration). What Q P^T lacks of a replica's M is its error, and is added to its
-next gradient. Matrices are full (unsharded) ones, so the result does not depend on how a replica is sharded nor, up to
-rounding, on the number of replicas.
+P is computed from the Q of the previous step (power iteration). Each replica's error is the difference between its own
+matrix and the approximation, and is added to its gradient in the next step. The formulas apply to full (unsharded)
+matrices, so the result does not depend on how a replica is sharded nor, up to rounding, on the number of replicas.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from weft.parallel.world import World
 from weft.torch_private import compute_local_shape_and_global_offset
 
 PREFIX = "compress."
-_MIN_RATIO = 2  # a matrix is compressed if its factors have this many times fewer elements
+_MIN_RATIO = 2  # a matrix is compressed if it has at least twice as many elements as its factors
 _BUCKET = 2**24  # elements per exact all-reduce: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter whose last two dimensions are approximated; dimensions before them count matrices.
+    """A parameter that is compressed: a matrix, or a stack of matrices in its last two dimensions.
 
     Attributes:
-        placements: of Q, which has the parameter's dimensions except the last.
-        p_groups, q_groups: process groups over whose shards P and Q are partial.
+        placements: placements of Q, whose last dimension (the rank of the approximation) is not sharded.
+        p_groups: process groups over which this rank's product P is a partial sum.
+        q_groups: process groups over which this rank's product Q is a partial sum.
         columns: this rank's slice of the last dimension.
     """
 
@@ -52,16 +53,17 @@ class _Matrix:
 
 
 class PowerSGD:
-    """Reduces gradients over the replicas of a model.
+    """Sums gradients over the replicas of a model with PowerSGD.
 
     Args:
-        model: from `build_sharded_model`; its gradients are reduced over all axes but `dp_replicate`.
-        dtype: of exact all-reduces.
-        seed: of the first Q.
+        section: the settings of `parallel.compress`.
+        model: from `build_sharded_model`. FSDP2 reduces its gradients over all axes except `dp_replicate`.
+        dtype: dtype of exact all-reduces.
+        seed: seed of the initial Q.
 
     Attributes:
-        q: by parameter name, a DTensor `[..., rows, rank]`; empty before the first compressed step.
-        error: by parameter name, with its shape and placements: this replica's error.
+        q: parameter name -> Q, a DTensor `[..., rows, rank]`; empty before the first compressed step.
+        error: parameter name -> this replica's error, a DTensor like the parameter.
     """
 
     def __init__(self, section: CompressSection, model: nn.Module, world: World, *, dtype: torch.dtype, seed: int):
@@ -76,19 +78,19 @@ class PowerSGD:
 
     @property
     def share(self) -> float:
-        """Number of elements that are communicated, as a fraction of the gradient's."""
+        """The number of elements that are communicated, divided by the number of elements of the gradients."""
         total = sum(p.numel() for p in self.trained.values())
         matrices = [matrix.parameter for matrix in self.matrices.values()]
         return 1 - sum(p.numel() - factor_elements(p.shape, self.rank) for p in matrices) / total
 
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Sums every gradient over the replicas, exactly in the first `start_step` steps.
+        """Sums every gradient over the replicas in place, without compression in the first `start_step` steps.
 
-        If the sum is not finite, some elements are NaN on every replica, and no state changes.
+        If a sum is not finite, sets gradients to NaN on every replica, and does not change Q and errors.
 
         Args:
-            step: number of updates so far.
+            step: number of optimizer updates so far.
         """
         gradients = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         matrices = {name: m for name, m in self.matrices.items() if name in gradients and step >= self.start}
@@ -119,14 +121,14 @@ class PowerSGD:
             torch.matmul(x, p[name].mT, out=m[name])
 
     def _partial_p(self, matrix: _Matrix, m: Tensor, q: Tensor) -> Tensor:
-        """This rank's partial M^T Q, `[..., columns, rank]`, with zeros for columns that it lacks."""
+        """Returns this rank's partial M^T Q, `[..., columns, rank]`, with zeros for the columns of other ranks."""
         shape = (*m.shape[:-2], matrix.parameter.shape[-1], self.rank)
         p = torch.zeros(shape, dtype=m.dtype, device=m.device)
         p[..., matrix.columns, :] = m.mT @ q
         return p
 
     def _first_q(self, name: str) -> DTensor:
-        """Normal random numbers, a function of the seed and the name."""
+        """Returns the initial Q of a parameter: normal random numbers from the seed and the parameter's name."""
         parameter, generator = self.trained[name], torch.Generator()
         generator.manual_seed(derive_seed(self.seed, PREFIX + name))
         full = torch.randn((*parameter.shape[:-1], self.rank), generator=generator).to(parameter)
@@ -147,16 +149,18 @@ class PowerSGD:
     # ---- checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """The state for a checkpoint. Names of errors have the replica's number."""
+        """Returns the tensors to save in a checkpoint, by name. Names of errors contain the replica's number."""
         errors = {f"{PREFIX}error.{self.replica}.{name}": error for name, error in self.error.items()}
         return {**{f"{PREFIX}q.{name}": q for name, q in self.q.items()}, **errors}
 
     def blank_state(self, saved: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Tensors to load a checkpoint into, before `use_loaded` is called.
+        """Returns name -> tensor to load a checkpoint into. Call `use_loaded` after the tensors are loaded.
+
+        If the checkpoint has more replicas than this run, each replica loads the errors of several replicas. If the
+        checkpoint's compression rank differs, only errors are loaded.
 
         Args:
-            saved: name -> shape of the checkpoint's tensors. If it has more replicas, each replica loads the errors of
-                several; if its rank differs, only errors are loaded.
+            saved: name -> shape of the tensors in the checkpoint.
         """
         blank: dict[str, Tensor] = {}
         for name, matrix in self.matrices.items():
@@ -172,7 +176,7 @@ class PowerSGD:
         return blank
 
     def use_loaded(self) -> None:
-        """Sets the state from the tensors of `blank_state`, once they are loaded."""
+        """Sets Q and errors from the tensors of `blank_state`, after a checkpoint was loaded into them."""
         loaded, self.loaded = self.loaded, {}
         for name, matrix in self.matrices.items():
             q = loaded.get(f"{PREFIX}q.{name}")
@@ -183,13 +187,13 @@ class PowerSGD:
 
 
 def factor_elements(shape: Iterable[int], rank: int) -> int:
-    """The number of elements in P and Q of a parameter."""
+    """Returns the number of elements of P and Q of a parameter with this shape."""
     *many, rows, columns = shape
     return rank * (rows + columns) * (many[0] if many else 1)
 
 
 def compressible(shape: torch.Size, rank: int) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, and its factors are much smaller."""
+    """Whether `shape` is that of a matrix or a stack of matrices, and its factors have at most half of the elements."""
     return 2 <= len(shape) <= 3 and factor_elements(shape, rank) * _MIN_RATIO <= shape.numel()
 
 
@@ -218,9 +222,15 @@ def _all_reduce(
     replicas: dist.ProcessGroup | None,
     within_replica: bool = True,
 ) -> None:
-    """All-reduces in place, in one buffer for all with the same groups: within a replica, over replicas, or both.
+    """All-reduces tensors in place, with one buffer for all tensors that have the same process groups.
 
-    Ranks of a replica with equal buffers all-reduce a slice each over the replicas, and all-gather the slices.
+    If the ranks of a replica have equal buffers, each rank all-reduces a different slice over the replicas, and the
+    ranks all-gather the slices.
+
+    Args:
+        groups: tensor name -> process groups within a replica.
+        replicas: process group of the replicas; None does not all-reduce over replicas.
+        within_replica: whether to all-reduce over `groups`.
     """
     by_groups: dict[tuple, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -247,7 +257,7 @@ def _unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An orthonormal basis of the columns, `[..., columns, rank]`, batched over matrices of one size."""
+    """Returns an orthonormal basis, `[..., columns, rank]`, of the columns of each matrix, batched by matrix size."""
     by_size: dict[int, list[str]] = defaultdict(list)
     for name, matrix in matrices.items():
         by_size[matrix.shape[-2]].append(name)
@@ -260,5 +270,5 @@ def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _parameter(key: str) -> str:
-    """The parameter of `compress.error.<replica>.<parameter>`."""
+    """Returns the parameter's name in a key `compress.error.<replica>.<parameter>`."""
     return key.removeprefix(f"{PREFIX}error.").partition(".")[2]

@@ -1,8 +1,8 @@
 """Trains only the new rows of the embedding and the head; all other parameters stay bitwise unchanged.
 
-For tokens added to a trained model (`weft resize`, `training.only_rows_from`). Gradients of frozen rows are cleared, so
-that the gradient norm is that of trained rows. Changes of them by the optimizer (weight decay, momentum, mixing of
-rows) are reverted.
+This is for tokens that are added to a trained model (`weft resize`, `training.only_rows_from`). Gradients of frozen
+rows are cleared, so that the gradient norm is that of the trained rows. If the optimizer changes frozen rows (by weight
+decay, momentum, or an update that mixes rows), the change is reverted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
     """Freezes all parameters but the embedding and the head.
 
     Args:
-        model: the built-in decoder, on any device.
-        first: the first row to train.
+        model: built-in decoder, on any device.
+        first: first row to train.
 
     Raises:
-        UserError: another model, or one without that row.
+        UserError: if the model is not a built-in decoder, or has no row `first`.
     """
     if not isinstance(model, Decoder):
         raise UserError("training.only_rows_from needs a built-in decoder; remove the key")
     rows = model.config.vocab_size or 0
     if first >= rows:
         raise UserError(
-            f"training.only_rows_from: {first:,}, and the model has rows 0 to {rows - 1:,}; `weft resize` adds new ones"
+            f"training.only_rows_from: {first:,}, but the model has rows 0 to {rows - 1:,}; add rows: `weft resize`"
         )
     model.requires_grad_(False)
     for table in (model.embed_tokens, model.lm_head):  # None in some pipeline stages
@@ -44,11 +44,11 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
 
 
 class FrozenRows:
-    """This rank's rows below `first` of all trained parameters.
+    """The frozen rows: this rank's rows before `first` of all trained parameters.
 
     Args:
         model: from `build_sharded_model`, after `freeze_all_but_rows`.
-        first: the first row to train; None: freeze nothing.
+        first: first row to train; None freezes no rows.
     """
 
     def __init__(self, model: nn.Module, first: int | None):
@@ -66,7 +66,7 @@ class FrozenRows:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restores frozen rows at the end of the block, from a copy."""
+        """Copies frozen rows, and restores them from the copy when the `with` block ends."""
         saved = {parameter: local(parameter)[:count].clone() for parameter, count in self.count.items()}
         yield
         for parameter, rows in saved.items():

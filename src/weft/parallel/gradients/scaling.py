@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16 (Micikevicius et al., 2018)."""
+"""Defines dynamic loss scaling for float16 (Micikevicius et al., 2018)."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import nn
 from weft.config.training import TrainingSection
 from weft.parallel.local_parameters import local
 
-INITIAL, WINDOW = 65536.0, 2000  # those of torch.amp.GradScaler, as are doubling and halving
-FLOOR = 1.0  # a lower scale would make gradients smaller
+INITIAL, WINDOW = 65536.0, 2000  # same values as torch.amp.GradScaler, which also doubles and halves the scale
+FLOOR = 1.0  # smallest scale: below 1, gradients would be smaller than without scaling
 
 
 class LossScale:
-    """The loss scale: doubled after `window` updates in a row, halved if a gradient overflows.
+    """The loss scale: doubled after `window` updates without overflow, halved if a gradient overflows.
 
-    An overflow is detected in the global gradient norm, so all ranks agree without communication.
+    An overflow is detected in the global gradient norm, which is the same on all ranks, so no communication is needed.
 
     Args:
-        training: without float16 the scale stays 1.
-        state: of a checkpoint, to resume from.
+        training: the `training` section. Without float16, the scale is always 1.
+        state: saved state of a checkpoint, to resume from.
 
     Attributes:
-        factor: the scale.
-        window: updates in a row after which it is doubled.
-        row: updates since it last changed.
-        skipped: skipped updates of this run.
+        factor: the current scale.
+        window: number of updates without overflow after which the scale is doubled.
+        row: number of updates since the scale last changed.
+        skipped: number of updates of this run that were skipped because of an overflow.
     """
 
     def __init__(self, training: TrainingSection, state: dict[str, Any] | None = None):
@@ -42,7 +42,7 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divides gradients by the scale, exactly if it is a power of two."""
+        """Divides gradients by the scale. The division is exact if the scale is a power of two."""
         if self.factor == 1.0:
             return
         for parameter in parameters:
@@ -50,11 +50,15 @@ class LossScale:
                 local(parameter.grad).mul_(1.0 / self.factor)
 
     def may_skip(self) -> bool:
-        """Whether to skip an update that overflows and retry with a smaller scale, rather than fail."""
+        """Whether an update that overflows is skipped and the scale can be halved; otherwise training must fail."""
         return self.scales and self.factor > FLOOR
 
     def update(self, finite: bool) -> None:
-        """Adapts the scale after a step; one with a non-finite gradient was skipped."""
+        """Adapts the scale after a step.
+
+        Args:
+            finite: whether the gradient norm was finite; if not, the update was skipped.
+        """
         if not self.scales:
             return
         if not finite:
@@ -66,9 +70,9 @@ class LossScale:
             self.row += 1
 
     def metrics(self, finite: bool) -> dict[str, float]:
-        """A step's `loss_scale` and `skipped`, including this step if it is not finite; {} without float16."""
+        """Returns the metrics `loss_scale` and `skipped` of a step; {} without float16. Call it before `update`."""
         return {"loss_scale": self.factor, "skipped": self.skipped + (not finite)} if self.scales else {}
 
     def state(self) -> dict[str, Any]:
-        """The JSON state for a checkpoint."""
+        """Returns the state for a checkpoint, as JSON values; {} without float16."""
         return {"loss_scale": {"factor": self.factor, "row": self.row, "skipped": self.skipped}} if self.scales else {}

@@ -1,1 +1,1 @@
-"""Memory of a step: saved tensors, and offloading."""
+"""Reduces the memory of a step: activation checkpointing, and offloading to the host."""

@@ -1,7 +1,8 @@
 """Activation checkpointing of blocks (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 
-Most memory of a step is tensors saved for backward. A checkpointed block saves its inputs and the results of some
-operations. Backward runs its forward again, with those results instead of computing them.
+Most memory of a step is used by tensors that are saved for backward. A checkpointed block saves only its inputs and the
+results of some operations. Backward runs the block's forward again, and uses the saved results instead of computing
+them.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     """Wraps a block's forward with activation checkpointing. Recomputation draws the same random numbers.
 
     Args:
-        forward: differentiable in its positional arguments and in parameters. Anything else that it reads must be the
-            same in backward; parameters must be swapped inside of it.
-        mode: `training.activation_checkpointing`.
-        number: of the block, from 0 to `of` - 1.
-        compile: whether the result will be compiled.
+        forward: the block's forward, differentiable in its positional arguments and in parameters. Other values that it
+            reads must be the same in backward. Local parameters must be set inside of it, if it is not compiled.
+        mode: value of `training.activation_checkpointing`.
+        number: number of the block, from 0 to `of` - 1.
+        of: number of blocks of the model.
+        compile: whether the returned function will be compiled.
 
     Raises:
-        UserError: `every-N` with fewer than N blocks.
+        UserError: if `mode` is `every-N` and the model has fewer than N blocks.
     """
     kind, _, amount = mode.partition("-")
     if compile:
@@ -54,8 +56,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     if kind == "every":
         if int(amount) > of:
             raise UserError(
-                f"training.activation_checkpointing: {mode}, and the model has {of} layers, so none would be "
-                "recomputed; lower it, or set none"
+                f"training.activation_checkpointing: {mode}, but the model has only {of} layers, so no layer would "
+                "be recomputed; use a smaller number, or set none"
             )
         kind = "none" if (number + 1) % int(amount) else "full"
     if kind == "none" or (kind == "budget" and compile):  # the compiler chooses what to save
@@ -68,15 +70,18 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
 
 
 def _is_random_node(node: torch.fx.Node) -> bool:
-    """Whether the compiler must save a result: it would draw new numbers in recomputation (PyTorch 2.13)."""
+    """Whether the compiler must save a node's result, because recomputation would draw other numbers (PyTorch 2.13)."""
     return is_random(node.target, node.args, node.kwargs)
 
 
 def _is_expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether `selective` saves a result; attention too, unlike Korthikanti et al. (2022), who recompute it."""
+    """Whether mode `selective` saves the result of an operation, because it is expensive to recompute.
+
+    The result of attention is saved too, unlike in Korthikanti et al. (2022), who recompute attention.
+    """
     name = op_name(op)
     if name in ("aten::bmm", "aten::baddbmm"):
-        # Not attention scores, if no kernel hides them: they are larger than their factors.
+        # Attention scores are products that are larger than their factors, and are not saved.
         left, right = [x for x in arguments if isinstance(x, Tensor)][-2:]
         return left.shape[1] * right.shape[2] <= left[0].numel() + right[0].numel()
     return name in _EXPENSIVE and not is_random(op, arguments, named)
@@ -94,9 +99,9 @@ def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Budget:
-    """A forward of which a share of the saved bytes is kept, chosen at the first call for all steps and shapes.
+    """A block's forward in mode `budget-X`: saves at most a fraction of the bytes that are saved without checkpointing.
 
-    Ranks may choose differently.
+    The first call chooses which results are saved, for all steps and shapes. Ranks can choose different results.
     """
 
     def __init__(self, forward: Callable, share: float):
@@ -114,25 +119,25 @@ class _Budget:
         return _contexts(ops.__contains__, lambda key, *given: key in chosen and not is_random(key[0], *given))
 
 
-# ---- PyTorch's own contexts count every operation, including those of FSDP2's hooks, which differ in backward. They
-# also return a result only once, but schedules that split backward need it twice.
+# ---- These contexts replace PyTorch's contexts, which count every operation, even those of FSDP2's hooks, which differ
+# in backward. PyTorch's contexts also return a saved result only once, but schedules that split backward need it twice.
 
 
 def _contexts(
     relevant: Callable[[Any], bool], wanted: Callable[..., bool]
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """The contexts of forward and recomputation.
+    """Returns the context of forward, which saves results, and the context of recomputation, which reuses them.
 
     Args:
-        relevant: whether results of an operator are ever saved.
-        wanted: (key, arguments, keyword arguments) -> whether to save this result.
+        relevant: operator -> whether its results are ever saved.
+        wanted: (key of a call, arguments, keyword arguments) -> whether to save the result of this call.
     """
     saved: dict[Key, Any] = {}
     return _SaveResults(saved, relevant, wanted), _ReuseResults(saved, relevant)
 
 
 class _Counting(TorchDispatchMode):
-    """Numbers the calls of each relevant operator since the context was entered."""
+    """A context that numbers the calls of each relevant operator, from 0 when the context is entered."""
 
     def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
@@ -141,7 +146,7 @@ class _Counting(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # kernels that are compiled separately, as flex attention
+        return True  # for kernels that are compiled separately, such as flex attention
 
     def __enter__(self):
         self.counts.clear()
@@ -155,7 +160,7 @@ class _Counting(TorchDispatchMode):
 
 
 class _SaveResults(_Counting):
-    """In forward: saves wanted results."""
+    """The context of forward: saves the wanted results."""
 
     def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
         super().__init__(saved, relevant)
@@ -170,7 +175,7 @@ class _SaveResults(_Counting):
 
 
 class _ReuseResults(_Counting):
-    """In recomputation: returns saved results instead of computing them."""
+    """The context of recomputation: returns saved results instead of computing them."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self.key(op)
@@ -180,7 +185,7 @@ class _ReuseResults(_Counting):
 
 
 class _Saved:
-    """A saved tensor, and its version to detect in-place writes."""
+    """A saved tensor, with its version to detect later in-place writes."""
 
     def __init__(self, tensor: Tensor):
         # Detached, to avoid a reference cycle with the graph, but with the version of the original.
@@ -191,6 +196,6 @@ class _Saved:
         if version_of(self.tensor) != self.version:
             raise UserError(
                 f"training.activation_checkpointing: the model writes in place over a result of {op_name(op)} that "
-                "is saved for backward; set full or none"
+                "is saved for backward; set activation_checkpointing: full or none"
             )
         return self.tensor.detach()

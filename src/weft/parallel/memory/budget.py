@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.torch_private import OpOverload, TorchDispatchMode, schema_of, storage_of, tree_leaves
 
-Key = tuple[Any, int]  # an operator, and the number of its earlier calls
+Key = tuple[Any, int]  # an operator, and the number of earlier calls of the operator in this forward
 
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
@@ -23,22 +23,22 @@ ATTENTION = {
     "aten::_scaled_dot_product_fused_attention_overrideable", "weft::document_attention", "flex_attention",
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
 }  # fmt: skip
-# Never saved. Collectives: ranks with different choices would deadlock. Copies: FSDP2's hooks make some too, others in
-# backward, and operations are identified by counting.
+# Results of these operations are never saved. Collectives: ranks that save different results would deadlock. Copies:
+# calls are identified by counting, and FSDP2's hooks copy too, with different counts in forward and backward.
 _COLLECTIVES = ("_c10d_functional::", "c10d::")
 _COPIES = {"aten::_to_copy", "aten::clone", "aten::cat", "aten::copy", "aten::split_with_sizes_copy"}
 # Per byte of memory bandwidth, a GPU computes 150 to 300 operations in 16 bits, a CPU 20 to 30.
 _OPERATIONS_PER_BYTE = 100
-_UNITS = 1024  # of a budget in the knapsack problem
+_UNITS = 1024  # number of units of the capacity in the knapsack problem
 
 
 def op_name(op: Any) -> str:
-    """`aten::mm` of `torch.ops.aten.mm.default`."""
+    """Returns the name of an operator without its overload, such as `aten::mm`."""
     return schema_of(op).name if isinstance(op, OpOverload) else op.name()
 
 
 def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Skipping it would shift those of later operations."""
+    """Whether an operation draws random numbers. If it were skipped, later operations would draw other numbers."""
     if not isinstance(op, OpOverload):
         return False
     for place, argument in enumerate(schema_of(op).arguments):
@@ -48,9 +48,12 @@ def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
 
 
 def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], share: float) -> frozenset[Key]:
-    """The results that save most recomputation, within a share of the bytes saved without checkpointing.
+    """Returns the keys of the results to save, which avoid the most recomputation within a memory budget.
 
-    The block's inputs count as well. Runs the forward once, and restores random state and tensors that it writes.
+    Runs `forward` once. Afterwards restores the random state, and the tensors that `forward` wrote in place.
+
+    Args:
+        share: the budget, as a fraction of the bytes that are saved without checkpointing. The block's inputs count.
     """
     inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
     device = next((x.device for x in inputs), torch.device("cpu"))
@@ -70,15 +73,18 @@ def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str,
 
 
 class Result(NamedTuple):
-    """The outputs of an operation."""
+    """The result of one call of an operator."""
 
     key: Key
     bytes: int
-    cost: float  # of recomputation, in operations
+    cost: float  # cost of recomputation, in arithmetic operations
 
 
 def most_valuable(results: Sequence[Result], capacity: int) -> frozenset[Key]:
-    """The most expensive results of at most `capacity` bytes: the 0-1 knapsack problem, in 1,024 units."""
+    """Returns the keys of the results with the highest total cost and at most `capacity` bytes in total.
+
+    Solves the 0-1 knapsack problem, with sizes rounded up to 1/1,024 of the capacity.
+    """
     if capacity <= 0:
         return frozenset()
     unit = math.ceil(capacity / _UNITS)
@@ -107,23 +113,23 @@ class _Operation:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the operations of a forward, their outputs, and which of these autograd saves."""
+    """Records the operations of a forward, their outputs, and which outputs autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[Any] = Counter()
         self.operations: list[_Operation] = []
-        self.producer: dict[int, _Operation] = {}  # by storage; a freed one may be reused
+        self.producer: dict[int, _Operation] = {}  # by storage; later operations can reuse a freed storage
         self.saved: dict[int, int] = {}
         self.needed = 0  # recomputation stops after this many operations
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # written tensors from outside of the block, and copies
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> (outer tensor, copy)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The hook of saved tensors. Parameters and other tensors from outside of the block do not count."""
+        """Records a tensor that autograd saves, unless it comes from outside of the block (such as a parameter)."""
         if storage_of(tensor) in self.producer:
             self.saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             self.needed = len(self.operations)
@@ -151,13 +157,13 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Restores the tensors that the forward wrote."""
+        """Restores the tensors from outside of the block that the forward wrote in place."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)
 
     def results(self) -> list[Result]:
-        """The results that may be saved."""
+        """Returns the results that can be saved, up to the last operation that backward needs."""
         needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
         return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]
 
@@ -177,7 +183,7 @@ def _written(op: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _cost(op: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Operations of arithmetic, and those that could be computed while the bytes are moved."""
+    """Returns the cost of an operation: its arithmetic, plus `_OPERATIONS_PER_BYTE` per byte of inputs and outputs."""
     name = op_name(op)
     if name.startswith(("aten::empty", "aten::new_empty")):
         return 0.0

@@ -1,9 +1,9 @@
 """Offloading to host memory (`parallel.offload`).
 
-`parameters`: FSDP2 copies each unit's parameters to the device when it gathers them, and gradients back, so optimizer
-state is on the host and updates are computed there. `optimizer`: only optimizer state is on the host; the update copies
-that of a few parameters at a time to the device. (Ren et al., "ZeRO-Offload", 2021, update on the host, which copies as
-much, and gives other last bits.)
+`parameters`: FSDP2 copies each unit's parameters to the device when it gathers them, and copies gradients back to the
+host. Optimizer state is on the host, and updates are computed there. `optimizer`: only optimizer state is on the host.
+An update copies the state of a few parameters at a time to the device. (Ren et al., "ZeRO-Offload", 2021, compute the
+update on the host instead, which copies as many bytes, and gives results that differ in the last bits.)
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ from weft.parallel.local_parameters import local
 from weft.torch_private import tree_map_only
 
 HOST = torch.device("cpu")
-_CHUNK = 128 << 20  # bytes of parameters that are updated at a time; AdamW's state is twice as large
+_CHUNK = 128 << 20  # bytes of parameters per update call; AdamW's state is twice as large
 
 
 def offload_policy(offload: str, device: torch.device) -> OffloadPolicy:
-    """FSDP2's offload policy."""
+    """Returns FSDP2's offload policy for a value of `parallel.offload`."""
     if offload != "parameters":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")
 
 
 def parameter_device(offload: str, device: torch.device) -> torch.device:
-    """The device of parameters between uses."""
+    """Returns the device on which parameters are stored between uses."""
     return HOST if offload == "parameters" else device
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves buffers to `device`: FSDP2 offloads only parameters."""
+    """Moves all buffers to `device`, because FSDP2 offloads only parameters."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
 
 
 def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, chunk: int = _CHUNK) -> None:
-    """Has an optimizer keep its state on the host between steps.
+    """Makes an optimizer keep its state on the host between steps.
 
-    Each parameter's update must depend only on that parameter, its gradient and its state, as in AdamW and Muon. Then
-    results are the same, up to last bits of what an optimizer computes for several parameters together (Muon's
-    products). Adds `state_on_host` to the optimizer's groups, which checkpoint loading reads.
+    The update of each parameter must depend only on the parameter, its gradient and its optimizer state, as in AdamW
+    and Muon. Then results do not change, except for the last bits of values that an optimizer computes for several
+    parameters together (Muon's matrix products). Sets `state_on_host` in the optimizer's parameter groups, which
+    checkpoint loading reads.
 
     Args:
-        device: of parameters.
-        chunk: bytes of parameters per rank whose state is on the device at a time.
+        device: device of the parameters.
+        chunk: number of bytes of parameters, per rank, whose state is on the device at a time.
     """
     for group in optimizer.param_groups:
         group["state_on_host"] = True
@@ -80,7 +81,10 @@ def _step_in_chunks(
 
 
 def _chunks(groups: list[dict[str, Any]], chunk: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Parameters of one group to update together, the same on every rank: an optimizer may communicate."""
+    """Yields (parameter group, some of its parameters), for each set of parameters that is updated together.
+
+    All ranks yield the same sets, because an optimizer can communicate.
+    """
     for group in groups:
         parameters, total = [], 0
         for parameter in group["params"]:
@@ -96,12 +100,16 @@ def _chunks(groups: list[dict[str, Any]], chunk: int) -> Iterator[tuple[dict[str
 
 
 def _to_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Scalars, such as step counts, stay where they are."""
+    """Copies the state of a parameter to `device`, except for scalars such as step counts."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True) if x.dim() else x, state)
 
 
 def _to_host(state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Copies into the host tensors of `before` where they fit, else into new pinned ones."""
+    """Copies the state of a parameter to the host.
+
+    Args:
+        before: earlier state on the host. Its pinned tensors are reused if shape and dtype match.
+    """
 
     def copy(value: Tensor, old: Any) -> Tensor:
         if not value.dim() or value.device == HOST:
