@@ -53,7 +53,7 @@ _DISPATCH = "sees each operator below autograd; the public TorchFunctionMode see
 _TREE = "maps nested containers like FSDP2 and checkpoint; PyTorch 2.11 has no public pytree module"
 
 NAMES = (
-    PrivateName("torch.nn:Module._parameters", "replaces a parameter by a plain tensor: setattr refuses one, and "
+    PrivateName("torch.nn:Module._parameters", "replaces a parameter with a plain tensor; setattr refuses it, and "
                 "functional_call takes 10 times as long", "wrap forwards in torch.func.functional_call"),
     PrivateName("torch.nn:Module._modules", "copies a Transformers model with two children replaced, without running "
                 "its constructor", "the head of a Transformers model is called by the model's forward (slower)"),

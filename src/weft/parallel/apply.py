@@ -1,8 +1,8 @@
 """Builds a sharded model from a plain (unsharded) model, by an ordered list of transformations.
 
 A transformation is a function `(module, state) -> module`. Its docstring states what it assumes of the module and what
-it guarantees. It transforms a full model or one pipeline stage, mostly in place, and returns a module that needs no
-change as it is. Parameter names never change. `weft profile --structure` prints the resulting wrappers.
+it guarantees. It transforms a full model or a pipeline stage, mostly in place. If there is nothing to do, it returns
+the module unchanged. Parameter names never change. `weft profile --structure` prints the resulting wrappers.
 """
 
 from __future__ import annotations

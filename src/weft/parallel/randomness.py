@@ -66,7 +66,7 @@ def _seeding(seed: list[int], number: int, forward: Callable) -> Callable:
 def draw_full_sequence(modules: Sequence[nn.Module], full_sequence: FullSequence) -> None:
     """Sets `Dropout.full_sequence` of all `Dropout` modules in `modules`.
 
-    If a module already has one, because its sequence is sharded over two axes, sets the composition of both functions.
+    If a module already has such a function, because sequences are sharded over two axes, composes both functions.
     """
     for module in modules:
         if isinstance(module, Dropout):

@@ -20,7 +20,7 @@ from weft.parallel.rendezvous import attempts, next_store
 
 NAMED = 4  # keys in the message; further keys are only counted
 SHOWN = 60  # characters of a value in the message
-GRACE = 2.0  # seconds for the other ranks to report, once one has found a difference
+GRACE = 2.0  # seconds that rank 0 waits for further reports after the first difference
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:

@@ -6,8 +6,9 @@
   causal mask later queries cost more. To balance the work, a rank has a chunk from the front of the sequence and the
   mirrored chunk from its end. If attention is within documents, a rank has every N-th token, so that the ranks divide
   the work of each document.
-- ring (`ring.py`): if the mask is purely causal, keys and values circulate, so that a rank has those of one rank at a
-  time. Otherwise (such as with a window, or attention within documents) the layer uses all_gather.
+- ring (`ring.py`): if the mask is purely causal, keys and values circulate among the ranks, so that each rank stores
+  a single shard of them at a time. Otherwise (such as with a window, or attention within documents) the layer uses
+  all_gather.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ errors of earlier steps. M is approximated as M ~ Q P^T with
 
     P = orthogonal(M^T Q), Q = M P
 
-P is computed from the Q of the previous step (power iteration). Each replica's error is the difference between its own
-matrix and the approximation, and is added to its gradient in the next step. The formulas apply to full (unsharded)
+P is computed from the Q of the previous step (power iteration). A replica's error is the part of its matrix that the
+approximation lacks; it is added to the replica's gradient in the next step. The formulas apply to full (unsharded)
 matrices, so the result does not depend on how a replica is sharded nor, up to rounding, on the number of replicas.
 """
 
