@@ -168,7 +168,7 @@ class LocalRanks:
         elif self.received and quiet > TELL_SECONDS and not self.warned:
             self.warned = True
             print_error(
-                f"waiting for {shown}; killed after {most - quiet:.0f} s without progress (Ctrl-C again: kill now)"
+                f"waiting for {shown}; killed in {most - quiet:.0f} s if they make no progress (Ctrl-C again: kill now)"
             )
 
     def exit_code(self) -> int:
