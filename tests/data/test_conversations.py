@@ -391,7 +391,7 @@ def test_packing_preferences_and_leaving_out_long_ones_is_no_error(folder, tmp_p
     ("options", "told"),
     [
         (("--conversations",), "no chat template in this folder"),
-        (("--chat-template", "chatml", "--field", "body"), "--field applies to texts"),
+        (("--chat-template", "chatml", "--field", "body"), "--field applies only to texts"),
         (("--chat-template", "chatml", "--fields", "input"), "NAME=KEY"),
         (("--chat-template", "chatml", "--overlong", "drop"), "--overlong drop has no effect without --max-tokens"),
         (("--chat-template", "chatml", "--date", "today"), "--date today"),

@@ -86,7 +86,7 @@ def test_overwrite_replaces_nothing_of_another_kind(place, capsys, verb):
 @pytest.mark.parametrize("verb", [verb for verb in COMMANDS if not verb.endswith("tokenizer")])
 def test_a_store_with_more_in_it_stays(place, capsys, verb):
     before = tree(place)
-    for out, told in (("with-notes", "holds 'notes.md'"), ("with-notes-within", "holds 'packing/notes.md'")):
+    for out, told in (("with-notes", "contains 'notes.md'"), ("with-notes-within", "contains 'packing/notes.md'")):
         assert call(verb, out) == 2
         assert told in capsys.readouterr().err
     assert tree(place) == before
@@ -131,7 +131,7 @@ def test_a_store_within_the_input_is_replaced_and_an_input_within_the_store_is_n
     (place / "held" / "store" / "rejects.jsonl").write_text('{"text": "a"}\n')
     named = ["held/store/rejects.jsonl", *command[2:]]
     assert main(["data", "pack", *named, "--overwrite"]) == 2
-    assert "holds the input held/store/rejects.jsonl" in capsys.readouterr().err
+    assert "contains the input held/store/rejects.jsonl" in capsys.readouterr().err
 
 
 def test_a_pair_of_files_is_replaced_only_by_its_kind(place, capsys):
@@ -150,7 +150,7 @@ def test_a_pair_of_files_is_replaced_only_by_its_kind(place, capsys):
             (place / name).unlink()
         assert convert(to, out) == 0
         assert convert(to, out) == 2
-        assert "--overwrite replaces it" in capsys.readouterr().err
+        assert "use --overwrite to replace it" in capsys.readouterr().err
         assert convert(to, out, "--overwrite") == 0
     (place / "thesis.md").write_bytes(THESIS)
     assert convert("nanogpt", "thesis.md", "--overwrite") == 2

@@ -144,7 +144,7 @@ def test_ctrl_c_is_answered_at_once(tmp_path, moment):
     program.send_signal(signal.SIGINT)
     told = program.communicate(timeout=5)[1].splitlines()
     assert program.returncode == 130
-    assert told[-1] == "interrupted; nothing was left"
+    assert told[-1] == "interrupted; nothing was written"
     assert not any("Traceback" in line or "panic" in line for line in told)
     assert os.listdir(tmp_path) == ["in.txt"]
 

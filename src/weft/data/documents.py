@@ -1,4 +1,4 @@
-"""What sources yield: documents, rejects with their reasons, and counts."""
+"""Defines what sources yield: documents, rejected documents with reasons, and counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 
 class Document(NamedTuple):
-    """A document: its text, or the record (a dict) if sources are read with `Reading.records`.
+    """A document that was read from a source.
 
-    `line` is the line of the unit, from 1 (the row, in tables). None: the document is a complete file.
+    Attributes:
+        value: the text; with `Reading.records`, the record (a dict).
+        line: line number in the unit, from 1 (in tables: row number); None: the document is a complete file.
     """
 
     value: Any
@@ -18,14 +20,14 @@ class Document(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """A document that cannot be read or encoded.
+    """A rejected document: a document that cannot be read or encoded.
 
     Attributes:
-        line: as in `Document`; None: the file itself.
-        reason: one of few strings, by which rejects are counted.
-        hint: details about this reject.
-        on_purpose: the user asked to drop such documents, so the reject never ends a pack.
-        last: the last line, if the reject spans several.
+        line: line number in the unit, from 1 (in tables: row number); None: the complete file or the rest of the file.
+        reason: a short fixed description, by which rejected documents are counted.
+        hint: details about this document.
+        on_purpose: whether the user asked to drop such documents. If so, the document never stops a pack.
+        last: number of the last line, if the document spans several lines.
     """
 
     line: int | None
@@ -36,22 +38,23 @@ class Reject(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The reason and the hint."""
+        """The reason with the hint, if there is a hint."""
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
 
 @dataclass
 class Counts:
-    """Counts of one unit, or the sum over several (`add`).
+    """Counts of the documents and bytes of one unit, or their sums over several units (`add`).
 
     Attributes:
-        documents, empty: all documents, and those with an empty text.
-        bytes: UTF-8 bytes of the texts (of the records, with `Reading.records`).
-        blank_lines: lines of white space, which are not documents.
-        lines: lines (rows, records) of the unit; the offset of the line numbers of the file's next unit.
-        rejected: rejects by reason.
-        skipped_files: files that hold no text, by reason ("binary").
-        raw_bytes, sha256: the unit's bytes on disk (compressed, if the file is) and their digest. A sum has no digest.
+        documents, empty: number of documents, and of documents with an empty text.
+        bytes: number of UTF-8 bytes of the texts (with `Reading.records`: of the records).
+        blank_lines: number of lines that contain only white space; they are not documents.
+        lines: number of lines (rows, records). The line numbers of the file's next unit continue from this number.
+        rejected: reason -> number of rejected documents.
+        skipped_files: reason (such as "binary") -> number of skipped files, which contain no text.
+        raw_bytes, sha256: number of bytes on disk (compressed, if the file is compressed), and their digest. Sums over
+            units have no digest.
     """
 
     documents: int = 0
@@ -65,7 +68,7 @@ class Counts:
     sha256: str = ""
 
     def add(self, other: Counts) -> None:
-        """Adds another unit's counts."""
+        """Adds the counts of another unit."""
         for name in ("documents", "empty", "blank_lines", "bytes", "lines", "raw_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.rejected.update(other.rejected)

@@ -1,4 +1,4 @@
-"""Describes a token store: counts, a histogram of lengths, decoded samples. Large stores are sampled, which is fast."""
+"""Describes a token store: counts, a histogram of lengths, decoded documents. Reads only samples of large stores."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from weft.files import read_json
 from weft.formatting import counted
 
 BAR = 40  # characters of the longest bar
-SAMPLE_SIZE, RUNS = 1 << 24, 64  # elements that are read at most, and the number of runs they are read in
+SAMPLE_SIZE, RUNS = 1 << 24, 64  # maximum number of elements to read, in evenly spaced runs
 
 
 def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Iterator[str]:
     """Yields lines that describe the store at `path`.
 
     Args:
-        tokenizer: decodes the samples; None: they are shown as ids.
+        tokenizer: the tokenizer that decodes the samples; None: samples are shown as ids.
         samples: number of documents to show.
 
     Raises:
-        UserError: not a store, a damaged store, or the wrong tokenizer.
+        UserError: `path` is not a store, the store is damaged, or `tokenizer` is not the tokenizer of the store.
     """
     store = TokenStore(path)
     info = store.info
@@ -46,11 +46,11 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
         yield f"loss mask  {'' if complete else 'about '}{share:.1%} of the tokens are learned"
     empty = f"{counted(info.empty_documents, 'empty document')}, {counted(info.blank_lines, 'blank line')}"
     rejected = ", ".join(f"{number:,} rejected ({reason})" for reason, number in info.rejected.items())
-    yield f"of these   {empty}" + (f", {rejected}" if rejected else "")
+    yield f"input      {empty}" + (f", {rejected}" if rejected else "")
     yield from _describe_origin(path)
     lengths, complete = sample_array(store.lengths)
     if not complete:
-        yield f"           lengths of {counted(len(lengths), 'document')} in {RUNS} places:"
+        yield f"           lengths of {counted(len(lengths), 'document')} in {RUNS} parts of the store:"
     yield from _histogram(lengths)
     decoder = open_tokenizer(tokenizer, info.tokenizer_digest) if tokenizer is not None else None
     for number in np.linspace(0, store.num_documents - 1, max(0, min(samples, store.num_documents))).astype(int):
@@ -68,7 +68,7 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
 
 
 def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Returns a full array and True; or evenly spaced runs of a large one, and False."""
+    """Returns a copy of the array and True; for a large array, evenly spaced runs of its elements and False."""
     if len(array) <= SAMPLE_SIZE:
         return np.array(array), True
     starts = np.linspace(0, len(array) - SAMPLE_SIZE // RUNS, RUNS).astype(int)
@@ -78,7 +78,7 @@ def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def _describe_origin(path: Path) -> Iterator[str]:
-    """Describes the operation that created the store, unless it was packed."""
+    """Yields a line about the operation that created the store; no line for a packed store."""
     made = read_json(path / "store.json").get("made_from")
     if not isinstance(made, dict) or "operation" not in made:
         return
@@ -89,7 +89,7 @@ def _describe_origin(path: Path) -> Iterator[str]:
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Draws a histogram of document lengths by powers of two."""
+    """Yields the lines of a histogram of document lengths, by powers of two."""
     if len(lengths) == 0:
         return
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)

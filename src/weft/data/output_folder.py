@@ -1,6 +1,6 @@
-"""Output folders: checks before the work, and atomic publication.
+"""Checks output folders before the work begins, and publishes folders atomically.
 
-A folder is written under a hidden name and renamed when it is complete. It replaces only a folder of its own kind.
+A folder is written under a hidden name and renamed when it is complete. It replaces only a folder of the same kind.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Kind:
     """A kind of folder that Weft writes.
 
     Attributes:
-        name: for messages.
-        marks: the files that identify the kind.
-        files: all files that the folder may contain.
-        folders: all subfolders that the folder may contain, and the prefix of the names in each.
+        name: name of the kind, for messages.
+        marks: names of the files that identify the kind.
+        files: names of all files that are allowed in the folder.
+        folders: name of each allowed subfolder -> prefix that all names in the subfolder must have.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Kind:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def marked(self, names: Collection[str]) -> bool:
-        """Whether a folder that contains `names` is of this kind (it may contain more)."""
+        """Whether a folder with the entries `names` is of this kind. Other entries are ignored."""
         return all(mark in names for mark in self.marks)
 
 
@@ -56,10 +56,11 @@ def check_out(
 
     Args:
         inputs: files and stores that are read; `out` must not be, contain or lie within one of them.
-        new: without `overwrite`, an existing `out` is an error. Otherwise the caller checks whether it can be reused.
+        new: whether an existing `out` is an error without `overwrite`. If False, the caller checks whether the existing
+            folder can be reused.
 
     Raises:
-        UserError: `out` is not a valid name, overlaps an input, is not writable, or is something else.
+        UserError: `out` is not a valid name, overlaps an input, is not writable, or exists and must not be replaced.
     """
     check_name(out)
     check_apart(out, inputs)
@@ -75,20 +76,22 @@ def check_out(
 def check_name(out: Path) -> None:
     """Raises UserError unless `out` ends with a file name of valid length."""
     if out.name in ("", ".."):
-        raise UserError(f"--out {out}: a name is needed for the output; such as --out {out / 'new'}")
+        raise UserError(
+            f"--out {out}: must end with the name of the output folder; use, for example, --out {out / 'new'}"
+        )
     if len(os.fsencode(files.partial_path(out).name)) > 255:  # the limit of file systems
         raise UserError(f"--out {out.name[:40]}...: the name is too long; give at most 240 characters")
 
 
 def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
-    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: a noun for these."""
+    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: the noun for an input."""
     target = os.path.realpath(out)
     for path in inputs:
         real = os.path.realpath(path)
         if real == target:
             how = f"is the {what} {path} itself"
         elif real.startswith(target + os.sep):
-            how = f"holds the {what} {path}"
+            how = f"contains the {what} {path}"
         elif target.startswith(real + os.sep):
             how = f"lies in the {what} {path}"
         else:
@@ -106,10 +109,13 @@ def check_parent(out: Path) -> None:
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
-    """Returns the error for an existing `out`, with --overwrite as a remedy if that works. `what`: more about it."""
+    """Returns the error for an existing `out`. It recommends --overwrite if `out` is of kind `kind`.
+
+    `what`: text about `out` that is added to the message.
+    """
     if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; name another --out", out)
-    return UserError(f"exists already{what}; name another --out, or --overwrite replaces it", out)
+    return UserError(f"exists already{what}; name another --out, or use --overwrite to replace it", out)
 
 
 def why_not_replaceable(out: Path, kind: Kind) -> str:
@@ -131,13 +137,14 @@ def why_not_replaceable(out: Path, kind: Kind) -> str:
             ]
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return f"holds {min(others)!r}, which no {kind.name} has" if others else ""
+    return f"contains {min(others)!r}, which does not belong to a {kind.name}" if others else ""
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Renames a complete folder to `out`, replaces a folder of its kind, and syncs it to disk.
+    """Syncs a complete folder to disk and renames it to `out`, replacing a folder of the same kind.
 
-    Raises UserError if `out` exists by now and is something else.
+    Raises:
+        UserError: `out` was created meanwhile, and is not a folder of the same kind.
     """
     files.sync_tree(folder)
     names = os.listdir(folder)

@@ -14,7 +14,7 @@ ROUNDS = 6
 
 
 class Permutation:
-    """A bijection of `range(n)`, keyed by `key`: `Permutation(n, *key)(indices)`."""
+    """A pseudo-random permutation of `range(n)`, determined by `key`: `Permutation(n, *key)(indices)`."""
 
     def __init__(self, n: int, *key: int | str):
         self.n = n
@@ -42,7 +42,10 @@ class Permutation:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood, 2014), a hash of uint64: each input bit affects each output."""
+    """Returns hashes of uint64 numbers; each input bit affects each output bit.
+
+    The hash is the finalizer of SplitMix64 (Steele, Lea & Flood, 2014).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Arguments of `weft data pack` for instruction data."""
+"""Defines the arguments of `weft data pack` for instruction data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from weft.data.sources import Reading
     from weft.observe.console import Console
 
-FIRST = 16  # records from which the layout is detected
+FIRST = 16  # number of records from which the layout is detected
 OPTIONS = ("layout", "fields", "chat_template", "train_on", "max_tokens", "overlong", "template_variables", "date")
 LAYOUTS = ("messages", "sharegpt", "alpaca", "pairs", "preferences")
 
 
 def add_conversation_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. Any of them selects instruction data."""
+    """Adds the options for instruction data. Each of these options selects instruction data."""
     group = parser.add_argument_group(
         "instruction data",
         "Records are conversations, rendered by a chat template, with a loss mask on assistant messages. Any of these "
@@ -29,65 +29,74 @@ def add_conversation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layout",
         choices=LAYOUTS,
-        help="keys of the records: role/content messages, from/value messages, instruction/input/output, a prompt and "
-        "its completion, chosen/rejected (default: detected from the first records)",
+        help="layout of the records: role/content messages (messages), from/value messages (sharegpt), "
+        "instruction/input/output (alpaca), prompt and completion (pairs), chosen/rejected (preferences) (default: "
+        "detected from the first records)",
     )
     group.add_argument(
-        "--fields", metavar="NAME=KEY,...", help="other keys than the layout's: input=question,target=answer"
+        "--fields",
+        metavar="NAME=KEY,...",
+        help="keys of the records that differ from the layout, such as input=question",
     )
     group.add_argument(
         "--chat-template",
         metavar="FILE|NAME",
-        help="a template file, or a format: chatml, llama2, llama3, gemma, mistral, zephyr, vicuna, plain (default: "
-        "the template of the tokenizer folder)",
+        help="a template file, or a built-in template: chatml, llama2, llama3, gemma, mistral, zephyr, vicuna, plain "
+        "(default: the template in the tokenizer's folder)",
     )
     group.add_argument(
         "--train-on",
         choices=["assistant", "last", "all"],
-        help="train on all assistant messages (default), the last one, or all tokens",
+        help="train on all assistant messages (default), the last assistant message, or all tokens",
     )
-    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum length of a document (default: unlimited)")
+    group.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum length of a document in tokens (default: unlimited)"
+    )
     group.add_argument(
         "--overlong",
         choices=["drop", "truncate", "keep"],
-        help="drop longer documents (default; counted and noted), truncate them, or keep them",
+        help="drop (default), truncate or keep documents longer than --max-tokens",
     )
     group.add_argument(
-        "--template-variables", metavar="JSON", help="""variables of the template: '{"enable_thinking": false}'"""
+        "--template-variables",
+        metavar="JSON",
+        help="""variables of the chat template, in JSON: '{"enable_thinking": false}'""",
     )
-    group.add_argument("--date", metavar="YYYY-MM-DD", help="current date for the template (default: today)")
+    group.add_argument("--date", metavar="YYYY-MM-DD", help="current date for the chat template (default: today)")
 
 
 def wants_conversations(args: argparse.Namespace) -> bool:
-    """Returns whether the arguments select instruction data."""
+    """Whether the arguments select instruction data."""
     return args.conversations or any(getattr(args, option) is not None for option in OPTIONS)
 
 
 def reading_of_conversations(args: argparse.Namespace) -> Reading:
-    """Returns how to read the sources: as records.
+    """Returns the options for reading the sources as records.
 
     Raises:
-        UserError: --field, --template or --separator, which apply to texts.
+        UserError: --field, --template or --separator is given; these options apply only to texts.
     """
     from weft.data.sources import Reading
     from weft.errors import UserError
 
     for option, default in (("field", "text"), ("template", None), ("separator", None)):
         if getattr(args, option, default) != default:
-            raise UserError(f"--{option} applies to texts; for the keys of conversations use --fields NAME=KEY,...")
+            raise UserError(
+                f"--{option} applies only to texts; for the keys of conversations use --fields NAME=KEY,..."
+            )
     return Reading(records=True, format=args.format)
 
 
 def encoder_of(
     args: argparse.Namespace, files: Sequence[Path], reading: Reading, console: Console
 ) -> ConversationEncoder:
-    """Creates the encoder, and prints the detected layout and template in one line.
+    """Returns the encoder of conversations, and prints the detected layout and template in one line.
 
     Args:
-        files: result of `find_files`.
+        files: the input files, from which the layout is detected.
 
     Raises:
-        UserError: invalid options, an unknown layout, or no chat template.
+        UserError: an option is invalid, the layout is unknown, or no chat template is found.
     """
     from datetime import date
 
@@ -97,15 +106,15 @@ def encoder_of(
 
     folder = Path(args.tokenizer)
     if not folder.is_dir():
-        raise UserError("no such tokenizer folder; conversations need one with a tokenizer.json", folder)
+        raise UserError("no such folder; set --tokenizer to a folder with a tokenizer.json", folder)
     template = find_template(folder, args.chat_template)
     layout = _layout(args, files, reading)
     try:
         day = date.today() if args.date is None else date.fromisoformat(args.date)
     except ValueError:
-        raise UserError(f"--date {args.date}: not a date such as 2026-01-31") from None
+        raise UserError(f"--date {args.date}: not a date; write it as 2026-01-31") from None
     if args.overlong is not None and args.max_tokens is None:
-        raise UserError(f"--overlong {args.overlong} has no effect without --max-tokens N")
+        raise UserError(f"--overlong {args.overlong} has no effect without --max-tokens; add --max-tokens N")
     spec = ConversationSpec(
         tokenizer=folder,
         layout=layout,
@@ -131,7 +140,7 @@ def encoder_of(
 
 
 def report_lengths(out: str | Path, console: Console) -> None:
-    """Prints the lengths of a new store's documents, and the fraction of tokens that are trained on."""
+    """Prints the document lengths of a new store, and the fraction of its tokens that are trained on."""
     import numpy as np
 
     from weft.data.inspect import sample_array
@@ -160,9 +169,11 @@ def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -
     for pair in filter(None, (args.fields or "").split(",")):
         name, equals, key = pair.partition("=")
         if not (name.strip() and equals and key.strip()):
-            raise UserError(f"--fields {args.fields}: must be NAME=KEY, separated by commas, such as input=question")
+            raise UserError(
+                f"--fields {args.fields}: must be NAME=KEY pairs separated by commas, such as input=question"
+            )
         fields[name.strip()] = key.strip()
-    if Path("-") in files:  # it can be read only once
+    if Path("-") in files:  # the standard input can be read only once
         if args.layout is None:
             raise UserError(f"the layout of standard input cannot be detected; give --layout {'|'.join(LAYOUTS)}")
         return choose_layout([], args.layout, fields)
@@ -193,5 +204,5 @@ def _variables(text: str | None) -> dict[str, Any]:
     except ValueError:
         variables = None
     if not isinstance(variables, dict):
-        raise UserError(f"--template-variables {text}: not a JSON object")
+        raise UserError(f'--template-variables {text}: not a JSON object; write it as {{"name": value}}')
     return variables

@@ -18,19 +18,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder with one pair; nanoGPT's .bin; Modalities' .pbin; folders of LitData and MDS. Never executes anything "
         "from these files. --to weft needs the vocabulary: --tokenizer, or --vocab-size and --eod."
     )
-    parser.add_argument("input", metavar="INPUT", help="a token store")
+    parser.add_argument("input", metavar="INPUT", help="the token store to convert")
     parser.add_argument("--to", required=True, choices=FORMATS[:4], help="format to write")
-    parser.add_argument("--out", required=True, metavar="OUT", help="a folder (weft), a prefix (megatron), a file")
+    parser.add_argument(
+        "--out", required=True, metavar="OUT", help="output: a folder (weft), prefix (megatron) or file"
+    )
     parser.add_argument("--from", dest="source", choices=FORMATS, help="format of INPUT (default: detected)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="the tokenizer of the ids")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="an id that is not below it is an error")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer that created the ids")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size; ids of N and above are errors")
     parser.add_argument("--eod", type=int, metavar="ID", help="id of the end-of-document token")
     parser.add_argument(
         "--recut",
         action="store_true",
         help="ignore the documents of INPUT and split its tokens after each end-of-document token",
     )
-    parser.add_argument("--dtype", metavar="TYPE", help="of the ids in nanoGPT's .bin (default: uint16) or in MDS")
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="dtype of the ids in nanoGPT's .bin (default: uint16) or in MDS"
+    )
     parser.add_argument("--field", metavar="NAME", help="column of the ids in MDS (default: tokens or input_ids)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
 

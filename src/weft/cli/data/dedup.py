@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind.add_argument("--exact", action="store_true", help="remove documents with the same ids (default)")
     kind.add_argument("--near", action="store_true", help="also remove documents that share most n-grams (MinHash)")
     parser.add_argument("--threshold", type=float, metavar="F", help="with --near: minimum similarity (default: 0.8)")
-    parser.add_argument("--ngram", type=int, metavar="N", help="with --near: tokens of an n-gram, 1 to 64 (default: 5)")
+    parser.add_argument("--ngram", type=int, metavar="N", help="with --near: tokens per n-gram, 1 to 64 (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("threshold", "ngram"):
         if getattr(args, name) is not None and not args.near:
-            raise UserError(f"--{name}: applies to near duplicates only; add --near, or leave it out")
+            raise UserError(f"--{name}: applies to near duplicates only; add --near, or remove --{name}")
     from weft.data.stores.operations.dedup import dedup
 
     return run_operation(

@@ -12,12 +12,22 @@ GROUP = "work"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_arguments(parser, seed=False)
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="minimum length, without the end-of-document token")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum length")
+    parser.add_argument(
+        "--min-tokens",
+        type=int,
+        metavar="N",
+        help="minimum length of a document in tokens, without the end-of-document token",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum length of a document in tokens, without the end-of-document token",
+    )
     parser.add_argument(
         "--function",
         metavar="MODULE:NAME",
-        help="returns whether to keep a document: name(ids), or name(text), which needs --tokenizer",
+        help="a function that returns whether to keep a document: name(ids), or name(text), which needs --tokenizer",
     )
 
 

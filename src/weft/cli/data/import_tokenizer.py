@@ -17,21 +17,27 @@ GROUP = "make"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "SOURCE is a SentencePiece .model (BPE or unigram), a tiktoken rank file, a tokenizer.json or its folder. The "
-        "ids are compared with those of the original library. The end-of-document token is --eod, or the one that a "
-        "SentencePiece model or a tokenizer's folder states."
+        "ids are compared with those of the original library. The end-of-document token is --eod, or the token that "
+        "a SentencePiece model or a tokenizer's folder defines."
     )
     parser.add_argument("source", metavar="SOURCE", help="the tokenizer to import")
     parser.add_argument("--out", required=True, metavar="DIR", help="the tokenizer's folder")
-    parser.add_argument("--eod", metavar="TOKEN", help="the end-of-document token: in the vocabulary, or a --special")
+    parser.add_argument(
+        "--eod",
+        metavar="TOKEN",
+        help="the end-of-document token; it must be in the vocabulary, or be given with --special",
+    )
     parser.add_argument(
         "--pattern",
         metavar="NAME",
-        help="for tiktoken, how text is split into words: gpt2, cl100k, o200k, llama3, qwen2, or a regex",
+        help="for tiktoken: the pattern that splits text into words: gpt2, cl100k, o200k, llama3, qwen2, or a regex",
     )
     parser.add_argument(
-        "--special", action="append", default=[], metavar="TOKEN[=ID]", help="adds a special token; may be repeated"
+        "--special", action="append", default=[], metavar="TOKEN[=ID]", help="adds a special token; can be repeated"
     )
-    parser.add_argument("--check", nargs="+", default=[], metavar="FILE", help="more texts to compare the ids on")
+    parser.add_argument(
+        "--check", nargs="+", default=[], metavar="FILE", help="more text files on which ids are compared"
+    )
     parser.add_argument("--allow-differences", action="store_true", help="write the tokenizer even if ids differ")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 
@@ -52,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     imported = _convert(source, args)
     eod = args.eod or imported.eod
     if eod is None:
-        raise UserError("states no end-of-document token; name it: --eod TOKEN", source)
+        raise UserError("has no end-of-document token; set it with --eod TOKEN", source)
     compared = _compare(imported, source, args, console)
     settings, extra_files = None, []
     if source.suffix == ".json":
@@ -62,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     vocabulary = imported.content["model"]["vocab"]
     known |= vocabulary.keys() if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
     if eod not in known:
-        raise UserError(f"--eod {eod}: not in its vocabulary; --special {eod} adds it", source)
+        raise UserError(f"--eod {eod}: not in the vocabulary; add it with --special {eod}", source)
     content = json.dumps(imported.content, ensure_ascii=False, indent=1)
     write_folder(content, eod, out, settings=settings, extra_files=extra_files)
     header = read_tokenizer_header(out)
@@ -83,24 +89,30 @@ def _compare(imported: Imported, source: Path, args: argparse.Namespace, console
     texts = [*TEST_TEXTS, "\n".join(TEST_TEXTS), *(piece for file in args.check for piece in _read_pieces(Path(file)))]
     differing, compared = compare_ids(imported, texts)
     if differing:
-        what = f"ids differ from {library}'s on {len(differing)} of {compared:,} texts, such as {differing[0][:60]!r}"
+        what = (
+            f"ids differ from those of {library} on {len(differing)} of {compared:,} texts, "
+            f"such as {differing[0][:60]!r}"
+        )
         if not args.allow_differences:
-            raise UserError(f"{what}; nothing was written, use --allow-differences to write it anyway", source)
+            raise UserError(f"{what}; nothing was written; use --allow-differences to write it anyway", source)
         console.warning(what)
     if "unigram" in imported.kind:
         console.warning(
-            f"ids may differ from {library}'s if a character occurs three times or more in a row ('000', '....'): a "
-            "unigram model can split it in several equally probable ways; --check FILE compares them on your texts"
+            f"ids can differ from those of {library} if a character occurs three times or more in a row ('000', '...'); "
+            "a unigram model can split such runs in several equally probable ways; compare the ids on your texts with "
+            "--check FILE"
         )
     edge_cases, _ = compare_ids(imported, EDGE_CASES)
     if edge_cases:
         examples = ", ".join(ascii(text[:12]) for text in edge_cases)
-        console.warning(f"ids may differ from {library}'s on {examples} and the like")
-    return f"; ids equal {library}'s on {compared - len(differing):,} of {compared:,} texts" if compared else ""
+        console.warning(
+            f"ids can differ from those of {library} on texts such as {examples}; use --check FILE for your texts"
+        )
+    return f"; ids equal those of {library} on {compared - len(differing):,} of {compared:,} texts" if compared else ""
 
 
 def _convert(source: Path, args: argparse.Namespace) -> Imported:
-    """Converts the tokenizer, by the type of its file."""
+    """Converts a tokenizer file according to its suffix."""
     from weft.data.tokenizers.import_tokenizer import from_folder, from_sentencepiece, from_tiktoken
     from weft.errors import UserError
 
@@ -109,40 +121,40 @@ def _convert(source: Path, args: argparse.Namespace) -> Imported:
         return from_folder(source, special)
     if source.suffix == ".model":
         if special:
-            raise UserError("--special: first import the model, then add special tokens to the resulting folder")
+            raise UserError("--special: import the model first, then import the resulting folder with --special")
         return from_sentencepiece(source)
     if args.pattern is None:
-        what = "a rank file does not state how text is split: give --pattern (gpt2, cl100k, o200k, ... or a regex)"
+        what = "a rank file does not define how text is split; give --pattern (gpt2, cl100k, o200k, ... or a regex)"
         raise UserError(what, source)
     return from_tiktoken(source, args.pattern, special)
 
 
 def _find_file(path: Path) -> Path:
-    """Returns the tokenizer's file, which may be in the folder `path`."""
+    """Returns the tokenizer's file: `path`, or the file in the folder `path`. Raises UserError if it does not exist."""
     from weft.errors import UserError
 
     if path.is_dir():
         candidates = [path / "tokenizer.json", *sorted(path.glob("*.model")), *sorted(path.glob("*.tiktoken"))]
         path = next((file for file in candidates if file.exists()), path / "tokenizer.json")
     if not path.exists():
-        raise UserError("no such file; name a .model, a rank file or a tokenizer.json", path)
+        raise UserError("no such file; name a SentencePiece .model, a tiktoken rank file or a tokenizer.json", path)
     return path
 
 
 def _parse_special(text: str) -> tuple[str, int | None]:
-    """Parses TOKEN or TOKEN=ID."""
+    """Parses TOKEN or TOKEN=ID to a token and its id; None if the id is missing."""
     token, equals, id = text.rpartition("=")
     return (token, int(id)) if equals and token and id.isdecimal() else (text, None)
 
 
 def _read_pieces(file: Path) -> list[str]:
-    """Reads a text file in pieces of 10,000 characters."""
+    """Returns the content of a text file in pieces of 10,000 characters."""
     from weft.errors import UserError
 
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}; --check names text files", file) from None
+        raise UserError(f"cannot be read: {error.strerror}; --check needs text files", file) from None
     except UnicodeDecodeError:
-        raise UserError("not UTF-8; --check names text files", file) from None
+        raise UserError("not UTF-8; --check needs UTF-8 text files", file) from None
     return [text[i : i + 10_000] for i in range(0, len(text), 10_000)]

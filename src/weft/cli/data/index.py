@@ -13,8 +13,8 @@ GROUP = "make"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes FILE.index.npy: the byte offsets of the documents of a JSON-lines file (uint64; the last one is the "
-        "size of the file). Blank lines are not documents. In Python, weft.data.sources.index.JsonLines('FILE')[7] "
+        "Writes FILE.index.npy: the byte offsets of the documents of a JSON-lines file (uint64; the last offset is "
+        "the size of the file). Blank lines are not documents. In Python, weft.data.sources.index.JsonLines('FILE')[7] "
         "returns a record."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON-lines files, folders of these, or patterns")
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         form, compression = detect_format(path)
         lines = form == "jsonl" or (form == "json" and is_json_lines(str(path)))
         if compression or not lines or not path.is_file():
-            why = "compressed: unpack it" if compression else "not JSON lines (.jsonl, .ndjson, .jl, .json)"
+            why = "compressed: decompress it" if compression else "not JSON lines (.jsonl, .ndjson, .jl, .json)"
             raise UserError(f"{why}; an index needs a plain JSON-lines file", path)
     console = Console()
     done = 0

@@ -1,4 +1,4 @@
-"""The arguments that select and read documents, shared by several verbs."""
+"""Defines the arguments that select and read documents, which several subcommands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ saved, or - for the standard input. Each file is read once. Links are followed. 
 links, pipes, token stores and tokenizers are skipped and counted.
 
 The format is detected from the file name: .jsonl (one object per line), .json (a list of objects), .parquet, .arrow,
-.csv and .tsv hold records, whose text is given by --field or --template. All other files are text: one document per
+.csv and .tsv hold records, whose text --field or --template selects. All other files are text: one document per
 file, or several with --separator. JSON, text and CSV files may be compressed as .gz or .zst. Input that is not a
 document (broken JSON, a missing or null field, invalid UTF-8, ...) is always reported.
 """
@@ -26,7 +26,7 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> None:
-    """Adds the arguments. `records`: only those of verbs that read records."""
+    """Adds the arguments. `records`: whether to leave out the arguments that apply only to texts."""
     parser.description = ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")
@@ -42,15 +42,15 @@ def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> Non
             "--field",
             default="text",
             metavar="NAME",
-            help="the field of a record with its text (default: text); meta.text is a nested field",
+            help="the field of a record that contains the text (default: text); meta.text is a nested field",
         )
         parser.add_argument(
             "--template",
             metavar="TEXT",
-            help=r"a record's text from several fields: '{title}\n{content}'; {{ is a brace",
+            help=r"template of a record's text, with several fields: '{title}\n{content}'; {{ is a brace",
         )
         parser.add_argument(
-            "--separator", metavar="TEXT", help=r"the text between the documents of a text file: '\n\n'"
+            "--separator", metavar="TEXT", help=r"the text between the documents of a text file, such as '\n\n'"
         )
     parser.add_argument(
         "--on-error",
@@ -61,7 +61,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> Non
 
 
 def parse_reading(args: argparse.Namespace) -> Reading:
-    """Returns the options of `add_inputs` as a Reading; raises UserError for an invalid template or separator."""
+    """Returns the options of `add_inputs` as a Reading. Raises UserError if the template or separator is invalid."""
     from weft.data.sources import Reading
 
     if not hasattr(args, "field"):
@@ -81,15 +81,21 @@ def check_reading_options(args: argparse.Namespace, files: Sequence[Path]) -> No
 
     contents = contents_by_format(files, parse_reading(args))
     option = "--template" if args.template is not None else f"--field {args.field}" if args.field != "text" else None
-    remedy = "remove it, or give the --format of the inputs"
+    remedy = "remove this option, or set --format to the format of the inputs"
     if option is not None and set(contents.values()) == {"text"}:
-        raise UserError(f"{option}: applies to records, and all inputs are plain text; {remedy}")
+        raise UserError(f"{option}: applies to records, but all inputs are plain text; {remedy}")
     if args.separator is not None and "text" not in contents.values():
-        raise UserError(f"--separator: applies to plain text, and all inputs are {' and '.join(contents)}; {remedy}")
+        raise UserError(f"--separator: applies to plain text, but all inputs are {' and '.join(contents)}; {remedy}")
 
 
 def report_skipped(console: Console, skipped: Mapping[str, int], files: Sequence[str] = (), more: str = "") -> None:
-    """Warns about skipped files by reason, and names the first of `files`; `more`: where all of them are listed."""
+    """Warns about skipped files.
+
+    Args:
+        skipped: reason -> number of skipped files.
+        files: paths of the skipped files; the first three are named.
+        more: text that says where all paths are listed; added if some paths are not named.
+    """
     from weft.data.sources.find import format_counts
 
     if skipped:
@@ -98,5 +104,5 @@ def report_skipped(console: Console, skipped: Mapping[str, int], files: Sequence
 
 
 def unescape(text: str) -> str:
-    r"""Replaces \n, \r, \t and \\ in a command line argument; other backslashes stay."""
+    r"""Replaces \n, \r, \t and \\ in a command line argument; other backslashes are kept."""
     return re.sub(r"\\([nrt\\])", lambda match: ESCAPES[match[1]], text)

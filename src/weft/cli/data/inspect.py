@@ -11,7 +11,7 @@ GROUP = "look"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help="a token store's folder")
-    parser.add_argument("--tokenizer", metavar="DIR", help="decodes the samples")
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer that decodes the samples")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="number of documents to show (default: 2)")
     parser.add_argument("--verify", action="store_true", help="also verify all bytes, as `weft data verify` does")
 

@@ -13,8 +13,8 @@ GROUP = "work"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Concatenates token stores in the given order. All must have been packed with the same tokenizer. Merging the "
-        "shards 1/N to N/N of a pack gives the same bytes as a single pack."
+        "Concatenates token stores in the given order. All stores must have been packed with the same tokenizer. "
+        "Merging the shards 1/N to N/N of a pack gives the same bytes as a single pack."
     )
     parser.add_argument("stores", nargs="+", metavar="STORE", help="folders of token stores")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the merged store")
@@ -29,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     info = merge(args.stores, Path(args.out), overwrite=args.overwrite, console=console)
     console.result(
         f"{args.out}: {counted(info.documents, 'document')}, {counted(info.tokens, 'token')} "
-        f"of {counted(len(args.stores), 'store')}, {sum(info.rejected.values()):,} rejected"
+        f"from {counted(len(args.stores), 'store')}, {sum(info.rejected.values()):,} rejected"
     )
     return 0

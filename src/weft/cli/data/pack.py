@@ -31,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact", action="store_true", help="encode every document with the tokenizers library (slower)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="number of processes (default: all cores)")
-    parser.add_argument("--shard", metavar="I/N", help="pack only the I-th of N shares, which `weft data merge` joins")
+    parser.add_argument("--shard", metavar="I/N", help="pack only shard I of N; `weft data merge` joins the shards")
     parser.add_argument(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="encode on a Ray cluster that shares the folders (default: RAY_ADDRESS, or a new one on this machine)",
+        help="encode on a Ray cluster whose machines share the folders (without ADDRESS: the address in RAY_ADDRESS, "
+        "or else a new cluster on this machine)",
     )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing store, or the unfinished work of another pack"
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pack_documents(args: argparse.Namespace) -> int:
-    """Packs; may raise KeyboardInterrupt."""
+    """Packs the documents and prints a report. Raises KeyboardInterrupt if it is interrupted or terminated."""
     from weft.errors import UserError
 
     shard = parse_shard(args.shard)
@@ -98,7 +99,7 @@ def pack_documents(args: argparse.Namespace) -> int:
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:
-    """Parses `2/8`; raises UserError for an invalid share."""
+    """Parses a shard `I/N`, such as `2/8`. Raises UserError unless 1 <= I <= N."""
     if text is None:
         return None
     from weft.errors import UserError
@@ -110,7 +111,7 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
 
 
 def report(packed: Packed, out: str, console: Console) -> None:
-    """Prints what was packed, rejected and skipped."""
+    """Prints the numbers of packed, rejected and skipped documents, and warnings."""
     stored = packed.stored
     if packed.reason is not None:
         console.warning(f"all texts were encoded by the tokenizers library, which is slower: {packed.reason}")

@@ -13,8 +13,10 @@ GROUP = "work"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_arguments(parser)
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--documents", type=int, metavar="N", help="exact number (pairs, for preferences)")
-    size.add_argument("--fraction", type=float, metavar="F", help="fraction of all, above 0 and at most 1")
+    size.add_argument("--documents", type=int, metavar="N", help="number of documents to draw (for preferences: pairs)")
+    size.add_argument(
+        "--fraction", type=float, metavar="F", help="fraction of the documents to draw, above 0 and at most 1"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,8 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_store_arguments(parser, several=True)
     sizes = parser.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--fractions", type=float, nargs="+", metavar="F", help="one for each --out; they sum to 1")
-    sizes.add_argument("--validation", type=float, metavar="F", help="two splits, the second with this fraction")
+    sizes.add_argument(
+        "--fractions",
+        type=float,
+        nargs="+",
+        metavar="F",
+        help="fraction of the documents for each --out; the sum must be 1",
+    )
+    sizes.add_argument(
+        "--validation", type=float, metavar="F", help="write two splits; this is the fraction of the second split"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

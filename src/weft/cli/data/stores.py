@@ -1,4 +1,4 @@
-"""Arguments and output shared by the verbs that create a token store from another one."""
+"""Defines the arguments and output that all subcommands share which create a token store from another store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
     """Adds STORE, --out, --seed, --tokenizer and --overwrite.
 
     Args:
-        several: the verb writes several stores.
-        seed: the verb is random.
+        several: whether the subcommand writes several stores.
+        seed: whether the subcommand uses random numbers.
     """
     parser.add_argument("store", metavar="STORE", help="folder of a token store")
     if several:
@@ -27,7 +27,11 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
         parser.add_argument("--out", required=True, metavar="DIR", help="folder of the new store")
     if seed:
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="count the bytes of text, which bits per byte need")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="the store's tokenizer, to count the bytes of text (needed for bits per byte)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing store")
 
 
@@ -55,5 +59,5 @@ def run_operation(
             f"{store.path}: {counted(total, 'document')} = {kept}{left}; {counted(info.tokens, 'token')}; {time}"
         )
     if any(store.info.bytes is None for store in stores):
-        console.line("the number of bytes of text is unknown; --tokenizer DIR counts them (bits per byte need it)")
+        console.line("the number of bytes of text is unknown; --tokenizer DIR counts them (needed for bits per byte)")
     return 0

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="a special token in addition to <|endoftext|>; may be repeated",
+        help="a special token in addition to <|endoftext|>; can be repeated",
     )
     parser.add_argument(
         "--max-bytes",
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return train_tokenizer(args)
     except KeyboardInterrupt:
-        print("interrupted; nothing was left", file=sys.stderr, flush=True)
+        print("interrupted; nothing was written", file=sys.stderr, flush=True)
         train = sys.modules.get("weft.data.tokenizers.train")
         if train is not None and train.is_running():
             # The library still counts pairs in a thread, and would crash if the interpreter exited normally.
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Trains; may raise KeyboardInterrupt."""
+    """Trains the tokenizer and prints a report. Raises KeyboardInterrupt if it is interrupted."""
     from weft.data.documents import Counts
     from weft.data.output_folder import TOKENIZER, check_out
     from weft.data.sources import find_files, read_all
@@ -97,7 +97,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     report_skipped(console, counts.skipped_files + files.skipped, skipped)
     if size < args.vocab_size:
         console.warning(
-            f"the text has pairs for {size:,} tokens only, not {args.vocab_size:,}; the vocabulary size is {size:,}"
+            f"the text is enough for only {size:,} tokens, not {args.vocab_size:,}; the vocabulary size is {size:,}"
         )
     console.result(
         f"{out}: {size:,} tokens, from {counted(used.documents, 'document')} ({byte_size(used.bytes, 'MB')})"
@@ -107,7 +107,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
 @dataclass
 class _Used:
-    """Counts the bytes on disk that were read, and the documents that are trained on."""
+    """Counts the bytes that were read from disk, and the documents that are trained on."""
 
     read: int = 0
     documents: int = 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from weft.headers import TOKENIZER_CONFIG_FILES, tokenizer_file
 
-TEMPLATES = "additional_chat_templates"  # further templates, as NAME.jinja
+TEMPLATES = "additional_chat_templates"  # folder of further chat templates: NAME.jinja
 
 
 def copy_tokenizer(path: str | Path, into: Path) -> None:
-    """Copies the tokenizer's files into a folder, and no other files of its folder (such as a model's weights)."""
+    """Copies the files of a tokenizer into a folder, but not other files next to them, such as a model's weights."""
     file = tokenizer_file(path)
     into.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, into / "tokenizer.json")

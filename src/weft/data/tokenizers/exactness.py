@@ -1,7 +1,7 @@
-"""Decides which tokenizers and texts gigatoken may encode: those for which its ids equal those of `tokenizers`.
+"""Decides which tokenizers and texts the fast library gigatoken can encode with the same ids as `tokenizers`.
 
-Only tokenizers whose components are all listed below are supported, and of their texts, only those whose characters
-both libraries classify equally. The tests compare the two libraries over all code points in many contexts.
+gigatoken is used only for tokenizers whose components are all listed below, and only for texts whose characters both
+libraries classify equally. The tests compare the two libraries over all code points in many contexts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PATTERNS = {
 }
 # The regex for which gigatoken behaves like `cl100k` above (and like tiktoken); `tokenizers` interprets it differently.
 _FOR_GIGATOKEN = {PATTERNS["cl100k"]: PATTERNS["cl100k"].replace(r"|\s+\z", "")}
-# Where a text can be split without changing its ids: in every pattern above, a blank can only begin a word. Large
-# documents are split, so that for one doubtful character only a piece is encoded by the slow library.
+# Matches where a text can be split without changing its ids: in every pattern above, a blank can only begin a word.
+# Large documents are split, so that the slow library encodes only the pieces with doubtful characters.
 WORD_START = re.compile(r"(?<=\S)(?= \S)")
 PIECE = 32_768  # characters
 # Separates texts that are encoded in one call; longer than any word that gigatoken looks up in its vocabulary.
@@ -57,17 +57,17 @@ _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "p
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to encode with gigatoken, such that the ids equal those of a tokenizer.json.
+    """The settings with which the ids of gigatoken equal the ids of a tokenizer.json.
 
     Attributes:
         json: a tokenizer.json for gigatoken, reduced to the relevant fields and without added tokens.
-        by_words: byte-level BPE on words, so that texts can be joined and split. Otherwise BPE with byte fallback on
-            complete texts.
-        nfc: texts must be in Unicode normalization form C.
+        by_words: whether the tokenizer is a byte-level BPE on words, so that texts can be joined and split. Otherwise,
+            it is a BPE with byte fallback on complete texts.
+        nfc: whether texts must be in Unicode normalization form C.
         separator: the id of SEPARATOR.
-        first, then: texts of the added tokens, in the order in which `tokenizers` matches them: `first` in the text,
-            `then` in the rest. Both are empty if `reference_only` is not.
-        reference_only: texts of added tokens that only `tokenizers` handles (those that strip blanks, ...).
+        first, then: texts of the added tokens. `tokenizers` first matches `first` in the text, then `then` in the text
+            between the matches. Both are empty if `reference_only` is not empty.
+        reference_only: texts of added tokens that only `tokenizers` handles (tokens that strip blanks, ...).
     """
 
     json: bytes
@@ -80,12 +80,12 @@ class Recipe:
 
 
 def make_recipe(content: Any) -> Recipe | str:
-    """Returns the recipe for a tokenizer.json, or why gigatoken cannot be used ("its normalizer is ..., which ...")."""
+    """Returns the recipe for the content of a tokenizer.json; or why gigatoken cannot be used, for messages."""
     model = content["model"]
     if model.get("type") != "BPE":
-        return f"its model is {model.get('type')}, and gigatoken does BPE only"
+        return f"the model is {model.get('type')}, but gigatoken supports only BPE"
     if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        return "its BPE has dropout, a prefix or a suffix"
+        return "the BPE model has dropout, a prefix or a suffix"
     merges, vocabulary = model["merges"], model["vocab"]
     pairs = merges if not merges or isinstance(merges[0], list) else [m.split(" ", 1) for m in merges]
     by_words = not model.get("byte_fallback")
@@ -95,13 +95,13 @@ def make_recipe(content: Any) -> Recipe | str:
     pre_tokenizer, normalizer, nfc = steps
     byte_level = _BYTES.issuperset("".join(vocabulary)) or _BYTES.issuperset("".join(_without_added(content)))
     if by_words and not (vocabulary.keys() >= _BYTES and byte_level):
-        return "its vocabulary is not byte-level"
+        return "the vocabulary is not byte-level"
     if not by_words and not vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}:
-        return "its vocabulary lacks some bytes"
+        return "the vocabulary lacks some of the 256 bytes"
     ranks = np.fromiter((vocabulary[a + b] for a, b in pairs), np.int64, len(pairs))
     if not (np.diff(ranks) > 0).all():
         if len(set(map(tuple, pairs))) != len(pairs):
-            return "it lists a merge twice"
+            return "the model lists a merge twice"
         # gigatoken uses ids as ranks if they are plausible ranks, and then prefers the leftmost of two merges to one
         # token. A repeated merge, otherwise ignored, makes it use the order of the merges.
         pairs = [*pairs, pairs[0]]
@@ -132,7 +132,7 @@ def spell_bytes(token: bytes) -> str:
 
 
 def _without_added(content: Any) -> list[str]:
-    """Returns the vocabulary without added tokens, whose texts need not be byte-level."""
+    """Returns the vocabulary without the added tokens, because the texts of these need not be byte-level."""
     added = {token["content"] for token in content.get("added_tokens") or []}
     vocabulary = content["model"]["vocab"]
     # An added token in the vocabulary with the same bytes as another word would hide that word.
@@ -141,16 +141,19 @@ def _without_added(content: Any) -> list[str]:
 
 
 def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
-    """For BPE on words: returns the pre-tokenizer, no normalizer, and whether texts must be NFC; or why not."""
+    """Returns, for BPE on words, the pre-tokenizer, no normalizer, and whether texts must be in NFC.
+
+    If gigatoken cannot be used, returns the reason.
+    """
     normalizer = content.get("normalizer")
     parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
     kinds = {part["type"] for part in parts if part}
     if kinds - {"NFC"}:
-        return f"its normalizer is {', '.join(sorted(kinds))}, which was not verified with gigatoken"
+        return f"the normalizer {', '.join(sorted(kinds))} was not verified with gigatoken"
     given: dict[str, Any] = content.get("pre_tokenizer") or {"type": "none"}
     parts: list[dict[str, Any]] = given["pretokenizers"] if given["type"] == "Sequence" else [given]
     last = parts[-1] if parts else {"type": "none"}
-    unknown = "its pre-tokenizer was not verified with gigatoken"
+    unknown = "the pre-tokenizer was not verified with gigatoken"
     if last["type"] != "ByteLevel" or last.get("add_prefix_space", True):
         return unknown
     if len(parts) == 1 and last.get("use_regex", True):
@@ -168,7 +171,10 @@ def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
 
 
 def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
-    """For BPE on complete texts, as in Llama 2: returns the pre-tokenizer, the normalizer and False; or why not."""
+    """Returns, for BPE on complete texts as in Llama 2, the pre-tokenizer, the normalizer and False.
+
+    If gigatoken cannot be used, returns the reason.
+    """
     normalizer, given = content.get("normalizer"), content.get("pre_tokenizer")
     parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
     if given in (None, _NO_BLANKS) and parts in ([_PREFIX, _BLANKS], [_BLANKS]):
@@ -182,13 +188,13 @@ def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
         and given.get("prepend_scheme") in {"always", "first", "never"}
     ):
         return given, None, False
-    return "its normalizer and pre-tokenizer were not verified with gigatoken"
+    return "the normalizer and the pre-tokenizer were not verified with gigatoken"
 
 
 def _match_order(
     added: list[Any], normalizes: bool, by_words: bool, pre_tokenizer: Any
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
-    """Returns `first`, `then` and `reference_only` of the recipe; or why gigatoken cannot be used."""
+    """Returns `first`, `then` and `reference_only` of the recipe; or the reason why gigatoken cannot be used."""
     texts = [token["content"] for token in added]
     if "" in texts:
         return "an added token is empty"
@@ -208,7 +214,7 @@ def _match_order(
 
 
 class CharacterCheck:
-    """Finds texts with characters that the libraries may classify differently.
+    """Finds texts with doubtful characters, which the two libraries possibly classify differently.
 
     A character is settled if it is assigned in Python's Unicode tables, which are older than those of both libraries:
     categories of assigned characters hardly ever change. Private use and blocks for pictographs are settled too.
@@ -221,7 +227,7 @@ class CharacterCheck:
         self._states = np.zeros(0x110000, np.uint8)  # by code point, filled as characters occur
 
     def is_doubtful(self, text: str) -> bool:
-        """Whether only `tokenizers` may encode a text. Takes one or two nanoseconds per character, if not ASCII."""
+        """Whether `tokenizers` must encode a text. Takes one or two nanoseconds per character, if not ASCII."""
         if self._unused or not text or text.isascii():
             return False
         for start in range(0, len(text), 1_000_000):  # limits the temporary arrays, 8 bytes per character

@@ -13,11 +13,11 @@ import numpy as np
 
 from weft.data.tokenizers.exactness import SEPARATOR, CharacterCheck, Recipe, split_document
 
-PARALLEL_BYTES = 4 << 20  # per call, from which on gigatoken's threads are worth their start-up time of 0.2 s
+PARALLEL_BYTES = 4 << 20  # from this size of a call on, gigatoken's threads are worth their start-up of 0.2 s
 
 
 class FastEncoder:
-    """gigatoken with the recipe of a tokenizer, and the checks of texts that it can encode."""
+    """An encoder that uses gigatoken with the recipe of a tokenizer, and checks which texts gigatoken can encode."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -42,7 +42,7 @@ class FastEncoder:
             _ = self._gigatoken
         except (
             RuntimeError
-        ) as error:  # raised for everything that it cannot load; further lines locate the error in its source
+        ) as error:  # raised for all content that gigatoken cannot load; further lines refer to its source
             return str(error).partition("\n")[0]
         return None
 
@@ -55,11 +55,11 @@ class FastEncoder:
         return self._reference_only.search(text) is not None
 
     def split_document(self, text: str) -> list[str]:
-        """Splits a text into pieces that can be encoded independently, if possible."""
+        """Splits a text into pieces that can be encoded independently; one piece, if this is not possible."""
         return split_document(text) if self.recipe.by_words and not self.needs_reference(text) else [text]
 
     def split_added_tokens(self, text: str) -> list[tuple[str, bool]]:
-        """Splits a text into pieces; True marks those that are added tokens."""
+        """Splits a text at added tokens. Returns the pieces, each with True if the piece is an added token."""
         pieces = [(text, False)]
         for pattern in self._splits:
             new: list[tuple[str, bool]] = []
@@ -70,7 +70,10 @@ class FastEncoder:
         return pieces
 
     def encode(self, texts: list[str], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the concatenated ids and the number of ids of each text. `eod`: appended to each text.
+        """Returns the concatenated ids of all texts, and the number of ids of each text.
+
+        Args:
+            eod: id to append to each text; None: no id is appended.
 
         Raises:
             RuntimeError: gigatoken cannot load the recipe (see `load_error`).
@@ -85,7 +88,7 @@ class FastEncoder:
         else:
             import gigatoken
 
-            # Its other functions that return many ids import awkward.
+            # Other functions of gigatoken that return many ids import the `awkward` library.
             ids = self._gigatoken.encode_batch_padded(gigatoken.BytesSource(data), pad_id=0)[0][0]
         ends = np.flatnonzero(ids == self.recipe.separator)
         lengths = np.diff(ends, prepend=-1)
@@ -101,12 +104,20 @@ def one_thread() -> bool:
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches the leftmost of `texts`, and the longest at one position, as `tokenizers` does."""
+    """Returns a pattern that matches one of `texts` as `tokenizers` does.
+
+    The leftmost text matches; of several texts at one position, the longest.
+    """
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 
 
 def concatenate_ids(rows: list[list[np.ndarray]], eod: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenates the ids of texts, each given in pieces; appends `eod` to each. Also returns each text's length."""
+    """Returns the concatenated ids of all texts, and the number of ids of each text.
+
+    Args:
+        rows: the ids of each text, as a list of pieces.
+        eod: id to append to each text; None: no id is appended.
+    """
     if eod is not None:
         end = np.array([eod], np.uint32)
         rows = [[*row, end] for row in rows]

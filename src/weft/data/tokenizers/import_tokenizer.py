@@ -1,4 +1,4 @@
-"""Converts SentencePiece models and tiktoken rank files to tokenizer.json, and compares the ids of both libraries."""
+"""Converts SentencePiece models and tiktoken rank files to tokenizer.json, and compares the resulting ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.files import read_json
 from weft.headers import read_tokenizer_header
 
 EXTRA = "pip install 'weft-train[tokenizers]'"
-# For comparisons: blanks, line ends, digits, scripts, marks, emoji, control characters, runs.
+# Texts for comparing ids: blanks, line ends, digits, scripts, marks, emoji, control characters, runs.
 TEST_TEXTS = [
     "",
     " ",
@@ -58,11 +58,11 @@ class Imported:
     """A converted tokenizer.
 
     Attributes:
-        content: of tokenizer.json.
-        kind: what it was converted from, for messages.
-        eod: the end-of-document token of the original; None: it states none.
-        library: the name of the original library.
-        encode: encodes with the original library; None: there is nothing to compare with.
+        content: content of tokenizer.json.
+        kind: what the tokenizer was converted from, for messages.
+        eod: end-of-document token of the original tokenizer; None: the original tokenizer has no such token.
+        library: name of the original library.
+        encode: function that encodes a text with the original library; None: the ids cannot be compared.
     """
 
     content: dict[str, Any]
@@ -73,7 +73,14 @@ class Imported:
 
 
 def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
-    """Adds special tokens to a tokenizer.json; raises UserError for an id that is taken or leaves an invalid gap."""
+    """Adds special tokens to a tokenizer.json.
+
+    Args:
+        special: special tokens and their ids; None: the next free id.
+
+    Raises:
+        UserError: an id is taken, or leaves a gap that the model does not allow.
+    """
     header, content = read_tokenizer_header(file), read_json(file)
     vocabulary = content["model"]["vocab"]
     ids = vocabulary if isinstance(vocabulary, dict) else {piece: id for id, (piece, _) in enumerate(vocabulary)}
@@ -92,28 +99,31 @@ def from_sentencepiece(file: Path) -> Imported:
     """Converts a SentencePiece model (Kudo and Richardson, 2018; BPE or unigram).
 
     Raises:
-        UserError: sentencepiece or protobuf is missing; not a model; a model that tokenizer.json cannot express.
+        UserError: sentencepiece or protobuf is not installed, `file` is not a SentencePiece model, or tokenizer.json
+            cannot express the model.
     """
     try:
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise UserError(f"SentencePiece models need {error.name}: {EXTRA}", file) from None
+        raise UserError(f"SentencePiece models need {error.name}; install it: {EXTRA}", file) from None
     protocol: Any = sentencepiece_model_pb2  # its classes are created on import
     model = protocol.ModelProto()
     try:
         model.ParseFromString(file.read_bytes())
         processor = sentencepiece.SentencePieceProcessor(model_proto=file.read_bytes())
     except Exception as error:  # DecodeError of either protobuf implementation, RuntimeError of sentencepiece
-        raise UserError(f"not a SentencePiece model ({type(error).__name__})", file) from None
+        raise UserError(f"not a SentencePiece model ({type(error).__name__}); check the path", file) from None
     spec, rules = model.trainer_spec, model.normalizer_spec
     if spec.model_type not in (spec.UNIGRAM, spec.BPE):
         raise UserError("a word or character model; only BPE and unigram models can be imported", file)
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
-        raise UserError("keeps blanks after words or unescaped, which tokenizer.json cannot express", file)
+        raise UserError(
+            "keeps blanks after words or unescaped, which tokenizer.json cannot express; import another model", file
+        )
     unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
     if unknown is None:  # an empty file parses as a model without pieces
-        raise UserError("not a SentencePiece model (it has no unknown piece)", file)
+        raise UserError("not a SentencePiece model (the unknown piece is missing); check the path", file)
     added = [
         _added_token(id, piece.piece, special=piece.type != piece.USER_DEFINED)
         for id, piece in enumerate(model.pieces)
@@ -169,7 +179,7 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
         special: special tokens and their ids; None: the next free id.
 
     Raises:
-        UserError: tiktoken is missing; not a rank file; a broken regex; an id that is taken.
+        UserError: tiktoken is not installed, `file` is not a rank file, `pattern` is not a regex, or an id is taken.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -178,10 +188,15 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error):
-        raise UserError("not a rank file: each line is a token in base64 and its rank", file, len(ranks) + 1) from None
+        raise UserError(
+            "not a tiktoken rank file: each line must be a base64 token and its rank", file, len(ranks) + 1
+        ) from None
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise UserError(f"lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}; not a rank file", file)
+        raise UserError(
+            f"lacks {len(missing)} of the 256 bytes, such as 0x{missing[0]:02X}; use a tiktoken rank file",
+            file,
+        )
     specials = assign_ids(special, set(ranks.values()))
     regex = PATTERNS.get(pattern, pattern)
     try:
@@ -189,7 +204,7 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
 
         encoding = tiktoken.Encoding("imported", pat_str=regex, mergeable_ranks=ranks, special_tokens=specials)
     except ImportError as error:
-        raise UserError(f"tiktoken ranks need {error.name}: {EXTRA}", file) from None
+        raise UserError(f"tiktoken ranks need {error.name}; install it: {EXTRA}", file) from None
     except ValueError as error:
         raise UserError(f"--pattern: {error}; give a regex, or one of {', '.join(PATTERNS)}") from None
     words = {spell_bytes(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
@@ -208,22 +223,22 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
 
 
 def assign_ids(special: dict[str, int | None], taken: set[int]) -> dict[str, int]:
-    """Returns the ids of special tokens, the next free id for None; raises UserError if an id is taken."""
+    """Returns the ids of special tokens. None becomes the next free id. Raises UserError if an id is in `taken`."""
     assigned: dict[str, int] = {}
     for token, id in special.items():
         if id is None:
             id = max([*taken, *assigned.values()], default=-1) + 1
         elif id in taken or id in assigned.values():
-            raise UserError(f"--special {token}={id}: this id is taken; give a free id, or none")
+            raise UserError(f"--special {token}={id}: this id is taken; use a free id, or only --special {token}")
         assigned[token] = id
     return assigned
 
 
 def compare_ids(imported: Imported, texts: Iterable[str]) -> tuple[list[str], int]:
-    """Compares the ids with those of the original library.
+    """Compares the ids of the converted tokenizer with the ids of the original library.
 
-    Texts that contain a special token are left out: `tokenizers` encodes that token, SentencePiece never does. Other
-    added tokens are tested in additional texts.
+    Texts that contain a special token are not compared, because `tokenizers` encodes special tokens and SentencePiece
+    never does. Other added tokens are tested in additional texts.
 
     Returns:
         The texts whose ids differ, and the number of texts that were compared.
@@ -247,7 +262,8 @@ def compare_ids(imported: Imported, texts: Iterable[str]) -> tuple[list[str], in
 def _bpe(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **options: Any) -> dict[str, Any]:
     """Returns the BPE `model` of a tokenizer.json.
 
-    The merges are all pairs of tokens that form a token, by its rank; for one token, the longest left token first.
+    The merges are all pairs of tokens that form a token, sorted by the rank of the formed token. Pairs that form the
+    same token are sorted by the length of the left token, longest first.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):

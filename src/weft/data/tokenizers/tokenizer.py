@@ -1,4 +1,4 @@
-"""Converts text to ids and back: the ids of the `tokenizers` library, at the speed of gigatoken."""
+"""Converts text to ids and back: with the ids of the `tokenizers` library, at the speed of the gigatoken library."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ PROBE = (
     "½ ² ٣ Ⅷ 一二 \0\7\x85\xa0\u2028\u3000\u200d \ufeff\ufffd --- ==== //// ..... 'S'T \n x\n y  z"
 )
 CHECKED_CHARACTERS = 60_000
-REFERENCE_CHARACTERS = 1_000_000  # per call of `tokenizers`, whose encodings take 100 bytes per token
-BLANKS = ("\u0120", "\u2581")  # a leading blank in a token: byte-level, SentencePiece
+REFERENCE_CHARACTERS = 1_000_000  # characters per call of `tokenizers`, which needs 100 bytes of memory per token
+BLANKS = ("\u0120", "\u2581")  # spelling of a leading blank: in byte-level tokens, in SentencePiece tokens
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, its ids, and the ids that may come first after it (None: any)."""
+    """A text for a model to continue.
+
+    Attributes:
+        text: the text without the blank that the first new token adds.
+        ids: ids of the text.
+        first: ids that are allowed as the first new token; None: all ids.
+    """
 
     text: str
     ids: list[int]
@@ -41,8 +47,9 @@ class Prompt:
 
 
 class Tokenizer:
-    """A tokenizer: a folder with `tokenizer.json`, and with the end-of-document token as `eos_token` of
-    `tokenizer_config.json`.
+    """A tokenizer, loaded from a folder with `tokenizer.json` and `tokenizer_config.json`.
+
+    The end-of-document token is the `eos_token` of `tokenizer_config.json`.
 
     >>> tokenizer = weft.Tokenizer.load("tok")
     >>> tokenizer.decode(tokenizer.encode("Kalo mi"))
@@ -51,43 +58,43 @@ class Tokenizer:
     Truncation and padding of a tokenizer.json are ignored.
 
     Attributes:
-        path: the folder or the tokenizer.json.
+        path: path of the folder or of the tokenizer.json.
         vocab_size: number of tokens, including special tokens.
         eod_id: id of the end-of-document token.
         digest: sha256 of tokenizer.json.
-        exact: every text is encoded by `tokenizers`. The first batch may set it.
-        checked: gigatoken has been compared with `tokenizers`, or another process does so.
-        reason: why `exact` was set, if it was not requested.
+        exact: whether `tokenizers` encodes all texts. Set by the first batch if gigatoken returns different ids.
+        checked: whether gigatoken has been compared with `tokenizers`, or another process compares them.
+        reason: why `exact` was set, if the user did not request this.
     """
 
     def __init__(self, path: Path, *, exact: bool = False, checked: bool = False):
         self._header, self._content = header, _ = read_tokenizer(path)
         if header.eod_id is None:
-            remedy = f"name it: `weft data import-tokenizer {path} --eod TOKEN --out NEW`"
-            raise UserError(f"states no end-of-document token; {remedy}", path)
+            remedy = f"set it with `weft data import-tokenizer {path} --eod TOKEN --out NEW`"
+            raise UserError(f"has no end-of-document token; {remedy}", path)
         self.path, self.vocab_size, self.eod_id, self.digest = path, header.vocab_size, header.eod_id, header.digest
         self.exact, self.reason = exact, None
         self.checked = checked
 
     @classmethod
     def load(cls, path: str | Path, *, exact: bool = False, checked: bool = False) -> Tokenizer:
-        """Opens a tokenizer: its folder, or the tokenizer.json itself.
+        """Loads a tokenizer from its folder or its tokenizer.json.
 
         Args:
-            exact: encode every text with `tokenizers`.
-            checked: do not compare gigatoken with `tokenizers`, because another process does so.
+            exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
+            checked: skip the comparison of gigatoken with `tokenizers`, because another process compares them.
 
         Raises:
-            UserError: there is no tokenizer, it is broken, or it states no end-of-document token.
+            UserError: the tokenizer does not exist, is broken, or has no end-of-document token.
         """
         return cls(Path(path), exact=exact, checked=checked)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the ids of a text; `add_special_tokens`: including those that the tokenizer adds to a text."""
+        """Returns the ids of a text. `add_special_tokens`: include those that the tokenizer adds, such as `<s>`."""
         return self._reference.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
+        """Returns the text that `ids` represent; invalid UTF-8 becomes U+FFFD."""
         return self._reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
@@ -117,14 +124,14 @@ class Tokenizer:
             ids, lengths = fast.encode(texts, eod)
         if len(ids) and int(ids.max()) >= self.vocab_size:
             what = f"returned the id {int(ids.max())}, but has {self.vocab_size:,} tokens"
-            raise UserError(f"{what}; it is inconsistent, create it again", self.path)
+            raise UserError(f"{what}; the tokenizer is inconsistent: create it again", self.path)
         return ids, lengths
 
     def prompt(self, text: str) -> Prompt:
-        """Encodes a text to continue.
+        """Encodes a text for a model to continue.
 
-        A blank at the end is removed, and the first new token has to begin with a blank instead. In training, blanks
-        belong to the word after them, so that the model has hardly seen the token of a single blank.
+        A blank at the end is removed, and the first new token must begin with a blank instead. In training, a blank is
+        part of the token of the next word, so the model has rarely seen the token of a single blank.
         """
         if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
             first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))
@@ -138,7 +145,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Returns the ids of `<0x00>` to `<0xFF>`, if the decoder combines them to characters (SentencePiece)."""
+        """The ids of the tokens `<0x00>` to `<0xFF>`, if the decoder combines these to characters (SentencePiece)."""
         if b"ByteFallback" not in tokenizer_file(self.path).read_bytes():
             return frozenset()
         return frozenset(id for token, id in self._reference.get_vocab().items() if BYTE.fullmatch(token))
@@ -151,20 +158,26 @@ class Tokenizer:
         try:
             reference = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"the tokenizers library cannot read it ({error}); create it again", file) from None
+            raise UserError(
+                f"the tokenizers library cannot read this tokenizer ({error}); create it again", file
+            ) from None
         reference.no_truncation()
         reference.no_padding()
         eod = reference.token_to_id(self._header.eod_token or "")
         if eod != self.eod_id:
             raise UserError(
                 f"{self._header.eod_token!r} has id {self.eod_id} here, but {eod} in the tokenizers library; "
-                "it is inconsistent, create it again",
+                "the tokenizer is inconsistent: create it again",
                 file,
             )
         return reference
 
     def _checked_encoder(self, texts: list[str]) -> FastEncoder | None:
-        """Returns gigatoken if its ids are exact for PROBE and samples of the first batch; otherwise None."""
+        """Returns the gigatoken encoder; None if `tokenizers` must encode all texts.
+
+        The first call compares the ids of both libraries on PROBE and on samples of `texts`. If ids differ, it sets
+        `exact`.
+        """
         if self.exact:
             return None
         fast = self._fast_encoder
@@ -177,7 +190,7 @@ class Tokenizer:
             sample = [PROBE, *(text[:size] for text in texts[::step])]
             exact, _ = concatenate_ids([[row] for row in self._encode_exact(sample)])
             if fast.load_error is not None:
-                self.reason = f"gigatoken cannot load it: {fast.load_error}"
+                self.reason = f"gigatoken cannot load the tokenizer: {fast.load_error}"
             elif not np.array_equal(exact, self._encode_mixed(sample, self._find_mixed(sample, fast), fast)[0]):
                 self.reason = "gigatoken returned other ids than tokenizers for some of the first texts"
             self.exact = self.reason is not None
@@ -200,7 +213,7 @@ class Tokenizer:
     def _encode_mixed(
         self, texts: list[str], mixed: list[int], fast: FastEncoder, eod: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes texts, of which those at the indices `mixed` need `tokenizers` in full or in pieces."""
+        """Encodes texts with gigatoken. Texts at the indices `mixed` are encoded in part or in full by `tokenizers`."""
         rows: list[list[str | np.ndarray]] = [[text] for text in texts]
         for i in mixed:
             rows[i] = list(self._split_mixed(texts[i], fast))
@@ -211,7 +224,7 @@ class Tokenizer:
         )
 
     def _split_mixed(self, text: str, fast: FastEncoder) -> Iterator[str | np.ndarray]:
-        """Yields the pieces of a text: as str if gigatoken can encode them, otherwise their ids."""
+        """Yields the pieces of a text: the piece as str if gigatoken can encode it, otherwise the ids of the piece."""
         is_doubtful = fast.characters.is_doubtful
         if fast.needs_reference(text):
             yield from self._encode_exact([text])
@@ -224,7 +237,7 @@ class Tokenizer:
                     yield np.array([self._reference.token_to_id(part)], np.uint32) if added else part
 
     def _encode_exact(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        """Yields the ids of each text by `tokenizers`, in batches; large texts are split if this keeps the ids."""
+        """Yields the ids of each text from `tokenizers`. Large texts are split if this does not change the ids."""
         batch: list[str] = []
         characters = 0
         for text in texts:
@@ -245,15 +258,18 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes ids that arrive one at a time to complete characters. All pieces together equal `decode` of all ids."""
+    """Decodes ids that arrive one at a time, and returns only complete characters.
+
+    All returned pieces together equal the result of `decode` for all ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._ids: list[int] = []  # the last decoded ids, as context for the decoder, and the ids after them
-        self._decoded = 0  # the number of the former
+        self._decoded = 0  # number of the last decoded ids in `_ids`
 
     def step(self, id: int) -> str:
-        """Returns the new text after one more id; empty while a character is incomplete."""
+        """Adds an id and returns the new text; empty while a character is incomplete."""
         self._ids.append(id)
         # A run of byte tokens is decoded only if the complete run is valid UTF-8, so it is decoded at its end.
         return "" if id in self._tokenizer.byte_ids else self._new_text(last=False)

@@ -20,8 +20,9 @@ from weft.files import hidden_folder, report_write_errors
 
 THREAD = "weft-train-tokenizer"
 END_OF_DOCUMENT = "<|endoftext|>"
-LARGEST = 10_000_000  # tokens: the trainer allocates memory for all of them at its start
-# Characters. A word of more than twice this length is split: the time of merging is quadratic in the word length.
+LARGEST = 10_000_000  # largest vocabulary size: the trainer allocates memory for all tokens at the start
+# Number of characters. A word of more than twice this length is split, because the time of merging is quadratic in
+# the length of a word.
 LONG = 1000
 # Apart from a few characters, each word consists of letters, of white space or of signs.
 SIGNS = re.compile(r"(?:[^\w\s]|_)+")
@@ -34,7 +35,7 @@ def train(
     *,
     special: Sequence[str] = (),
 ) -> int:
-    """Trains a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and writes its folder atomically.
+    """Trains a byte-level BPE tokenizer (Sennrich et al., 2016; Radford et al., 2019), and writes it atomically.
 
     An existing tokenizer at `out` is replaced. The result is deterministic. Words of thousands of characters (base64, a
     line of dashes) are split into pieces of about 1,000; words of up to 1,000 characters are never split.
@@ -42,13 +43,15 @@ def train(
     Args:
         texts: the documents.
         vocab_size: number of tokens, including the 256 bytes and the special tokens.
-        special: special tokens after `<|endoftext|>`, such as those that delimit chat messages.
+        out: folder to write.
+        special: special tokens in addition to `<|endoftext|>`, such as tokens that delimit chat messages.
 
     Returns:
-        The resulting vocabulary size: less than `vocab_size` if the texts run out of pairs to merge.
+        The resulting vocabulary size. It is less than `vocab_size` if the texts have too few pairs to merge.
 
     Raises:
-        UserError: a size too small for the bytes and special tokens, a repeated special token, or no text.
+        UserError: `vocab_size` is too small for the bytes and special tokens, a special token is empty or repeated, or
+            all texts are empty.
     """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -78,7 +81,7 @@ def train(
 
     _run_in_thread(lambda stream: tokenizer.train_from_iterator(stream, trainer), pieces())
     if not any_text:
-        raise UserError("no text to learn from: all documents are empty; name others")
+        raise UserError("no text to learn from: all documents are empty; name other inputs")
     write_folder(tokenizer.to_str(pretty=True), END_OF_DOCUMENT, out, special=special)
     return tokenizer.get_vocab_size()
 
@@ -87,7 +90,9 @@ def check_size(vocab_size: int, special: Sequence[str]) -> None:
     """Raises UserError if the vocabulary size or the special tokens are invalid."""
     specials = [END_OF_DOCUMENT, *special]
     if len(set(specials)) < len(specials) or "" in specials:
-        raise UserError(f"--special: a token is empty or repeated ({END_OF_DOCUMENT} is always included)")
+        raise UserError(
+            f"--special: a token is empty or repeated; give each token once ({END_OF_DOCUMENT} is always included)"
+        )
     least = 256 + len(specials)
     if vocab_size < least:
         raise UserError(f"--vocab-size {vocab_size}: give at least {least}, for 256 bytes and {', '.join(specials)}")
@@ -98,7 +103,7 @@ def check_size(vocab_size: int, special: Sequence[str]) -> None:
 def split_long_words(text: str) -> Iterator[str]:
     """Splits a text into pieces in which no word is longer than about 2 * LONG characters; most texts are not split.
 
-    A longer word covers all characters between two consecutive multiples of LONG. The text is split at both.
+    A longer word covers all characters between two consecutive multiples of LONG. The text is split at both multiples.
     """
     begin = 0
     for start in range(0, len(text) - LONG + 1, LONG):
@@ -124,10 +129,10 @@ def write_folder(
     """Writes a tokenizer's folder atomically; replaces an existing tokenizer.
 
     Args:
-        content: of tokenizer.json.
+        content: content of tokenizer.json.
         eod: the end-of-document token.
         special: further special tokens.
-        settings: of tokenizer_config.json; `eos_token` is set to `eod`.
+        settings: content of tokenizer_config.json, in which `eos_token` is set to `eod`; None: default settings.
         extra_files: files to copy into the folder.
 
     Raises:
@@ -147,7 +152,7 @@ def write_folder(
 
 
 def _run_in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
-    """Reads texts in this thread and runs `work` on them in another, so that Ctrl-C does not wait for the library."""
+    """Reads texts in this thread and runs `work` on them in another, so that Ctrl-C need not wait for the library."""
     errors: list[BaseException] = []
     texts_queue: queue.Queue[str | None] = queue.Queue(256)
     canceled = threading.Event()
@@ -193,10 +198,10 @@ def is_running() -> bool:
 
 
 def subsample(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
-    """Yields evenly spaced texts of a stream, with about `most` bytes of UTF-8 in total.
+    """Yields evenly spaced texts of a stream, which have about `most` UTF-8 bytes in total.
 
     Args:
-        total: bytes of the files that are read; None: not known, so the first texts are taken.
+        total: number of bytes of the files that are read; None: unknown, and the first texts are taken.
         progress: returns the fraction of the files that has been read.
     """
     seen = taken = 0
