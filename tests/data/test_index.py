@@ -51,7 +51,7 @@ def test_records_by_number_from_anywhere(tmp_path):
     for number in (5, -6):
         with pytest.raises(IndexError):
             records[number]
-    with pytest.raises(UserError, match="document 3 is broken"):
+    with pytest.raises(UserError, match="document 3 is not valid JSON"):
         records[3]
     assert pickle.loads(pickle.dumps(records))[1] == {"n": 1}
 
@@ -113,7 +113,7 @@ def test_the_verb_indexes_many_files_and_knows_what_is_done(tmp_path, capsys):
     assert len(JsonLines(files[1])) == 1
     for name, data, told in (
         ("c.txt", b"x", "not JSON lines"),
-        ("c.jsonl.gz", b"x", "unpack it"),
+        ("c.jsonl.gz", b"x", "decompress it"),
         ("c.json", b"[\n]", "not JSON lines"),
     ):
         assert main(["data", "index", str(write(tmp_path / name, data))]) == 2

@@ -76,7 +76,7 @@ def test_stores_that_were_packed_otherwise_are_refused(tmp_path, inputs, tiny_to
     b = with_info(a, tmp_path / "b", **changes)
     assert main(["data", "merge", str(a), str(b), "--out", str(tmp_path / "merged")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"{b}: {told}")
+    assert error.startswith(f"{b}: has {told}")
     assert not (tmp_path / "merged").exists()
 
 
@@ -95,7 +95,7 @@ def test_missing_and_repeated_shards_are_told(tmp_path, inputs, tiny_tokenizer, 
     command = ["data", "merge", "--overwrite", "--out", str(tmp_path / "merged")]
     for numbers, told in (
         ((1, 2, 3), None),
-        ((1, 3), "2 are missing"),
+        ((1, 3), "missing shards: 2 of 3"),
         ((1, 2, 2, 3), "more than once"),
         ((2, 1, 3), "order"),
     ):

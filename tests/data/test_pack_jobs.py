@@ -273,10 +273,10 @@ def test_a_document_that_the_tokenizer_fails_on_is_named_or_left_out(tmp_path, t
     texts[47] = "RAISE"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     encoder = FailingEncoder(tiny_tokenizer)
-    with pytest.raises(UserError, match=r"in.jsonl:48: the tokenizer fails on it \(unexpected state\)"):
+    with pytest.raises(UserError, match=r"in.jsonl:48: the tokenizer fails on the text \(unexpected state\)"):
         pack([path], tmp_path / "s", encoder, workers=workers, range_bytes=RANGE)
     info = pack([path], tmp_path / "s", encoder, workers=workers, range_bytes=RANGE, on_error="skip").info
-    assert (info.documents, info.rejected) == (59, {"the tokenizer fails on it": 1})
+    assert (info.documents, info.rejected) == (59, {"the tokenizer fails on the text": 1})
     assert info.bytes == sum(map(len, texts)) - len("RAISE")
 
 
@@ -355,7 +355,7 @@ def test_a_full_disk_is_one_line_and_what_is_done_is_kept(tmp_path, inputs, undi
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        assert "cannot be written: File too large; the work is kept" in done.stdout
+        assert "cannot be written: File too large; fix this" in done.stdout
     assert not out.exists()
     packed = pack(inputs, out, tiny_tokenizer, on_error="skip", workers=1, range_bytes=RANGE)
     assert packed.bytes < packed.info.bytes

@@ -255,7 +255,7 @@ def test_a_quote_that_never_closes_says_up_to_where(tmp_path, monkeypatch, capsy
     (tmp_path / "a.csv").write_text('text\na\n"b\n' + "c\n" * 40)
     pack = ["data", "pack", "a.csv", "--tokenizer", str(tiny_tokenizer), "--out", "s"]
     assert main(pack) == 2
-    assert "a.csv:3: broken CSV (unexpected end of data, lines 3 to 43); fix it" in capsys.readouterr().err
+    assert "a.csv:3: broken CSV (unexpected end of data, lines 3 to 43); fix the input" in capsys.readouterr().err
     assert main([*pack, "--on-error", "skip"]) == 0
     assert [json.loads(line) for line in (tmp_path / "s" / "rejects.jsonl").read_text().splitlines()] == [
         {"path": "a.csv", "line": 3, "last_line": 43, "reason": "broken CSV"}

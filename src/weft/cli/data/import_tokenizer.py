@@ -98,7 +98,7 @@ def _compare(imported: Imported, source: Path, args: argparse.Namespace, console
         console.warning(what)
     if "unigram" in imported.kind:
         console.warning(
-            f"ids can differ from those of {library} if a character occurs three times or more in a row ('000', '...'); "
+            f"ids can differ from those of {library} if a character occurs 3 times or more in a row ('000', '...'): "
             "a unigram model can split such runs in several equally probable ways; compare the ids on your texts with "
             "--check FILE"
         )

@@ -159,7 +159,7 @@ def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
     lines = []
     if missing:
         named = ", ".join(map(str, missing))
-        lines.append(f"shards {named} of {total} are missing: the merged store is incomplete")
+        lines.append(f"missing shards: {named} of {total}; the merged store is incomplete")
     if len(set(numbers)) < len(numbers):
         lines.append("a shard is named more than once: the merged store repeats its documents")
     if numbers != sorted(numbers):
