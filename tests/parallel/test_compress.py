@@ -138,7 +138,7 @@ def test_fewer_bytes_and_a_falling_loss(runner):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        pytest.param({"dp_shard": 2}, "parallel.compress: it makes smaller what copies", id="one copy"),
+        pytest.param({"dp_shard": 2}, "parallel.compress: .*dp_replicate", id="one copy"),
         pytest.param(
             {"dp_replicate": 2, "compress": {"start_step": 1000}},
             "compression starts after step 1,000, but the run has",

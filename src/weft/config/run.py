@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag
+from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
 from weft.config.data import DataSection
 from weft.config.draft import Draft
@@ -120,7 +120,7 @@ def _model_tag(model: Any) -> str:
     return chosen if chosen in ("decoder", "hf") else "custom" if isinstance(chosen, str) else "decoder"
 
 
-def _default(section: type[Section]) -> Any:
+def _default(section: type[BaseModel]) -> Any:
     """Returns the default of a section that can be omitted: the section with the defaults of all its keys."""
     return Field(default_factory=section)
 

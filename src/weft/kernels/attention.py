@@ -140,8 +140,8 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
         sink = how.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, queries, 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., :keys].to(v.dtype)
-    dropped: torch.Tensor = dropout(weights) if callable(dropout) else F.dropout(weights, dropout)
-    return dropped @ v
+    weights = F.dropout(weights, dropout) if isinstance(dropout, float | int) else dropout(weights)
+    return weights @ v
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:

@@ -85,8 +85,10 @@ class Loop:
     def __post_init__(self) -> None:
         self.config, self.world, self.length = self.job.config, self.job.world, self.data.length
         rest = self.objective, self.world, self.config.parallel
-        pipeline = isinstance(self.model, Stages)
-        self.passes = PipelinePasses(self.model, *rest) if pipeline else Passes(self.model, *rest)
+        if isinstance(self.model, Stages):
+            self.passes: Passes = PipelinePasses(self.model, *rest)
+        else:
+            self.passes = Passes(self.model, *rest)
         self.balance = ExpertBalance(self.model, self.world)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.frozen_rows = FrozenRows(self.model, self.config.training.only_rows_from)
