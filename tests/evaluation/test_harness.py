@@ -225,7 +225,7 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
     bare = tmp_path / "bare"
     shutil.copytree(tokenizer, bare)
     (bare / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match=r"no chat template in this folder; put its chat_template\.jinja"):
+    with pytest.raises(UserError, match=r"no chat template in this folder; put a chat_template\.jinja"):
         evaluate_tasks(model, ["rolling"], every, Settings(tokenizer=bare, apply_chat_template=True))
     for settings, what in (({"num_beams": 2}, "num_beams"), ({"max_gen_toks": WINDOW}, "ask for fewer")):
         with pytest.raises(UserError, match=what):

@@ -149,7 +149,7 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
     ones = make_store(tmp_path / "ones", [1, 1])
     pairs = make_store(tmp_path / "pairs", [2, 2], kind="preferences")
     wide = make_store(tmp_path / "wide", [VOCABULARY + 1])
-    for broken, what in ((empty, "no token"), (ones, "no token"), (pairs, "pairs"), (wide, "90")):
+    for broken, what in ((empty, "no token"), (ones, "no token"), (pairs, "preference pairs"), (wide, "90")):
         with pytest.raises(UserError, match=what):
             perplexity(ours, broken)
     for settings, what in (
@@ -187,7 +187,7 @@ def test_weights_that_are_no_numbers(tmp_path, folder, theirs, store):
 def test_longer_windows_than_the_model_knows_are_a_warning(folder, theirs, store, capsys):
     words = ["evaluate", folder, "--store", store.path, "--sequence-length", WINDOW + 1]
     assert main([str(word) for word in words]) == 0
-    assert f"made for {WINDOW}" in capsys.readouterr().err
+    assert f"trained for {WINDOW}" in capsys.readouterr().err
 
 
 def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
