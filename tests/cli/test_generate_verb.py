@@ -114,7 +114,7 @@ def test_mistakes_are_one_line(their_folder, tmp_path, monkeypatch, capsys, word
 
 def test_another_models_tokenizer(their_folder, capsys):
     line = mistake(capsys, their_folder(vocab_size=40), "Kalo mi", "--max-new-tokens", 3)
-    assert "the model's vocabulary ends at 39; " in line
+    assert "the model's last token is 39; " in line
 
 
 @pytest.mark.parametrize("prompts", [["Kalo mi"], ["Kalo mi", "Ka"]])

@@ -280,7 +280,7 @@ def test_templates_run_in_a_sandbox_and_what_they_refuse_is_a_reject(folder):
     refusing = {
         "{{ raise_exception('only weavers') }}": "the chat template cannot render the messages: only weavers",
         "{{ messages.append(1) }}": "SecurityError",
-        "{{ ''.__class__.__mro__ }}": "refuses",
+        "{{ ''.__class__.__mro__ }}": "cannot render",
         "{% set n = namespace(__class__=1) %}{{ n }}": "SecurityError",
         "{{ messages[0].content.missing.more }}": "UndefinedError",
         "{{ 1 // 0 }}": "ZeroDivisionError",

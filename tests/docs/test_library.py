@@ -116,7 +116,7 @@ def test_mistakes_of_generate(here):
     for model, prompts, settings, what in (
         (bare, "text", {}, "texts need a tokenizer"),
         (bare, [], {"temperature": math.inf}, "temperature is inf"),
-        (bare, [16], {}, "the model's vocabulary ends at 15"),
+        (bare, [16], {}, "the model's last token is 15"),
         (bare, [[]], {}, "a prompt has no tokens"),
         ("nowhere", "text", {}, "there is no such run"),
     ):

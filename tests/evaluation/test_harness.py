@@ -208,7 +208,7 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
     for names, place, what in (
         (["rollin"], folder, "did you mean 'rolling'"),
         (["rolling"], tmp_path / "gone", "no such folder"),
-        ([], folder, "names no task"),
+        ([], folder, "--tasks is empty"),
     ):
         with pytest.raises(UserError, match=what):
             find_tasks(names, place)

@@ -220,6 +220,6 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     saved = (run / "config.yaml").read_text()
     capsys.readouterr()
     own = '{"type": "boom:DS", "path": "gone"}'
-    for now, what in (('"gone"', "gone does not exist"), ("null", "no token store"), (own, "no token store; name one")):
+    for now, what in (('"gone"', "gone does not exist"), ("null", "no token store"), (own, "set --store to")):
         (run / "config.yaml").write_text(saved.replace(f'validation: "{one["store"]}"', f"validation: {now}"))
         assert what in told(capsys, run)

@@ -113,8 +113,8 @@ def test_a_prompt_once_more_gets_another_text(model):
 @pytest.mark.parametrize(
     ("prompts", "settings", "said"),
     [
-        ([[1, 97]], {}, "token 97, and the model's vocabulary ends at 96"),
-        ([[1], []], {}, "without tokens"),
+        ([[1, 97]], {}, "token 97, but the model's last token is 96"),
+        ([[1], []], {}, "has no tokens"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ([[1]], {"temperature": float("nan")}, "temperature is nan"),
         ([[1]], {"temperature": float("inf")}, "temperature is inf"),

@@ -144,7 +144,9 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
     run, stores = checkpoint.absolute().parent.parent, list(held_out_sets(data.get("validation")).values())
     named = [store for store in stores if isinstance(store, str)]
     if not named or len(named) < len(stores):
-        raise UserError("this run's validation data is not only token stores; set `store` to a token store", run)
+        raise UserError(
+            "this run's validation has no token store, or not only token stores; set `store` to a token store", run
+        )
     for store in named:
         if not Path(store).exists():
             raise UserError(
