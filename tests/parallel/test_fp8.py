@@ -73,11 +73,11 @@ def test_training_is_close_to_bfloat16(runner, torchao, mesh):
 
 
 def test_a_device_without_them_is_refused(run_yaml, capsys):
-    with pytest.raises(UserError, match=r"training.fp8: the device is a cpu.*; remove the key"):
+    with pytest.raises(UserError, match=r"training.fp8: this run is on a CPU.*; remove the key"):
         raise_unless_usable(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert train(run_yaml(training={"dtype": "bfloat16", "fp8": True})) == 2
-        assert "training.fp8: the device is a cpu" in capsys.readouterr().err
+        assert "training.fp8: this run is on a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

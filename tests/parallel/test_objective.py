@@ -60,5 +60,5 @@ def test_pairs_on_a_mesh_are_those_of_one_process(runner, one, mesh, micro, obje
 
 
 def test_several_forwards_with_gradient_are_refused_with_a_pipeline(runner):
-    with pytest.raises(RanksFailed, match=r"Twice\.compute calls the model, and with parallel\.pp a schedule does"):
+    with pytest.raises(RanksFailed, match=r"Twice\.compute calls the model, but with parallel\.pp a schedule does"):
         train(runner, "refused", {"pp": 2}, objective="Twice")
