@@ -118,7 +118,8 @@ def test_a_share_below_one_in_a_block_is_found():
     assert find_empty_share([Stage(fractions(0, 1))], BLOCK) is None
     stage, source, what = find_empty_share([Stage(fractions(1, 1)), Stage(fractions(1, 0.00001))], BLOCK)
     assert (stage, source) == (1, 1)
-    assert "1 of the 10,000 sequences" in what
+    assert "10,000 sequences" in what
+    assert "data.mixture_block" in what
 
 
 RUN = """\

@@ -141,7 +141,7 @@ def test_fewer_bytes_and_a_falling_loss(runner):
         pytest.param({"dp_shard": 2}, "parallel.compress: .*dp_replicate", id="one copy"),
         pytest.param(
             {"dp_replicate": 2, "compress": {"start_step": 1000}},
-            "compression starts after step 1,000, but the run has",
+            r"compress.start_step: 1,000, but the run has",
             id="late",
         ),
     ],
