@@ -195,7 +195,7 @@ DAMAGES = {
         lambda b, d: rewritten(d, lambda c: c["tensors"][NORM].update(place="../evil.safetensors")),
         "not a file name that Weft writes; do not use",
     ),
-    "no delta": (lambda b, d: shutil.rmtree(d), "not a delta: .* `weft delta make`"),
+    "no delta": (lambda b, d: shutil.rmtree(d), "not a delta.* `weft delta make`"),
 }
 
 

@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-from cpu_time import cpu_seconds
 
 from weft.cli.main import main
 from weft.config.run import RunConfig
@@ -79,6 +78,6 @@ def test_a_missing_or_wrong_sub_verb(capsys):
     assert capsys.readouterr().err == "weft config check: required: FILE (weft config check --help)\n"
 
 
-def test_check_is_quick_and_needs_no_torch():
+def test_check_is_quick_and_needs_no_torch(cpu_seconds):
     program = "import sys; from weft.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert cpu_seconds([sys.executable, "-c", program, "config", "check", "run.yaml", "--no-data"]) < 1.0

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cpu_time import cpu_seconds
 
 from weft.cli.main import main
 from weft.config.model import ModelSection
@@ -207,6 +206,6 @@ def test_the_page_of_families_is_up_to_date(told):
 
 
 @pytest.mark.parametrize("words", [[], ["llama"], ["gpt2"]])
-def test_it_is_quick_and_needs_no_torch(words):
+def test_it_is_quick_and_needs_no_torch(words, cpu_seconds):
     program = "import sys; from weft.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert cpu_seconds([sys.executable, "-c", program, "models", *words]) < 1.0

@@ -37,7 +37,7 @@ def test_one_process_leaves_a_profile_and_nothing_else(run_yaml, tmp_path, monke
     before = set(tmp_path.iterdir())
     assert main(["profile", str(path), "--warmup", "2", "--steps", "2"]) == 0
     said = capsys.readouterr()
-    assert "2 + 2 steps of 512 tokens, float32 on 1 x cpu" in said.err
+    assert "2 recorded steps of 512 tokens, float32 on 1 x cpu" in said.err
     assert "profiles/demo/profile.html" in said.out
     assert "aten::mm" in said.out
     assert set(tmp_path.iterdir()) - before == {tmp_path / "profiles"}

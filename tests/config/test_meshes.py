@@ -136,8 +136,8 @@ def in_yaml(value) -> str:
         (
             {"pp": 2, "stage_layers": [3, 3]},
             2,
-            "run.yaml:7: parallel.stage_layers: 6 layers ... the model has 8 (model.num_hidden_layers); correct "
-            "the list",
+            "run.yaml:7: parallel.stage_layers: 6 layers ... the model has 8 (model.num_hidden_layers); set "
+            "numbers with this sum",
         ),
         (
             {"pp": 2, "stage_layers": [8, 0]},

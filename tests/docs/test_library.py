@@ -118,7 +118,7 @@ def test_mistakes_of_generate(here):
         (bare, [], {"temperature": math.inf}, "temperature is inf"),
         (bare, [16], {}, "the model's last token is 15"),
         (bare, [[]], {}, "a prompt has no tokens"),
-        ("nowhere", "text", {}, "there is no such run"),
+        ("nowhere", "text", {}, "nowhere: "),
     ):
         with pytest.raises(UserError, match=what):
             weft.generate(model, prompts, **settings)

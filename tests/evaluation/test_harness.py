@@ -227,7 +227,7 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
     (bare / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"no chat template in this folder; put a chat_template\.jinja"):
         evaluate_tasks(model, ["rolling"], every, Settings(tokenizer=bare, apply_chat_template=True))
-    for settings, what in (({"num_beams": 2}, "num_beams"), ({"max_gen_toks": WINDOW}, "ask for fewer")):
+    for settings, what in (({"num_beams": 2}, "num_beams"), ({"max_gen_toks": WINDOW}, "lower max_gen_toks")):
         with pytest.raises(UserError, match=what):
             both[0].generate_until(requests(("ka", settings)))
     with pytest.raises(UserError, match="empty answer"):

@@ -173,7 +173,7 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
     assert "limit has an effect only with tasks" in told(capsys, folder, "--store", store.path, "--limit", 3)
     assert "stride has an effect only with store" in told(capsys, folder, "--tasks", "x", "--stride", 3)
     assert "no file can be written" in told(capsys, folder, "--store", store.path, "--json", tmp_path)
-    assert "no such" in told(capsys, tmp_path / "gone")
+    assert "gone: this path does not exist" in told(capsys, tmp_path / "gone")
     assert "--device nonsense: " in told(capsys, folder, "--store", store.path, "--device", "nonsense")
 
 
@@ -220,6 +220,10 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     saved = (run / "config.yaml").read_text()
     capsys.readouterr()
     own = '{"type": "boom:DS", "path": "gone"}'
-    for now, what in (('"gone"', "gone does not exist"), ("null", "no token store"), (own, "set --store to")):
+    for now, what in (
+        ('"gone"', "gone of this run does not exist"),
+        ("null", "no token store"),
+        (own, "set --store to"),
+    ):
         (run / "config.yaml").write_text(saved.replace(f'validation: "{one["store"]}"', f"validation: {now}"))
         assert what in told(capsys, run)

@@ -119,7 +119,7 @@ def test_generation_with_a_base_that_grows():
     theirs, ours = pair("Llama", DYNAMIC)
     prompt = texts(1, 10)
     expected = greedy(theirs, prompt)
-    with pytest.warns(UserWarning, match="made for 16"):
+    with pytest.warns(UserWarning, match="trained for 16"):
         new = list(generate_steps(ours, prompt.tolist(), GREEDY))
     assert [token for (token,) in new] == expected[0, 10:].tolist()
 

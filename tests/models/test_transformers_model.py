@@ -209,7 +209,7 @@ def changed(path, into, **keys):
             {"hidden_size": "wide"},
             "config.json: Validation error for field 'hidden_size': TypeError",
         ),
-        ({"ffn_dim": 63}, r"layers.0.fc1.weight is \[64, 32\] where config.json .* \[63, 32\]"),
+        ({"ffn_dim": 63}, r"layers.0.fc1.weight has shape \[64, 32\], but config.json .* \[63, 32\]"),
         ({"num_hidden_layers": 3}, "layers.2.self_attn.k_proj.weight is missing"),
         ({"num_hidden_layers": 1}, "layers.1.fc1.bias does not belong to this model"),
         ({"model_type": None}, "model_type: missing"),
