@@ -17,7 +17,7 @@ class UserError(Exception):
     ...     weft.load_model("nowhere")
     ... except weft.UserError as error:
     ...     print(error)
-    nowhere: there is no such run or checkpoint; give a run directory or a checkpoint in it
+    nowhere: this path does not exist; give a run directory or a checkpoint
 
     Args:
         what: what is wrong and what to do about it, in one line ("...; ...").

@@ -220,7 +220,8 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     saved = (run / "config.yaml").read_text()
     capsys.readouterr()
     own = '{"type": "boom:DS", "path": "gone"}'
-    for now, what in (
+    cases = (('"gone"', "gone of this run does not exist"), ("null", "no token store"), (own, "set --store to"))
+    for now, what in cases:
         ('"gone"', "gone of this run does not exist"),
         ("null", "no token store"),
         (own, "set --store to"),
