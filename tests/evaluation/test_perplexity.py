@@ -220,11 +220,7 @@ def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):
     saved = (run / "config.yaml").read_text()
     capsys.readouterr()
     own = '{"type": "boom:DS", "path": "gone"}'
-    cases = (('"gone"', "gone of this run does not exist"), ("null", "no token store"), (own, "set --store to"))
-    for now, what in cases:
-        ('"gone"', "gone of this run does not exist"),
-        ("null", "no token store"),
-        (own, "set --store to"),
-    ):
+    gone = "gone of this run does not exist"
+    for now, what in (('"gone"', gone), ("null", "no token store"), (own, "set --store to")):
         (run / "config.yaml").write_text(saved.replace(f'validation: "{one["store"]}"', f"validation: {now}"))
         assert what in told(capsys, run)

@@ -198,7 +198,7 @@ def test_what_a_built_in_family_would_give_is_said(hf_yaml, folders, tmp_path, c
     config = transformers.LlamaConfig(**SIZES, intermediate_size=48)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
     assert train(hf_yaml("opt", "run", {"path": str(tmp_path / "llama")}), "training.steps=1") == 0
-    assert f"this architecture is one: model: {{from: {tmp_path / 'llama'}}}" in capsys.readouterr().err
+    assert f"model: {{from: {tmp_path / 'llama'}}}" in capsys.readouterr().err
     run = replaced(hf_yaml("opt", "other"), model={"from": str(folders / "opt")})
     text = [line for line in run.read_text().splitlines() if '"type": "hf"' not in line]
     run.write_text("\n".join(text) + "\n")
