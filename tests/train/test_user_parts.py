@@ -167,7 +167,7 @@ def test_a_batch_in_which_every_token_is_masked_counts_as_nothing(parts, capsys)
     file, run = parts("masked", data={"weight": 0.0})
     assert train(file) == 0
     assert [(loss, norm) for _, loss, norm in losses(run)] == [(0, 0)] * 3
-    assert "every token of the batch is masked" in capsys.readouterr().err
+    assert "all tokens of the batch are masked" in capsys.readouterr().err
     assert all(w.isfinite().all() for w in weft.load_model(run).state_dict().values())
 
 
