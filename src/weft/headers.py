@@ -175,8 +175,8 @@ def read_index_header(path: Path) -> tuple[int, int]:
     header = read_megatron_index(path)
     if header.boundaries != header.sequences + 1 or header.modes or header.code in FLOAT_CODES:
         raise UserError(
-            "a Megatron index that is not a token store: in a store, every document is one sequence of integer ids; "
-            "convert it with `weft data convert`",
+            "not a token store: documents of this Megatron dataset have several sequences, or ids that are not "
+            "integers; convert it with `weft data convert`",
             path,
         )
     return header.code, header.sequences

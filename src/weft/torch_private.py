@@ -135,7 +135,9 @@ def _exists(name: str) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the dict of a module's parameters, without submodules, in which plain tensors can replace parameters."""
+    """Returns a module's own dict of its direct parameters (`_parameters`). Assigning to it can replace a parameter by
+    a plain tensor.
+    """
     return module._parameters
 
 

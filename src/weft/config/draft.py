@@ -93,10 +93,10 @@ class Draft:
         return node
 
     def report(self, key: str, what: str, *also: str) -> None:
-        """Adds a problem of `key`. Its line is that of the first of `key` and `also` that is set in a file, not by a
-        preset.
+        """Adds a problem of `key`.
 
-        If `key` is a section, `also` comes before `key`.
+        The reported line is where a file sets `key`, or else where a file sets the first key of `also`. If `key` is a
+        section, the keys of `also` are tried first.
         """
         node = self.tree.get(*key.split("."))
         for place in (*also, key) if node is not None and node.is_mapping else (key, *also):

@@ -115,7 +115,7 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
 
 
 def _list_above(base: Node, parts: list[str]) -> str | None:
-    """Returns the list if a key names an item of a list (`data.train` for `data.train.0.weight`), else None."""
+    """Returns the key of the list that contains an item (`data.train` for `data.train.0.weight`), or None."""
     for place, part in enumerate(parts):
         name, bracket, _ = part.partition("[")
         if bracket:

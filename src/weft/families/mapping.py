@@ -240,7 +240,7 @@ def read_layer_types(config: Mapping[str, Any], window: int | None, default: lis
 
 
 def write_layer_types(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json keys that `read_layer_types` reads."""
+    """Returns the layer-type keys of config.json for Weft's model keys: the inverse of `read_layer_types`."""
     slides = "sliding_attention" in keys["layer_types"]
     return {"sliding_window": keys["sliding_window"] if slides else None, "layer_types": keys["layer_types"]}
 

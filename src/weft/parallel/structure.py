@@ -51,7 +51,10 @@ def structure(plan: ModelPlan, ranks: int) -> str:
 
 
 def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[str]:
-    """Yields the lines of a full model or a pipeline stage. Blocks with the same structure are shown once."""
+    """Yields lines of text that describe the structure of a full model or a pipeline stage.
+
+    Blocks with the same structure are shown once.
+    """
     blocks = set(repeated_blocks(model))
     names = {name: module for name, module in model.named_modules() if module in blocks}
     equal: dict[tuple[str, ...], list[str]] = {}

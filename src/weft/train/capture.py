@@ -120,7 +120,8 @@ class ProfilingRecorder(Recorder):
     def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
         """Warns that the loss or gradient norm is not finite, which ends the profile."""
         self.console.warning(
-            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}; lower optimizer.lr or --steps"
+            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite; lower optimizer.lr or "
+            "--steps"
         )
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ignore the documents of INPUT and split its tokens after each end-of-document token",
     )
     parser.add_argument(
-        "--dtype", metavar="TYPE", help="dtype of the ids in nanoGPT's .bin (default: uint16) or in MDS"
+        "--dtype",
+        metavar="TYPE",
+        help="dtype of the token ids, for nanoGPT's .bin (default: uint16) and for MosaicML's MDS",
     )
     parser.add_argument("--field", metavar="NAME", help="column of the ids in MDS (default: tokens or input_ids)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")

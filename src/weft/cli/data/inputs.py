@@ -26,7 +26,11 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 
 
 def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> None:
-    """Adds the arguments. `records`: whether to leave out the arguments that apply only to texts."""
+    """Adds the arguments that select and read input files.
+
+    Args:
+        records: leave out the arguments that apply only to texts.
+    """
     parser.description = ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="files, folders, patterns, or -")

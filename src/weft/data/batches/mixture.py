@@ -151,7 +151,8 @@ def interleave(counts: Sequence[int], *key: int) -> tuple[np.ndarray, np.ndarray
         key: seed of the random positions.
 
     Returns:
-        Source of each slot, and the slot's ascending number among that source's items; both int64 `[sum(counts)]`.
+        For each slot of the block, its source, and which item of that source it contains (0, 1, 2, ... in order); both
+        int64 `[sum(counts)]`.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts]).astype(np.int64)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class NamedTemplate(NamedTuple):
-    """A named template.
+    """A built-in chat template that can be chosen by name.
 
     Attributes:
-        source: source of the template.
+        source: Jinja source code of the template.
         markers: special tokens in the source, which the tokenizer should have.
     """
 

@@ -225,8 +225,8 @@ class _PackJob:
         """Encodes all parts and appends them in order.
 
         Returns:
-            False if the first part required the `tokenizers` library, but later parts were encoded with gigatoken.
-            These parts are removed, and must be encoded again.
+            True if all parts were appended. False if the first part required the `tokenizers` library, but later
+            parts were encoded with gigatoken. The later parts are then removed, and the caller encodes them again.
         """
         total, submitted = len(self._plan), assembly.next
         pending: dict[int, Part] = {}  # parts that are submitted or finished, but not appended

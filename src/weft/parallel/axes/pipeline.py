@@ -201,10 +201,10 @@ class PipelinePasses(Passes):
         self.tied_head.copy_weight()
 
     def _add_inputs(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Seeds the micro-batch, and returns the stage's arguments.
+        """Seeds the random generators for the micro-batch, and returns the stage's arguments: a forward pre-hook.
 
-        The schedule passes tokens or the residual stream, and the number of the micro-batch. This hook replaces the
-        number with the other inputs of the model.
+        The schedule passes the tokens or the residual stream, and the number of the micro-batch. The hook replaces the
+        number by the other inputs of that micro-batch, such as positions.
         """
         number = int(named["number"][0])
         inputs, _ = self.inputs[number]

@@ -156,8 +156,8 @@ class PowerSGD:
     def blank_state(self, saved: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Returns name -> tensor to load a checkpoint into. Call `use_loaded` after the tensors are loaded.
 
-        If the checkpoint has more replicas than this run, each replica loads the errors of several replicas. If the
-        checkpoint's compression rank differs, only errors are loaded.
+        If the checkpoint has more replicas than this run, each replica loads the error-feedback tensors of several
+        replicas. If the checkpoint's compression rank differs, only error-feedback tensors are loaded.
 
         Args:
             saved: name -> shape of the tensors in the checkpoint.

@@ -160,7 +160,7 @@ class _Counting(TorchDispatchMode):
 
 
 class _SaveResults(_Counting):
-    """The context of forward: saves the wanted results."""
+    """Context manager for the forward pass: saves the operator results that the activation checkpointing mode keeps."""
 
     def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool], wanted: Callable[..., bool]):
         super().__init__(saved, relevant)
