@@ -106,6 +106,20 @@ def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
         os.close(lock)
 
 
+def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
+    """Locks an open file or folder until its descriptor is closed. Does nothing on a file system without locks.
+
+    Raises:
+        UserError: `what` at `where`, if another process has the lock.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(what, where) from None
+    except OSError:
+        pass  # a network file system without locks
+
+
 def _lock_folder(partial: Path, out: Path) -> int:
     """Makes the hidden folder if needed, and locks it. Returns a file descriptor; closing it releases the lock."""
     while True:
@@ -115,14 +129,12 @@ def _lock_folder(partial: Path, out: Path) -> int:
         except FileNotFoundError:
             continue  # another process has just renamed or deleted the folder
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock_exclusively(
+                lock, "another process is writing this folder; wait until it ends, or choose another folder", out
+            )
+        except UserError:
             os.close(lock)
-            raise UserError(
-                "another process is writing this folder; wait until it ends, or choose another folder", out
-            ) from None
-        except OSError:
-            pass  # a network file system without locks
+            raise
         if _is_open_at(lock, partial):
             return lock
         os.close(lock)  # another process has renamed or deleted the folder meanwhile

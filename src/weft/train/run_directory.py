@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 from contextlib import suppress
@@ -16,7 +15,7 @@ from weft.config.run import RunConfig
 from weft.data.tokenizers.copy import copy_tokenizer
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.files import hidden_folder, publish, replace_file, report_write_errors
+from weft.files import hidden_folder, lock_exclusively, publish, replace_file, report_write_errors
 from weft.formatting import flat
 
 # Keys that do not affect results: a resumed run can change them without a warning.
@@ -43,14 +42,14 @@ def claim(path: Path, *, fresh: bool) -> int:
     except OSError as error:
         raise UserError(f"the run directory cannot be created: {error.strerror}; set run.directory", path) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock_exclusively(
+            lock,
+            "another process is training in this run directory; wait for it, or give this run another run.name",
+            path,
+        )
+    except UserError:
         os.close(lock)
-        raise UserError(
-            "another process is training in this run directory; wait for it, or give this run another run.name", path
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+        raise
     if fresh:
         set_aside(path)
     return lock

@@ -5,7 +5,6 @@ Also locks the hidden folder, which keeps the work of an unfinished pack with th
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from weft.data.output_folder import STORE, exists_already
 from weft.data.packing.encoder import Encoder
 from weft.data.sources import Reading
 from weft.errors import UserError
-from weft.files import read_json, replace_file
+from weft.files import lock_exclusively, read_json, replace_file
 
 LABELS = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}
 
@@ -75,7 +74,7 @@ def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: 
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _lock(lock, out)
+        lock_exclusively(lock, "another process is packing this store; wait until it ends, or name another --out", out)
         new, file = {key: value for key, value in request.items() if key != "files"}, folder / "request.json"
         try:
             old = json.loads(file.read_bytes())
@@ -100,14 +99,3 @@ def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: 
         os.close(lock)
         raise
     return lock
-
-
-def _lock(lock: int, out: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            "another process is packing this store; wait until it ends, or name another --out", out
-        ) from None
-    except OSError:
-        pass  # a network file system without locks
