@@ -125,7 +125,7 @@ def _extras() -> dict[str, Any]:
         for requirement in required:
             if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
                 version = _version(requirement.name)
-                if version is None or not requirement.specifier.contains(version, prereleases=True):
+                if not _satisfies(version, requirement):
                     unmet.append(f"{requirement.name}{requirement.specifier} (found {version or 'none'})")
         found[extra] = "installed" if not unmet else f"needs {', '.join(unmet)}"
     return found | {"flash-attn": _version("flash-attn") or "not installed"}
@@ -136,6 +136,10 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _satisfies(version: str | None, requirement: Requirement) -> bool:
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
 def _first_line(command: str, *arguments: str, last: bool = False) -> str | None:
@@ -156,7 +160,7 @@ def _check_packages(found: dict[str, dict[str, Any]]) -> Iterator[str]:
         version = _version(requirement.name)
         if requirement.marker is not None:  # an extra
             continue
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
+        if not _satisfies(version, requirement):
             yield (
                 f"{requirement.name} {version or 'is not installed'}: Weft requires {requirement.specifier}; "
                 f"pip install '{requirement.name}{requirement.specifier}'"
