@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weft.formatting import counted
 
 if TYPE_CHECKING:
-    from weft.data.stores.operations.new_store import StoreResult
+    from weft.data.stores.operations.new_store import WrittenStore
 
 
 def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = False, seed: bool = True) -> None:
@@ -36,7 +36,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
 
 
 def run_operation(
-    operation: Callable[..., StoreResult | list[StoreResult]], args: argparse.Namespace, *further: Any, **options: Any
+    operation: Callable[..., WrittenStore | list[WrittenStore]], args: argparse.Namespace, *further: Any, **options: Any
 ) -> int:
     """Runs an operation of `weft.data.stores.operations` and prints one line per new store.
 

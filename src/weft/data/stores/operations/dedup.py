@@ -13,7 +13,7 @@ import numpy as np
 from weft.data.stores.indexed import release_pages
 from weft.data.stores.operations.equal_keys import Groups
 from weft.data.stores.operations.near import NearDuplicates
-from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
+from weft.data.stores.operations.new_store import Output, StoreWriter, WrittenStore, make_store, provenance
 from weft.data.stores.operations.scan import open_items, scan
 from weft.data.stores.operations.split import digests
 from weft.data.stores.store import TokenStore
@@ -31,7 +31,7 @@ def dedup(
     near: bool = False,
     threshold: float = 0.8,
     ngram: int = 5,
-) -> StoreResult:
+) -> WrittenStore:
     """Writes a store without duplicates, and `duplicates.jsonl`, which lists them.
 
     A line of `duplicates.jsonl` has the removed `document`, the kept document that it is a `duplicate_of`, and their

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
+from weft.data.stores.operations.new_store import Output, StoreWriter, WrittenStore, make_store, provenance
 from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.data.stores.operations.text_bytes import open_tokenizer
 from weft.errors import UserError
@@ -29,7 +29,7 @@ def filter_store(
     min_tokens: int | None = None,
     max_tokens: int | None = None,
     function: str | None = None,
-) -> StoreResult:
+) -> WrittenStore:
     """Writes a store of the documents that pass all conditions. `store.json` counts the removed documents by reason.
 
     A preference pair is kept if both documents pass.

@@ -42,7 +42,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class StoreResult:
+class WrittenStore:
     """The store that an operation created. `seconds` is the duration, or None if the store existed already."""
 
     path: Path
@@ -117,7 +117,7 @@ def make_store(
     fill: Callable[[StoreWriter], None],
     *,
     reusable: bool = True,
-) -> StoreResult:
+) -> WrittenStore:
     """Creates one store from the store `source`; the arguments are those of `make_stores`."""
     outs = [(output.path, made_from)]
     return make_stores(source, output, outs, lambda writers: fill(writers[0]), reusable=reusable)[0]
@@ -130,7 +130,7 @@ def make_stores(
     fill: Callable[[list[StoreWriter]], None],
     *,
     reusable: bool = True,
-) -> list[StoreResult]:
+) -> list[WrittenStore]:
     """Creates stores from the store `source`.
 
     The stores are renamed to their final names after all of them are on disk. If the creation fails, no store appears.
@@ -151,7 +151,9 @@ def make_stores(
     existing = [existing_store(out, made_from, overwrite, reusable=reusable) for out, made_from in outs]
     # With a tokenizer, a store whose bytes were not counted is created again.
     if all(info is not None and (tokenizer is None or info.bytes is not None) for info in existing):
-        return [StoreResult(out, info, None) for (out, _), info in zip(outs, existing, strict=True) if info is not None]
+        return [
+            WrittenStore(out, info, None) for (out, _), info in zip(outs, existing, strict=True) if info is not None
+        ]
     began = time.perf_counter()
     info = source.info
     counter = None if tokenizer is None else TextBytes(tokenizer, info.tokenizer_digest, info.vocab_size)
@@ -173,7 +175,7 @@ def make_stores(
         for folder, (out, _) in zip(folders, outs, strict=True):
             publish(folder, out)
     seconds = time.perf_counter() - began
-    return [StoreResult(out, info, seconds) for (out, _), info in zip(outs, infos, strict=True)]
+    return [WrittenStore(out, info, seconds) for (out, _), info in zip(outs, infos, strict=True)]
 
 
 def existing_store(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:

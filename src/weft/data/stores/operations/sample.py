@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.data.permutation import Permutation
-from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
+from weft.data.stores.operations.new_store import Output, StoreWriter, WrittenStore, make_store, provenance
 from weft.data.stores.operations.scan import open_items, scan
 from weft.errors import UserError
 
@@ -19,7 +19,7 @@ def sample(
     documents: int | None = None,
     fraction: float | None = None,
     seed: int = 0,
-) -> StoreResult:
+) -> WrittenStore:
     """Draws documents uniformly without replacement, and writes them to a new store in their original order.
 
     Exactly one of `documents` and `fraction` must be set.

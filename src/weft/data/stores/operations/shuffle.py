@@ -11,12 +11,12 @@ import numpy as np
 
 from weft.data.permutation import Permutation
 from weft.data.stores.indexed import BLOCK_DOCUMENTS, BLOCK_TOKENS, release_pages
-from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_store, provenance
+from weft.data.stores.operations.new_store import Output, StoreWriter, WrittenStore, make_store, provenance
 from weft.data.stores.operations.scan import Block, open_items, read_ranges
 from weft.data.stores.store import TokenStore
 
 
-def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> StoreResult:
+def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> WrittenStore:
     """Writes a store's documents to a new store in random order. The documents of a preference pair stay together.
 
     The order is a pseudorandom permutation that is computed on access and needs no memory. Documents are read by random

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.stores.operations.new_store import Output, StoreResult, StoreWriter, make_stores, provenance
+from weft.data.stores.operations.new_store import Output, StoreWriter, WrittenStore, make_stores, provenance
 from weft.data.stores.operations.scan import Block, open_items, scan
 from weft.errors import UserError
 
 
 def split(
     path: str | Path, output: Output, outs: Sequence[Path], fractions: Sequence[float], *, seed: int = 0
-) -> list[StoreResult]:
+) -> list[WrittenStore]:
     """Splits a store into several stores. Assigns each document to a split by a keyed hash of its ids.
 
     The assignment depends only on the document and the seed. So a document is in the same split if the store grows, and
