@@ -97,7 +97,7 @@ def test_two_processes_show_their_communication(run_yaml, tmp_path):
         (["--steps", "0"], "--steps 0: use at least 1"),
         (["--steps", "40"], "--warmup 5 and --steps 40 are 45 steps, but this run has 30; lower --steps"),
         (["--out", "taken"], "taken: already exists; choose another --out"),
-        (["--out", "taken/file/below"], "no folder can be created here; name another --out"),
+        (["--out", "taken/file/below"], "no folder can be created here; choose another --out"),
     ],
 )
 def test_mistakes_are_one_line(run_yaml, tmp_path, monkeypatch, capsys, arguments, said):

@@ -66,7 +66,7 @@ def check_out(
     check_apart(out, inputs)
     exists = os.path.lexists(out)
     if exists and overwrite and (why := why_not_replaceable(out, kind)):
-        raise UserError(f"exists already and {why}; name another --out", out)
+        raise UserError(f"exists already and {why}; choose another --out", out)
     if exists and new and not overwrite:
         raise exists_already(out, kind)
     if not exists or overwrite:
@@ -96,16 +96,16 @@ def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
             how = f"lies in the {what} {path}"
         else:
             continue
-        raise UserError(f"{how}; name another --out", out)
+        raise UserError(f"{how}; choose another --out", out)
 
 
 def check_parent(out: Path) -> None:
     """Raises UserError if the nearest existing parent of `out` is not a writable folder."""
     parent = next(parent for parent in Path(os.path.abspath(out)).parents if os.path.lexists(parent))
     if not os.path.isdir(parent):
-        raise UserError(f"cannot be created: {parent} is not a folder; name another --out", out)
+        raise UserError(f"cannot be created: {parent} is not a folder; choose another --out", out)
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"cannot be created: {parent} is not writable; name another --out", out)
+        raise UserError(f"cannot be created: {parent} is not writable; choose another --out", out)
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
@@ -114,8 +114,8 @@ def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
     `what`: text about `out` that is added to the message.
     """
     if why := why_not_replaceable(out, kind):
-        return UserError(f"exists already and {why}; name another --out", out)
-    return UserError(f"exists already{what}; name another --out, or use --overwrite to replace it", out)
+        return UserError(f"exists already and {why}; choose another --out", out)
+    return UserError(f"exists already{what}; choose another --out, or use --overwrite to replace it", out)
 
 
 def why_not_replaceable(out: Path, kind: Kind) -> str:
@@ -150,5 +150,5 @@ def publish(folder: Path, out: Path) -> None:
     names = os.listdir(folder)
     kind = next(kind for kind in (STORE, TOKENIZER) if kind.marked(names))
     if os.path.lexists(out) and (why := why_not_replaceable(out, kind)):
-        raise UserError(f"was created meanwhile and {why}; move it away, or name another --out", out)
+        raise UserError(f"was created meanwhile and {why}; move it away, or choose another --out", out)
     files.publish(folder, out, replace=True)

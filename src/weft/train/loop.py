@@ -147,8 +147,8 @@ class Loop:
         """Returns this rank's sequences of the next global batch."""
         try:
             batch = next(batches)
-        except UserError as mistake:
-            mistake.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise the error
+        except UserError as error:
+            error.quiet = not self.world.first_of_data_rank  # all ranks with these sequences raise the error
             raise
         self.recorder.data_arrived()
         return batch

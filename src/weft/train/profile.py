@@ -123,7 +123,7 @@ class ProfiledLoop(Loop):
             (folder / memory_file).write_text(picture(line, title), encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"cannot be written: {error.strerror or error}; no profile was written; name another --out", folder
+                f"cannot be written: {error.strerror or error}; no profile was written; choose another --out", folder
             ) from None
         return {
             "rank": rank,
@@ -198,10 +198,10 @@ def in_scratch(config: RunConfig, directory: str) -> RunConfig:
 
 def raise_if_impossible(out: Path) -> None:
     """Raises UserError if `out` exists or cannot be created. Called before the first step."""
-    refuse_existing(out, "name another --out")
+    refuse_existing(out, "choose another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise UserError("no folder can be created here; name another --out", above)
+        raise UserError("no folder can be created here; choose another --out", above)
 
 
 @contextmanager

@@ -74,7 +74,9 @@ def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: 
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        lock_exclusively(lock, "another process is packing this store; wait until it ends, or name another --out", out)
+        lock_exclusively(
+            lock, "another process is packing this store; wait until it ends, or choose another --out", out
+        )
         new, file = {key: value for key, value in request.items() if key != "files"}, folder / "request.json"
         try:
             old = json.loads(file.read_bytes())
