@@ -31,12 +31,12 @@ _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|old)")
 
 
 def checkpoint_name(step: int) -> str:
-    """Returns the directory name of the checkpoint of a step."""
+    """Returns the name of a step's checkpoint directory, such as "step-00000100"."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in the name of a checkpoint directory; None if the name is not that of a checkpoint."""
+    """Returns the step that a checkpoint directory's name contains; None if the path is not named like a checkpoint."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -66,7 +66,7 @@ class Digest:
 
 
 def write_json(path: Path, value: Any) -> Digest:
-    """Writes and fsyncs a JSON file."""
+    """Writes and fsyncs a JSON file. Returns the file's digest."""
     data = (json.dumps(value, indent=None if path.name == INDEX else 2) + "\n").encode()
     with open(path, "wb") as file:
         file.write(data)
@@ -76,13 +76,13 @@ def write_json(path: Path, value: Any) -> Digest:
 
 
 def write_checksums(directory: Path, digests: dict[str, Digest]) -> None:
-    """Writes checksums.json: the digest of each file, and a digest of this list."""
+    """Writes checksums.json: the digest of each file by name, and one digest of this list."""
     files = {name: asdict(digest) for name, digest in sorted(digests.items())}
     write_json(directory / CHECKSUMS, {"files": files, "digest": _digest_of(files)})
 
 
 def _digest_of(files: dict) -> str:
-    """Returns the SHA-256 of the list of digests, which distinguishes a damaged list from a damaged file."""
+    """Returns the SHA-256 of the list of files and digests, which shows whether checksums.json itself is damaged."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
     """Deletes all checkpoints in a folder, except `newest` and the checkpoints that `keep` selects.
 
     Args:
-        newest: default: the checkpoint of the highest step whose files are complete, judged by their sizes. If no
+        newest: a checkpoint that is kept. Default: the last complete checkpoint (only file sizes are checked); if no
             checkpoint is complete, nothing is deleted.
     """
     newest = newest or last_complete(folder, contents=False)
@@ -139,7 +139,7 @@ class Damage:
 
 
 def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
-    """Returns file name -> digest from checksums.json, or the damage of checksums.json."""
+    """Returns the digests that checksums.json lists, by file name; a `Damage` if checksums.json is damaged."""
     path = directory / CHECKSUMS
     try:
         content = json.loads(path.read_bytes())
@@ -152,7 +152,7 @@ def read_checksums(directory: Path) -> dict[str, Digest] | Damage:
     except OSError as error:
         return Damage(path, f"the file cannot be read: {error.strerror or error}")
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Damage(path, "the file is not the JSON that was written")
+        return Damage(path, "the file is not valid JSON, or lacks entries")
     for name in digests:
         if os.path.basename(name) != name:
             return Damage(path, f"the file lists a path outside the checkpoint ({name})")
@@ -183,17 +183,20 @@ def _check(path: Path, digest: Digest, contents: bool) -> Damage | None:
 
 
 def threads() -> int:
-    """Returns the number of threads for reading, writing and hashing. SHA-256 takes 1 s for 1 to 2 GB per thread."""
+    """Returns the number of threads for reading, writing and hashing: one per CPU core, up to 8.
+
+    One thread hashes 1 to 2 GB per second.
+    """
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_size: int = 1) -> Damage | None:
-    """Returns the first damaged file of a checkpoint, or None.
+    """Returns the first damaged file of a checkpoint; None if the checkpoint is undamaged.
 
     Args:
         contents: whether to hash the files. If False, only their existence and sizes are checked.
-        rank, world_size: if given, only every `world_size`-th file is hashed, beginning with file number `rank`. The
-            sizes of all files are checked.
+        rank, world_size: if given, only every `world_size`-th file is hashed, beginning with the file at index `rank`.
+            The sizes of all files are checked.
     """
     digests = read_checksums(directory)
     if isinstance(digests, Damage):
@@ -212,10 +215,10 @@ def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_
 
 
 def last_complete(folder: Path, before: int | None = None, contents: bool = True) -> Path | None:
-    """Returns the undamaged checkpoint of the highest step, or None.
+    """Returns the undamaged checkpoint with the highest step; None if there is none.
 
     Args:
-        before: only checkpoints of lower steps are considered.
+        before: only checkpoints of steps below this step are considered.
         contents: whether to hash the files. If False, only their existence and sizes are checked.
     """
     for path in reversed(list_checkpoints(folder)):

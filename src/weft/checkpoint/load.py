@@ -49,8 +49,8 @@ def resolve(path: str | Path) -> Path:
     the ranks.
 
     Raises:
-        UserError: the path has no checkpoint, or the checkpoint is damaged. The message names the damaged file and
-            the previous complete checkpoint.
+        UserError: the path has no checkpoint, or the checkpoint is damaged. The message names the damaged file
+            and the previous complete checkpoint, if there is one.
     """
     path = Path(path)
     if not path.exists():
@@ -61,7 +61,9 @@ def resolve(path: str | Path) -> Path:
         return path
     if files.is_leftover(path):
         raise UserError(
-            f"the save of this checkpoint was interrupted; give the run directory instead: {path.parent.parent}", path
+            "the save or deletion of this checkpoint was interrupted; give the run directory instead: "
+            f"{path.parent.parent}",
+            path,
         )
     if files.step_of(path) is not None or any((path / name).exists() for name in (files.CHECKSUMS, files.INDEX)):
         checkpoint = path
@@ -84,7 +86,8 @@ def verify(checkpoint: str | Path) -> None:
     """Checks every file of a checkpoint against its size and SHA-256.
 
     Raises:
-        UserError: a file is damaged. The message names the file and the previous complete checkpoint of the run.
+        UserError: a file is damaged. The message names the file and the previous complete checkpoint, if
+            there is one.
     """
     _raise_if_damaged(Path(checkpoint), files.find_damage(Path(checkpoint)))
 
@@ -170,8 +173,8 @@ def load(
 
     Args:
         checkpoint: a path that `resolve` returned. A Hugging Face folder has no optimizer state.
-        others: selects further tensors to load: it receives name -> shape of all saved tensors, and returns name ->
-            tensor to fill, for names that were passed to `save` as `others`.
+        others: function that selects further tensors to load. It receives name -> shape of all saved tensors. It
+            returns name -> tensor to fill, for names of tensors that were passed to `save` as `others`.
 
     Returns:
         The `state` that was passed to `save`, with the key `step`.

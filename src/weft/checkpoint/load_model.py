@@ -25,7 +25,7 @@ def checkpoint_of(model: nn.Module) -> Path | None:
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
-    """Loads the model of a checkpoint, by default the newest of a run.
+    """Loads a model from a checkpoint; given a run directory, from the newest checkpoint of the run.
 
     >>> model = weft.load_model("runs/run", dtype=torch.bfloat16)
     >>> model(torch.tensor([[5, 6, 7]])).shape
@@ -34,7 +34,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     Args:
         path: a run directory, a checkpoint, or a Hugging Face folder.
         device: the device of the model.
-        dtype: dtype of floating-point parameters and buffers. Default: the saved dtype.
+        dtype: dtype of floating-point parameters and buffers. Default: the saved dtypes.
 
     Returns:
         A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].

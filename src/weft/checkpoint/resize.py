@@ -40,13 +40,13 @@ def resize(
 
     Args:
         source: a run, a checkpoint, an imported folder or a Hugging Face folder.
-        vocab_size: new number of rows. Default: the number of tokens of the tokenizer.
+        vocab_size: new number of rows of the embedding and head. Default: the number of tokens of the tokenizer.
         tokenizer: a folder with a tokenizer that replaces the model's tokenizer.
         multiple: the number of rows is rounded up to a multiple of this number.
         init: how to initialize new rows. "mean": the mean of the old rows, so that a new token is neither likely nor
             unlikely (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021). "zero": zeros.
             "normal": random values with the standard deviation of a new model.
-        shrink: whether the number of rows can become smaller. The last rows are dropped.
+        shrink: whether the number of rows can become smaller. The last rows are then dropped.
 
     Returns:
         The numbers of rows before and after.

@@ -44,15 +44,15 @@ def save(
 
     Args:
         step: number of optimizer steps so far.
-        optimizer: its state of each parameter is saved: tensors and numbers in any nesting. Values of parameter groups
+        optimizer: the state of each parameter is saved: tensors and numbers in any nesting. Values of parameter groups
             (lr, betas) are not saved, because the run's configuration sets them.
         state: JSON values from which the training loop resumes. The values of rank 0 are written.
         architecture: the resolved model section, which `load_model` needs.
         others: further tensors by unique names. Different ranks can pass different tensors.
 
     Raises:
-        UserError: a rank could not write, for example because the disk is full. It is raised on all ranks, and the
-            older checkpoints are complete.
+        UserError: a rank could not write, for example because the disk is full. All ranks raise the error, and the
+            older checkpoints remain complete.
     """
     folder = Path(run_directory) / files.FOLDER
     target = folder / files.checkpoint_name(step)
@@ -95,7 +95,7 @@ def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
-    """Collects the tensors of this rank, and the names of tied weights and the optimizer's values of all ranks.
+    """Collects this rank's tensors and, from all ranks, the names of tied weights and the optimizer's other values.
 
     Returns:
         Three values: name -> tensor; further name of a tied weight -> saved name; and the optimizer's class and values
@@ -144,7 +144,11 @@ def planning() -> Iterator[None]:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Returns the exception of the first failed rank in a CheckpointException, or an OSError if any rank raised one."""
+    """Returns the cause of a failed save or load.
+
+    For a CheckpointException: the first OSError of any rank or, without an OSError, the exception of the first failed
+    rank. Any other exception is returned unchanged.
+    """
     if not isinstance(error, CheckpointException):
         return error
     failures = [failure for _, (failure, _) in sorted(error.failures.items())]

@@ -33,7 +33,8 @@ def new_folder(out: Path, needed: int) -> Iterator[Path]:
         needed: number of bytes that will be written.
 
     Raises:
-        UserError: `out` exists or cannot be written, another process writes `out`, or the disk has too little space.
+        UserError: `out` exists (and is not an empty folder) or cannot be written, another process writes `out`, or the
+            disk has too little space.
     """
     if out.name in ("", ".."):
         raise UserError(f"{out}: the output folder needs a name; use, for example, {out / 'new'}")
@@ -111,7 +112,10 @@ def write_checkpoint(
 
 
 def split_into_shards(entries: Iterable[Entry], limit: int) -> dict[str, list[Entry]]:
-    """Splits entries into files of at most `limit` bytes, named like those of `save_pretrained`. No tensor is split."""
+    """Assigns entries to files of at most `limit` bytes. The file names are as in `save_pretrained`.
+
+    No tensor is split, so a tensor of more than `limit` bytes gets a larger file of its own.
+    """
     groups = split_by_size(entries, limit)
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     return dict(zip(names if len(groups) > 1 else [SINGLE], groups, strict=True))

@@ -1,9 +1,9 @@
-"""A storage of torch.distributed.checkpoint (DCP): safetensors files and a JSON index, without pickle.
+"""A storage backend for torch.distributed.checkpoint (DCP): safetensors files and a JSON index, without pickle.
 
 DCP plans which rank writes which tensors, and reshards when it loads. This module defines only the files. DCP's
 `hf_storage` reads the headers of all files on every rank, infers tensor shapes from them, and builds each file in
-memory. This storage writes an index instead, and hashes the bytes while it writes them. Names and headers of the files
-are those of `hf_storage`, so PyTorch's `HuggingFaceStorageReader` can read them.
+memory. This storage writes an index instead, and hashes the bytes while it writes them. The files have the same names
+and headers as with `hf_storage`, so PyTorch's `HuggingFaceStorageReader` can read them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def build_index(
 
 
 class SafetensorsWriter(StorageWriter):
-    """A DCP writer of each rank's tensors into an existing directory. Rank 0 also writes the index.
+    """A DCP writer: writes each rank's tensors into an existing directory. Rank 0 also writes the index.
 
     Args:
         tied: further name of a tied weight -> the name under which the tensor is saved.
@@ -182,7 +182,7 @@ def _size(item: WriteItem) -> int:
 
 
 class SafetensorsReader(StorageReader):
-    """A DCP reader of the files that `SafetensorsWriter` wrote, on any mesh.
+    """A DCP reader: reads, on any mesh, the files that `SafetensorsWriter` wrote.
 
     Args:
         index: the content of index.json.

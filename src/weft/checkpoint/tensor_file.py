@@ -119,7 +119,10 @@ def write_safetensors(
                     on_bytes(min(_BLOCK, len(data) - start))
                 del data, block
             if size - before != entry.bytes or (isinstance(found, torch.Tensor) and tuple(found.shape) != entry.shape):
-                raise RuntimeError(f"{entry.name}: {size - before:,} bytes were read for shape {list(entry.shape)}")
+                raise RuntimeError(
+                    f"{entry.name}: the tensor that was read has {size - before:,} bytes and does not match shape "
+                    f"{list(entry.shape)}, which needs {entry.bytes:,} bytes"
+                )
             del found
         file.flush()
         os.fsync(file.fileno())
@@ -127,9 +130,9 @@ def write_safetensors(
 
 
 def split_by_size(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """Splits entries, in order, into groups of at most `limit` bytes. A larger entry becomes a group alone.
+    """Splits entries, in order, into groups of at most `limit` bytes.
 
-    The names in a group are unique.
+    An entry of more than `limit` bytes is a group of its own. The names in a group are unique.
     """
     groups: list[list[Entry]] = []
     names: set[str] = set()

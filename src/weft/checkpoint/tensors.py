@@ -1,6 +1,6 @@
 """Collects the tensors and JSON values of a model and an optimizer for a checkpoint.
 
-Names are as in the model on a single device.
+Parameters have the same names as in the model on a single device.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def reduce_partial(tensor: Tensor) -> Tensor:
 def raise_mismatch(
     path: Path, problems: list[str], used: set[str], saved: set[str], unused: str, summary: str, remedy: str = ""
 ) -> None:
-    """Raises one UserError on all ranks if any rank found a problem or no rank uses a saved tensor.
+    """Raises the same UserError on all ranks if any rank found a problem, or if some saved tensor is used by no rank.
 
     Args:
         problems: mismatches that this rank found, one text each.
         used: names of the saved tensors that this rank uses. Pipeline ranks use different tensors.
         saved: names of all saved tensors.
-        unused: text that follows the name of a saved tensor in a message if no rank uses the tensor.
+        unused: text for the message, after the name of a saved tensor that no rank uses.
         summary, remedy: texts before and after the list of problems.
     """
     answers = ranks.distinct_values([problems, sorted(used)])
@@ -105,11 +105,12 @@ def optimizer_parameters(
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Splits an optimizer's state into tensors and a JSON value, from which `empty_state` builds the state again.
+    """Splits an optimizer's state into tensors and a JSON value.
 
     Returns:
-        Name (`optimizer.<parameter>.<key>`) -> tensor, and `{"class": ..., "state": {parameter: {key: description}}}`.
-        A description contains the values that are not tensors, and the layout of each tensor.
+        Two dicts: name (`optimizer.<parameter>.<key>`) -> tensor, and the JSON value
+        `{"class": ..., "state": {parameter: {key: description}}}`. A description contains the values that are not
+        tensors, and the layout of each tensor. `empty_state` rebuilds a value from its description.
     """
     tensors: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
@@ -122,7 +123,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
 
 
 def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Returns the description of a value of an optimizer's state, and adds its tensors to `tensors`."""
+    """Returns a description of one value of an optimizer's state, and adds the value's tensors to `tensors`.
+
+    Args:
+        path: the value's name in the checkpoint.
+    """
     if isinstance(value, Tensor):
         if not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value):
             raise UserError(f"{path}: tensors of type {type(value).__name__} cannot be saved; use plain tensors")
@@ -141,9 +146,9 @@ def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tenso
 
 
 def _layout(value: Tensor, parameter: Tensor) -> str:
-    """Returns the kind of a state tensor, which does not depend on the mesh.
+    """Returns the layout of an optimizer-state tensor as a word that is the same on every mesh.
 
-    - "scalar": a tensor without dimensions, equal on all ranks.
+    - "scalar": a plain tensor (no DTensor) without dimensions, equal on all ranks.
     - "parameter": a tensor with the shape and the sharding of the parameter.
     - "whole": a plain, replicated tensor, although the parameter is a DTensor (or the reverse).
     - "other": a replicated tensor of another shape. It is a DTensor if the parameter is a DTensor.
@@ -159,7 +164,7 @@ def _layout(value: Tensor, parameter: Tensor) -> str:
 def empty_state(
     description: dict[str, Any], path: str, parameter: Tensor, group: dict, index: dict, targets: dict[str, Tensor]
 ) -> Any:
-    """Builds a value of a parameter's optimizer state. Its tensors are empty, and are added to `targets` by name.
+    """Rebuilds one value of a parameter's optimizer state. The tensors in it are uninitialized, and added to `targets`.
 
     Args:
         description: the value's description, from `optimizer_state`.

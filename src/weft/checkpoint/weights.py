@@ -78,9 +78,9 @@ class Weights:
 
     Attributes:
         path: path of the checkpoint or Hugging Face folder, as `resolve` returned it.
-        huggingface: whether the names and shapes are those in Hugging Face files; otherwise, those in Weft's model.
+        huggingface: True: names and shapes are as in Hugging Face files; False: as in Weft's model.
         tensors: name -> tensor, in the order of the model or files.
-        file: name -> file of the tensor, for a Hugging Face folder opened with the names of its files; else empty.
+        file: tensor name -> file name, if `path` is a Hugging Face folder and `huggingface` is True; otherwise empty.
         warnings: texts about tensors that are ignored or converted.
     """
 
@@ -121,7 +121,7 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
     section = architecture(path)
     if not isinstance(section, ModelSection):
         raise UserError(
-            "cannot be converted to the names in Hugging Face files; use a model of the built-in decoder",
+            "this model cannot be converted to Hugging Face files; use a model of the built-in decoder",
             path,
         )
     return Weights(path, True, to_huggingface(path, section, tensors), {})
@@ -152,7 +152,7 @@ def to_huggingface(path: Path, section: ModelSection, tensors: Mapping[str, Save
 def _read_inverted(
     saved: list[SavedTensor], transform: Transform | None, expert: int | None, start: int, length: int
 ) -> torch.Tensor:
-    """Reads rows of a tensor in Hugging Face's layout, assembled from tensors of Weft's model."""
+    """Reads `length` rows, from row `start`, of the Hugging Face tensor that `saved` is converted to."""
     tensor = invert(transform, [one.full() if expert is None else one.read(expert, 1)[0] for one in saved])
     return tensor[start : start + length] if tensor.dim() else tensor
 
@@ -197,7 +197,7 @@ def _checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, SavedTensor]]:
 
 
 def _read_chunks(name: str, dtype: torch.dtype, shape: tuple, chunks: list, start: int, length: int) -> torch.Tensor:
-    """Reads rows of a tensor from the chunks that contain them."""
+    """Reads `length` rows, beginning with row `start`, of a tensor that is stored in several chunks."""
     block = torch.empty((length, *shape[1:]), dtype=dtype)
     for file, offset, size in chunks:
         first, last = max(start, offset[0]), min(start + length, offset[0] + size[0])

@@ -1,4 +1,4 @@
-"""Export targets. Each module of this package defines the target that has the module's name (docs/plugins.md).
+"""Export targets. Each module of this package defines the target of the same name (docs/plugins.md).
 
 A target is a function `export(source, out, console, *, ...)`. `source` is the path of a checkpoint or of a Hugging Face
 folder, as `weft.checkpoint.load.resolve` returns it. The keyword arguments are the target's options. `weft export`

@@ -13,7 +13,7 @@ class Pretrain:
     """The cross-entropy of every token given the tokens before it. Padding and masked tokens have weight 0."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Returns the model's arguments. With `labels`, the model returns their log-probabilities instead of logits."""
+        """Returns the model's arguments. Given `labels`, the model returns log-probabilities instead of logits."""
         return {
             "tokens": batch.tokens,
             "positions": batch.positions,

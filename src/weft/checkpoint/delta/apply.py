@@ -32,19 +32,19 @@ def apply(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Restores the model from which `weft delta make` made a delta, bit for bit.
+    """Restores a model, bit for bit, from a base model and a delta that `weft delta make` wrote.
 
     Args:
-        base: the model against which the delta was made.
-        out: the folder to write. It becomes a checkpoint or a Hugging Face folder, like the model.
+        base: the base model that was given to `weft delta make`.
+        out: the folder to write: a checkpoint or a Hugging Face folder, like the model that was given to `make`.
         allow_pickle: whether to read `.bin` files of the base, if it has no safetensors files.
 
     Returns:
-        The number of tensors, and the number of their bytes.
+        The number of tensors, and their total size in bytes.
 
     Raises:
-        UserError: the base is not the base of the delta, the delta is damaged, or `out` cannot be written. In each
-            case, `out` does not exist afterwards.
+        UserError: the delta was made against another base, the delta is damaged, or `out` exists or cannot be written.
+            In each case, nothing is written to `out`.
     """
     delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
     if not is_delta(delta):
@@ -75,7 +75,7 @@ def apply(
 
 
 def _check_base(base: Weights, manifest: Manifest) -> None:
-    """Checks that the base has the tensors that the delta requires. Raises UserError if it does not."""
+    """Raises UserError if the base lacks a tensor that the delta requires, or has it with another dtype or shape."""
     for name, tensor in manifest.tensors.items():
         if tensor.base is None:
             continue

@@ -1,4 +1,4 @@
-"""The format of a delta, and the encoding of a tensor's differences.
+"""The format of a delta, and the encoding of the differences between two tensors.
 
 A delta is a folder:
 
@@ -9,11 +9,12 @@ A delta is a folder:
 Subtracting and adding floating-point numbers does not restore the model, because both operations round. Therefore the
 bit patterns are subtracted as integers, which is exact (the difference wraps around). The difference is small if a
 weight changed little, because the bit patterns of adjacent floats are adjacent integers. Zigzag encoding makes the
-signed differences unsigned. Then the bytes are reordered: the first byte of every number (they are mostly zero), the
-second byte of every number, and so on. Last, zstd compresses the bytes. The result is a tenth smaller than that of an
-exclusive-or of the bit patterns, and the computation is faster.
+signed differences unsigned. Then the bytes are reordered: the lowest byte of every integer, the second byte of every
+integer, and so on; the high bytes are mostly zero. Last, zstd compresses the bytes. The result is a tenth smaller than
+with an exclusive-or of the bit patterns, and the computation is faster.
 
-The differences of a tensor are a sequence of blocks. A block is a length in four bytes, then a zstd frame.
+The differences of a tensor are stored as a sequence of blocks. Each block is the length of a zstd frame, in four
+bytes, then the frame.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ class BaseTensor:
 
 @dataclass(frozen=True)
 class TensorDelta:
-    """The entry of a model's tensor in delta.json.
+    """The entry in delta.json that describes one tensor of the model.
 
     Attributes:
         dtype, shape: dtype and shape of the model's tensor.
         base: the tensor of the base to which the difference is added; None: the difference is added to zeros.
         sha256: SHA-256 of the model's tensor.
         rows: number of rows in a block.
-        file, offset, bytes: file that contains the blocks, where they begin in the file, and their size.
+        file, offset, bytes: file that contains the blocks, where the blocks begin in the file, and their total size.
         delta: SHA-256 of the blocks.
-        place: file of the model that contains the tensor, if the model is a Hugging Face folder; otherwise None.
+        place: name of the safetensors file for the restored tensor; None if the model is not a Hugging Face folder.
     """
 
     dtype: str
@@ -108,7 +109,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads delta.json, and checks the files of the delta against it, by their sizes or (below model/) digests.
+    """Reads delta.json. Checks the sizes of the delta's `.bin` files, and the digests of the files below model/.
 
     Raises:
         UserError: the folder is not a delta, a newer Weft wrote the delta, or a file is missing or damaged.
@@ -141,7 +142,7 @@ def read_manifest(path: Path) -> Manifest:
         for file, suffix in ((tensor.file, ".bin"), (tensor.place or "a.safetensors", ".safetensors")):
             if Path(file).name != file or Path(file).suffix != suffix:
                 raise UserError(
-                    f"{name} is listed in {file!r}, not a file name that Weft writes; do not use this delta",
+                    f"{name} is listed in {file!r}, which is not a file name that Weft writes; do not use this delta",
                     path / MANIFEST,
                 )
         if tensor.dtype not in DTYPES or (tensor.base is not None and tensor.base.dtype not in DTYPES):
@@ -168,12 +169,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
-    """Returns the compressed difference of a block of a tensor.
+    """Returns the compressed difference between a block of the model's tensor and the same block of the base's tensor.
 
     Args:
-        model: a block of the model's tensor.
-        base: the same rows of the base, in the model's dtype; rows that are missing at the end count as zeros. None:
-            zeros.
+        model: a block (consecutive rows) of the model's tensor.
+        base: the same rows of the base's tensor, in the model's dtype. Rows that are missing at the end count as zeros;
+            None counts as all zeros.
     """
     difference = bits(model).clone()
     if base is not None:
@@ -185,11 +186,11 @@ def encode(model: torch.Tensor, base: torch.Tensor | None) -> bytes:
 
 
 def decode(delta: bytes, base: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the block of the model's tensor from a compressed difference.
+    """Restores a block of the model's tensor from a compressed difference.
 
     Args:
         delta: a result of `encode`.
-        base: the block of the base that was passed to `encode`.
+        base: the `base` that was passed to `encode`.
         dtype, shape: dtype and shape of the model's block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Makes a delta, which contains the differences of a model from a base model, block by block."""
+"""Makes a delta, which contains the differences between a model and a base model, block by block."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class DeltaSize:
 
     Attributes:
         tensors: number of tensors of the model.
-        same: number of tensors that are equal in the base.
-        bytes: bytes of the compressed differences.
-        model_bytes: bytes of the model's tensors.
+        same: number of tensors that are equal in the model and the base.
+        bytes: total size of the compressed differences.
+        model_bytes: total size of the model's tensors.
     """
 
     tensors: int
@@ -64,10 +64,12 @@ def make(
     allow_pickle: bool = False,
     console: Console | None = None,
 ) -> DeltaSize:
-    """Writes the differences of `model` from `base`, from which `apply` restores the model bit for bit.
+    """Writes a delta: the differences between `model` and `base`.
+
+    From the base and the delta, `apply` restores the model bit for bit.
 
     Tensors are matched by their names in the model's files. A tensor of the model can have another number of rows (a
-    resized vocabulary) or another floating-point dtype than the tensor of the base, or be missing in the base.
+    resized vocabulary) or another floating-point dtype than the base's tensor, or be missing in the base.
 
     Args:
         out: the folder to write.

@@ -1,4 +1,4 @@
-"""Applies plain (floating-point) differences, as FastChat's `apply_delta` does: adds two Hugging Face folders.
+"""Applies plain (floating-point) differences, as FastChat's `apply_delta` does: adds the tensors of two folders.
 
 Plain differences are rounded and have no digests, so the result is not exact and cannot be verified. The deltas of
 `weft delta make` are exact.
@@ -47,7 +47,7 @@ def apply_plain(
         allow_pickle: whether to read `.bin` files of a folder that has no safetensors files.
 
     Returns:
-        The number of tensors, and the number of their bytes.
+        The number of tensors, and their total size in bytes.
 
     Raises:
         UserError: names or shapes of the tensors do not match, or `out` cannot be written.

@@ -23,13 +23,13 @@ _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_origin(path: Path) -> dict[str, Any]:
-    """Returns the content of config.json and generation_config.json, from which an export starts.
+    """Returns a Hugging Face model's original config.json and generation_config.json, used by exports.
 
     Args:
         path: a Hugging Face folder, or a checkpoint that was imported from a Hugging Face folder.
 
     Returns:
-        The keys `config` and `generation_config` (None if the file is missing); {} for any other checkpoint.
+        Keys `config` and `generation_config` (None if that file is missing); {} for any other checkpoint.
     """
     if (path / files.ORIGIN).is_file():
         return read_json(path / files.ORIGIN)
@@ -40,7 +40,10 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
-    """Returns the ids of a tokenizer's special tokens, by their keys in config.json; None for an undefined token."""
+    """Returns the ids of a tokenizer's special tokens, by their keys in config.json.
+
+    The id of a token that is undefined, or outside the model's vocabulary, is None.
+    """
     found: dict[str, int | None] = dict.fromkeys(SPECIAL)
     if tokenizer is None:
         return found
@@ -76,7 +79,7 @@ def tokenizer_warnings(
 
     Args:
         folder: the tokenizer's folder; None: unknown.
-        config: content of config.json, whose ids of special tokens are checked.
+        config: content of config.json; the special token ids in it are checked.
 
     Raises:
         UserError: the tokenizer is damaged, or has more tokens than the model's embedding has rows.

@@ -144,7 +144,7 @@ def section_of(path: Path) -> ModelSection:
 
 
 def read_headers(path: Path, *, allow_pickle: bool = False) -> dict[str, StoredTensor]:
-    """Returns the file, dtype and shape of all tensors of a folder, by name.
+    """Returns the file, dtype and shape of each tensor in a folder's weight files, by tensor name.
 
     Raises:
         UserError: a file is missing or truncated, or the weights are pickled and `allow_pickle` is false.
@@ -182,7 +182,7 @@ def file_warnings(path: Path) -> list[str]:
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
-    """Returns the name of each file of weights -> the names of the tensors that the index lists in the file."""
+    """Returns each weight file's name -> the tensor names that the index lists for the file (none without an index)."""
     for index, single, suffix in _KINDS[: 2 if allow_pickle else 1]:
         if (path / single).is_file():
             return {single: set()}
@@ -313,7 +313,11 @@ def _prediction_layers(config: dict[str, Any], section: ModelSection, stored: di
 
 
 def names_in_files(section: ModelSection) -> dict[str, list[tuple[str, Transform | None]]]:
-    """Returns name of a tensor in Hugging Face files -> (name, transform) of its parameters in Weft's model."""
+    """Returns the parameters of Weft's model that each tensor in Hugging Face files contains.
+
+    Returns:
+        Name of a tensor in the files -> (name, transform) of each parameter that is read from this tensor.
+    """
     found: dict[str, list[tuple[str, Transform | None]]] = {}
     for name, external, transform in tensor_mapping(section):
         found.setdefault(external, []).append((name, transform))

@@ -42,7 +42,10 @@ class WrittenModel:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype with a name such as "bfloat16". Raises UserError if the name is not in DTYPES."""
+    """Converts a name such as "bfloat16" to a dtype. Raises UserError if the name is not in DTYPES.
+
+    A dtype or None is returned unchanged.
+    """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: use one of {', '.join(DTYPES)}")
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype

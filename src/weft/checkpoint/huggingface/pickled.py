@@ -65,10 +65,14 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
 
 @lru_cache(maxsize=1)
 def _load(file: Path, modified: int) -> Any:
-    """Loads a file. The last result is cached, because files of PyTorch before 1.6 cannot be read tensor by tensor."""
+    """Loads a file. The last result is cached, because files of PyTorch before 1.6 cannot be read tensor by tensor.
+
+    Args:
+        modified: modification time of the file, so that a changed file is loaded again.
+    """
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
 def release() -> None:
-    """Frees the memory of the last file that was read."""
+    """Frees the memory of the last `.bin` file that was read."""
     _load.cache_clear()

@@ -86,7 +86,7 @@ class StoredTensor:
 
     Attributes:
         dtype, shape: dtype and shape after dequantization.
-        quantized: its quantized values and scales; None: not quantized.
+        quantized: the quantized values and scales, if the tensor is quantized; otherwise None.
     """
 
     file: str

@@ -23,7 +23,7 @@ class Source:
     """The stored tensor from which a parameter of Weft's model is read.
 
     Attributes:
-        name: name of the stored tensor. For experts that are stored as separate tensors, that of the first expert.
+        name: name of the stored tensor. If experts are stored as separate tensors, the name of the first one.
         transform: conversion of the stored tensor to the parameter; None: no conversion.
         shape: shape of the parameter.
         experts: the source of each expert, if the experts are stored as separate tensors.
@@ -70,10 +70,10 @@ def read_slice(
     size: tuple[int, ...],
     open_file: Callable[[Path], AbstractContextManager[Any]] = open_tensors,
 ) -> torch.Tensor:
-    """Returns a slice of a parameter, on the CPU and in its stored dtype.
+    """Returns a slice of a parameter, on the CPU, in the stored dtype (bfloat16 for a quantized tensor).
 
     Args:
-        file: the file that contains the stored tensor, or the quantized tensor.
+        file: the file that contains the stored tensor, or a `Quantized` if the stored tensor is quantized.
         start: index at which the slice begins, for each dimension.
         size: shape of the slice.
         open_file: function that opens a file; an `OpenFileCache` keeps the file open between calls.
@@ -104,7 +104,7 @@ class _Expert:
 
 
 def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-    """Returns a slice of a parameter, converted from a part of a stored tensor."""
+    """Reads a slice of a parameter: the slice of `stored` that contains it, converted by `transform`."""
     rows = (start[0], start[0] + size[0])
     rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
     if not transform.sizes:
@@ -120,7 +120,12 @@ def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tup
 
 
 def _rows(stored, transform: Transform, rows: tuple[int, int], rest: tuple[slice, ...]) -> torch.Tensor:
-    """Returns rows of a parameter, whose stored tensor is transposed if `transform.transposed` is true."""
+    """Returns a slice of a stored tensor; if `transform.transposed` is true, a slice of its transpose.
+
+    Args:
+        rows: first row of the slice, and the row after its last row.
+        rest: slices of the other dimensions.
+    """
     if not transform.transposed:
         return stored[(slice(*rows), *rest)]
     return stored[(*rest, slice(*rows))].T

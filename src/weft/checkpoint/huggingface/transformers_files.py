@@ -191,11 +191,11 @@ def transformers_entries(
 ) -> list[Entry]:
     """Returns a checkpoint's tensors with the names and shapes that transformers' `save_pretrained` writes.
 
-    They are read on demand. If a layer needs a conversion, all its tensors are converted together, and the result is
-    cached for the reads that follow.
+    The tensors are read on demand. If a layer needs a conversion, all tensors of the layer are converted together when
+    the first of them is read, and cached for the following reads.
 
     Args:
-        kinds: name in the model -> dtype of the tensor in the checkpoint.
+        kinds: name in the model -> dtype in which the tensor is written.
         read: function that returns a tensor of the checkpoint by its name in the model.
     """
     model = build_model(section)
@@ -241,7 +241,7 @@ class _Layer:
 
 
 def transformers_config_files(section: TransformersModelSection, entries: list[Entry]) -> dict[str, dict[str, Any]]:
-    """Returns the content of config.json, with the dtype of the weights, and of generation_config.json, if needed."""
+    """Returns the contents of config.json and, if the config has special token ids, generation_config.json, by name."""
     kind = main_dtype(entries)
     config = {key: value for key, value in section.config.items() if key != "torch_dtype"} | {"dtype": kind}
     special = {key: config[key] for key in SPECIAL if config.get(key) is not None}
