@@ -24,8 +24,8 @@ class Scores(NamedTuple):
 
     Attributes:
         scale: multiplier of the products of queries and keys; default: `1 / sqrt(head_dim)`.
-        softcap: bound of the scaled scores: before the mask, `cross_entropy.cap` limits them to (-softcap, softcap).
-        slopes: `[heads]`, amount subtracted from the score for each token between query and key (`alibi_slopes`).
+        softcap: limit of the scaled scores, which `cross_entropy.cap` maps to (-softcap, softcap) before the mask.
+        slopes: `[heads]`; slope x (query position - key position) is subtracted from each score (`alibi_slopes`).
         sinks: `[heads]`, score of an extra key that takes part in the softmax but has no value (Xiao et al., 2023).
     """
 
@@ -49,7 +49,7 @@ def attention(
     dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
     scores: Scores = PLAIN,
 ) -> torch.Tensor:
-    """Computes softmax(q k' x scale + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
+    """Computes softmax(scale x q k^T + mask) v (Vaswani et al., 2017), with grouped queries (Ainslie et al., 2023).
 
     Args:
         q: `[batch, heads, seq, head_dim]`.
@@ -57,11 +57,11 @@ def attention(
         v: `[batch, kv_heads, keys, v_head_dim]`; `v_head_dim` must not exceed `head_dim`.
         causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, the
             queries belong to the last keys. Ignored if `mask` is given.
-        segments: `[batch, seq]`, document numbers; attention is causal within each document. Ignored if `mask` is
-            given.
+        segments: `[batch, seq]`, index of each token's document; attention is causal within each document. Ignored if
+            `mask` is given.
         mask: a bool tensor that broadcasts to `[batch, heads, seq, keys]`, true where a query sees a key; or a mask
-            made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores and must
-            include the slopes.
+            made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores; it must
+            already contain the effect of the slopes.
         dropout: probability of dropping an attention weight, or a function that is applied to the weights
             `[batch, heads, seq, keys]`. The caller passes 0 outside of training.
         scores: scale, soft-cap, slopes and sinks of the attention scores.
@@ -101,8 +101,9 @@ def attention(
 def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Tensor:
     """Returns ALiBi's slope of each head (Press et al., 2022), float32 `[heads]`.
 
-    The slopes are 2^-(bias_max x i / n) for i from 1 to n, where n is the next power of two from `heads` on. If n
-    exceeds `heads`, every second slope comes first, as in the implementation of Press et al.
+    The slopes are 2^-(bias_max x i / n) for i from 1 to n, where n is the smallest power of two that is not less than
+    `heads`. If n exceeds `heads`, the slopes with even i precede those with odd i, and the first `heads` slopes are
+    returned, as in the implementation of Press et al.
     """
     powers = 2 ** math.ceil(math.log2(heads))
     slopes = torch.exp2(torch.arange(1, powers + 1, device=device, dtype=torch.float32) * (-bias_max / powers))
@@ -121,7 +122,10 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 
 
 def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
-    """Computes attention with all scores materialized, for options that only flex attention supports otherwise."""
+    """Computes attention and materializes all scores, for options that PyTorch's fused kernels do not support.
+
+    These options are soft-cap, slopes, sinks, and a function as `dropout`.
+    """
     k, v = _repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)
     queries, keys = scores.shape[2:]
@@ -145,7 +149,7 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:
-    """Computes FlexAttention (Dong et al., 2024), compiled: without compilation it would materialize all scores."""
+    """Computes attention with FlexAttention (Dong et al., 2024), compiled: uncompiled, it materializes all scores."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     scale, softcap, slopes, sinks = how

@@ -23,7 +23,12 @@ class Vocabulary(Protocol):
     first: int  # the token id of this rank's first row
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduces two values per token: the label's logit by sum, the normalizer by log-sum-exp."""
+        """All-reduces two values per token, each `[tokens]`: `chosen` by sum, and `normalizers` by log-sum-exp.
+
+        Args:
+            chosen: logit of each token's label; 0 if the label's row is on another rank.
+            normalizers: log-sum-exp of the logits of this rank's rows.
+        """
         ...
 
 
@@ -47,7 +52,7 @@ def token_logprobs(
     compiled: bool = False,
     vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
-    """Returns log softmax(cap(hidden weight'))[label] for each position.
+    """Returns log softmax(cap(hidden weight^T))[label] for each position.
 
     Args:
         hidden: `[..., hidden]`.
@@ -68,7 +73,8 @@ def token_logprobs(
 class _Logprobs(torch.autograd.Function):
     """The autograd function of `token_logprobs`.
 
-    Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only chunks are upcast.
+    Logits are saved in the inputs' dtype, and backward overwrites them with their gradient. Only one chunk of logits at
+    a time is upcast.
     """
 
     @staticmethod
@@ -127,14 +133,19 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _normalize(logits, labels, softcap):
-    """Returns the labels' log-probabilities `[rows]` and the normalizers log(sum(exp(logits))), `[rows]`."""
+    """Returns the labels' log-probabilities `[rows]`, and the normalizers log(sum(exp(logits))) `[rows]`."""
     logits = cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     normalizers = torch.logsumexp(logits, -1)
     return logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normalizers, normalizers
 
 
 def _differentiate(logits, labels, normalizers, gradient, label_gradient, softcap):
-    """Overwrites the logits `[rows, vocab]` with gradient x (onehot(label) - softmax(logits))."""
+    """Overwrites the logits `[rows, vocab]` with their gradient, gradient x (onehot(label) - softmax(logits)).
+
+    Args:
+        gradient: gradient of the log-probabilities, `[rows]`.
+        label_gradient: the factor of onehot(label): `gradient`, but 0 if the label's row is on another rank.
+    """
     capped = cap(logits.to(normalizers.dtype), softcap)
     result = (capped - normalizers.unsqueeze(-1)).exp_().mul_(-gradient.unsqueeze(-1))
     result.scatter_add_(-1, labels.unsqueeze(-1), label_gradient.unsqueeze(-1))

@@ -1,7 +1,7 @@
 """Attention within documents packed into one sequence: masks, and a CPU kernel.
 
-`segments` `[batch, seq]` is the document number of each token. A document is a run of tokens with the same number. If
-the number occurs again after other numbers, it is another document.
+`segments` `[batch, seq]` contains the index of each token's document. A document is a run of tokens with the same
+index. If an index occurs again after other indices, it stands for another document.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ BLOCK = 128  # the tile of flex attention's kernels
 
 
 def run_starts(segments: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Returns the first key that each token sees, int64 `[batch, seq]`. A token sees this key and all up to its own.
+    """Returns the index of the first key that each token sees, int64 `[batch, seq]`.
 
-    The first key is the start of the token's document, or of its sliding window if the window starts later.
+    A token sees the keys from this index to its own. The first key is the start of the token's document, or the start
+    of the token's sliding window if the window starts later.
     """
     positions = torch.arange(segments.shape[1], device=segments.device)
     begins = torch.ones_like(segments, dtype=torch.bool)
@@ -41,7 +42,7 @@ def segment_mask(
     """Returns the causal mask within documents, bool `[batch, 1, queries, keys]`, true where a query sees a key.
 
     Args:
-        segments: `[batch, seq]`, each token's document number.
+        segments: `[batch, seq]`, index of each token's document.
         window: sliding window size, counting the query itself.
         queries, keys: indices of tokens in the sequence; None: all tokens, in order.
     """
@@ -54,7 +55,8 @@ def segment_mask(
 def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
     """Returns the mask of `segment_mask` as flex attention's `BlockMask` (Dong et al., 2024).
 
-    It is built from the starts of documents, because `create_block_mask` would first materialize `[batch, seq, seq]`.
+    The `BlockMask` is built from the starts of documents, because PyTorch's `create_block_mask` would first materialize
+    `[batch, seq, seq]`.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -79,7 +81,11 @@ def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
 
 
 def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the number of chosen key blocks of each query block, and all key blocks' indices, chosen blocks first."""
+    """Returns, for each query block, the number of chosen key blocks, and all key blocks' indices, chosen blocks first.
+
+    Args:
+        chosen: bool `[batch, query blocks, key blocks]`.
+    """
     order = chosen.int().argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
@@ -106,7 +112,7 @@ def document_attention(q, k, v, segments, scale):
 
     Args:
         q, k, v: `[batch, heads, seq, head_dim]`; all three have the same shape.
-        segments: int64 `[batch, seq]`, each token's document number.
+        segments: int64 `[batch, seq]`, index of each token's document.
         scale: multiplier of the scores; None: `1 / sqrt(head_dim)`.
 
     Returns:
@@ -158,7 +164,7 @@ def _documents(segments: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _long_documents(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yields, for each long document, the slices of the dimensions `[batch, heads, seq]` that contain it."""
+    """Yields, for each document longer than SHORT, the slices of `[batch, heads, seq]` that contain the document."""
     chosen = lengths > SHORT
     for start, length in zip(starts[chosen].tolist(), lengths[chosen].tolist(), strict=True):
         sequence, first = divmod(start, seq)
@@ -168,14 +174,15 @@ def _long_documents(starts: np.ndarray, lengths: np.ndarray, seq: int) -> Iterat
 def _short_documents(
     starts: np.ndarray, lengths: np.ndarray
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields batches of short documents of similar length, as token indices `[documents, longest]`.
+    """Yields groups of documents with similar lengths, at most SHORT tokens each.
 
-    Shorter documents are right-padded with copies of their last token. Padding does not affect the tokens before it,
-    because attention is causal.
+    Within a group, shorter documents are right-padded with copies of their last token. Padding does not affect the
+    tokens before it, because attention is causal.
 
     Yields:
-        Indices of the tokens to read; indices to write results to, where the index for padding is one after the last
-        token of the batch; and a bool mask that is true for padding.
+        For each group, three tensors `[documents, longest]`: indices of the tokens to read, in the flattened batch;
+        indices to write the results to, which are batch x seq for padding (the extra row of `_empty`); and a bool mask
+        that is true for padding.
     """
     tokens = int(lengths.sum())
     classes = np.where(lengths <= SHORT, np.ceil(2 * np.log2(lengths)), -1)  # two per doubling, for little padding
@@ -194,9 +201,9 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def _empty(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns an empty tensor shaped like `q`, and its memory `[batch x seq + 1, heads, head_dim]`.
+    """Returns an uninitialized tensor shaped like `q`, and a tensor `[batch x seq + 1, heads, head_dim]`.
 
-    The last row of the memory, which is not part of the tensor, takes results for padding.
+    The first tensor is a view of all rows of the second except the last, which takes the results for padding.
     """
     batch, heads, seq, head_dim = q.shape
     tokens = q.new_empty(batch * seq + 1, heads, head_dim)

@@ -26,7 +26,10 @@ class FlashMask(NamedTuple):
 
     @classmethod
     def of(cls, segments: torch.Tensor | None, window: int | None) -> FlashMask:
-        """Makes the mask from `segments` `[batch, seq]`, each token's document number."""
+        """Makes the mask from `segments` `[batch, seq]`, the index of each token's document.
+
+        If `segments` is None, each sequence is one document.
+        """
         if segments is None:
             return cls(None, window)
         begins = torch.ones_like(segments, dtype=torch.bool)
@@ -37,6 +40,8 @@ class FlashMask(NamedTuple):
 
 def flash_usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether flash-attn can run with this device and dtype.
+
+    Without gradients, `attention_mask` selects another kernel if flash-attn cannot run.
 
     Raises:
         UserError: flash-attn cannot run, and gradients are enabled.
@@ -65,7 +70,7 @@ def flash_attention(
     softcap: float | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes `weft.kernels.attention.attention` for a `FlashMask` with the flash-attn package."""
+    """Computes attention with the flash-attn package. Arguments are as in `weft.kernels.attention.attention`."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     settings = {

@@ -80,9 +80,10 @@ def _round_up(count: int) -> int:
 
 
 def _padded_products(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiplies `x` by `matrices` `[experts, in, out]`, with row counts rounded up.
+    """Multiplies each row of `x` by its expert's matrix in `matrices` `[experts, in, out]`.
 
-    The product of an expert includes rows of the next experts, which then overwrite these rows with their own.
+    The number of rows of each product is rounded up. A product therefore also writes rows of the next experts, whose
+    own products then overwrite these rows.
     """
     rows, start = len(x), 0
     out = x.new_empty(rows, matrices.shape[2])
@@ -97,7 +98,10 @@ def _padded_products(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor
 
 
 def _padded_weight_gradient(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor):
-    """Returns the gradient of the weights, `[experts, out, in]`. Row counts are rounded up with zero gradients."""
+    """Returns the gradient of the weights, `[experts, out, in]`.
+
+    The number of rows of each product is rounded up; the output gradients of the additional rows are set to 0.
+    """
     rows, start, out = len(x), 0, torch.empty_like(weight)
     for expert_out, end in zip(out, ends.tolist(), strict=True):
         size = min(_round_up(end - start), rows)

@@ -37,14 +37,15 @@ def attention_mask(
 
     - A `BlockMask` selects flex attention, on CUDA devices.
     - `segments` itself selects `document_attention`, on CPUs.
-    - A float mask selects PyTorch's fused kernel with ALiBi, on CPUs: this takes a third of unfused attention's time.
+    - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
+      the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
     - A boolean mask is for all other cases, such as attention dropout, float64 on a GPU, or other devices.
 
     Args:
         tokens: `[batch, seq]`; only the shape and the device are used.
-        segments: int64 `[batch, seq]`, each token's document number; a document is a run of tokens with the same
-            number. None: each sequence is one document.
+        segments: int64 `[batch, seq]`, index of each token's document; a document is a run of tokens with the same
+            index. None: each sequence is one document.
         dtype: dtype of the queries.
         head_dim: size of a query head.
         dropout: probability of dropping an attention weight.
@@ -125,7 +126,7 @@ def pattern_mask(
 ) -> torch.Tensor:
     """Returns the mask of a sparse pattern within each document, bool `[batch, 1, queries, keys]`.
 
-    The arguments are those of `segment_mask`.
+    `segments`, `queries` and `keys` are as in `segment_mask`.
     """
     positions = torch.arange(segments.shape[1], device=segments.device)
     queries, keys = positions if queries is None else queries, positions if keys is None else keys
@@ -154,7 +155,7 @@ def cached_pattern_mask(
 
 @lru_cache(maxsize=8)
 def pattern_block_mask(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
-    """Returns a sparse pattern as a `BlockMask` (Dong et al., 2024). Each sequence is one document."""
+    """Returns the causal mask of a sparse pattern as a `BlockMask`. Each sequence is one document."""
 
     def visible(batch, head, query, key):
         return (key <= query) & (pattern(query, key) | (key == query))
@@ -169,9 +170,9 @@ def sparse_block_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> BlockMask:
-    """Returns the mask of `segment_mask` or, with a pattern, `pattern_mask` as a `BlockMask`.
+    """Returns the mask of `segment_mask` as a `BlockMask`; if `pattern` is not None, that of `pattern_mask`.
 
-    The indices in `keys` can be in any order.
+    The arguments are as in these functions. The indices in `keys` can be in any order.
     """
     starts, document_starts = run_starts(segments, window), run_starts(segments)
 

@@ -49,7 +49,12 @@ class BigBird:
         return seen
 
     def random_number(self, block: torch.Tensor, draw: int) -> torch.Tensor:
-        """Returns a pseudo-random number of 31 bits for each block and its `draw`-th draw, by an integer hash."""
+        """Returns a pseudo-random integer of 31 bits for each block: a hash of the seed, the block and `draw`.
+
+        Args:
+            block: int64, indices of blocks.
+            draw: index of the random block that is drawn, from 0.
+        """
         start = (self.seed * 0x2545F491 + draw * 0x5851F42D) & _MASK
         mixed = (block * 0x41C64E6D + start) & _MASK
         for factor in (0x2C1B3C6D, 0x297A2D39):
