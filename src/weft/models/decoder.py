@@ -35,7 +35,7 @@ class Cache(Protocol):
     length: int  # number of tokens cached before this forward pass
 
     def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values `[batch, kv_heads, seq, head_dim]`; returns all that queries see."""
+        """Appends a layer's keys and values `[batch, kv_heads, seq, head_dim]`; returns all that queries can see."""
         ...
 
     def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
             tokens: int64 `[batch, seq]`; in a pipeline stage without the embedding, the previous stage's output.
             positions: `[batch, seq]`, each token's position in its document; default: consecutive positions along the
                 sequence, starting after the cached tokens.
-            segments: `[batch, seq]`, each token's document number, which restricts attention to documents. Must be None
+            segments: `[batch, seq]`, index of each token's document; attention stays within documents. Must be None
                 with a cache.
             cache: earlier keys and values; each layer appends its new keys and values.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.

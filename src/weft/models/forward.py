@@ -16,12 +16,13 @@ from weft.kernels.cross_entropy import logprobs_of_logits
 def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
     """Returns a function that calls the model with an objective's inputs and returns the model's outputs.
 
-    A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its
-    `forward` gets `positions`, `segments` and `labels` if it has these arguments. Without `labels`, the returned
-    function computes the log-probabilities from the logits.
+    A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its `forward` gets
+    `positions`, `segments` and `labels` if it has these arguments. If it has no argument `labels`, the returned
+    function computes the labels' log-probabilities from the logits.
 
     Raises:
-        UserError: when the returned function is called: the inputs have `segments`, but the model's `forward` does not.
+        UserError: raised by the returned function if the inputs have `segments`, but the model's `forward` has no such
+            argument.
     """
     parameters = inspect.signature(model.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -32,8 +33,8 @@ def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
         if inputs.get("segments") is not None and "segments" not in parameters:
             name = type(model).__name__.removeprefix("FSDP")
             raise UserError(
-                f"{name}.forward takes no segments, so attention would cross documents; add the argument, or set "
-                "data.packing to concatenate and data.document_attention to false"
+                f"{name}.forward has no argument `segments`, so attention would cross documents; add the argument, or "
+                "set data.packing to concatenate and data.document_attention to false"
             )
         accepted = {k: v for k, v in inputs.items() if k in parameters and k != "tokens"}
         outputs = model(inputs["tokens"], **accepted)

@@ -26,16 +26,19 @@ _NOT_ARCHITECTURE = {
 
 @dataclass(frozen=True)
 class Transform:
-    """The steps that convert a tensor of a Hugging Face file to Weft's tensor; for experts, to one expert's matrix.
+    """The steps that convert a tensor stored in a Hugging Face file to Weft's tensor.
+
+    If `expert` is not None, the result is one expert's matrix of Weft's tensor, which stacks the matrices of all
+    experts.
 
     Attributes:
         transposed: whether the stored matrix is `[in, out]`.
-        sizes: number of rows of each tensor that the stored tensor concatenates, within each of the `groups`; empty if
-            the stored tensor is not a concatenation.
+        sizes: if the stored tensor concatenates several of Weft's tensors, the number of rows of each of them in one
+            group; otherwise empty.
         part: index of Weft's tensor among the concatenated tensors.
-        groups: number of times that the concatenated tensors alternate along the rows: 1, the number of heads, or the
-            intermediate size.
-        expert: index of the expert that the stored tensor belongs to; None if the tensor is not of a single expert.
+        groups: number of groups of rows; each group has rows of all concatenated tensors, one tensor after another.
+            This is 1, the number of heads, or the intermediate size.
+        expert: index of the expert that the stored tensor belongs to; None if it does not belong to a single expert.
         stacked: whether the stored tensor is `[experts, ...]`, like Weft's tensor.
     """
 
@@ -75,7 +78,7 @@ def to_config_json(section: ModelSection) -> dict[str, Any]:
 
 
 def _differences(ours: dict[str, Any], others: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each key whose values differ (nested keys with dots), with both values."""
+    """Yields (key, value in `ours`, value in `others`) for each key whose values differ. Nested keys have dots."""
     for key, value in ours.items():
         other = others.get(key)
         if isinstance(value, dict) and isinstance(other, dict):
@@ -97,7 +100,7 @@ def _refuse_custom_components(section: ModelSection) -> None:
 
 
 def _architecture(section: ModelSection) -> dict[str, Any]:
-    """Returns the keys that config.json must preserve, with derived defaults filled in."""
+    """Returns the keys and values of a section that config.json must preserve. Derived defaults are filled in."""
     keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
@@ -126,8 +129,8 @@ def _architecture(section: ModelSection) -> dict[str, Any]:
 def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
     """Yields Weft's name, Hugging Face's name and the transform of every tensor of a section's model.
 
-    Tensors that one stored tensor concatenates follow each other in the order of concatenation. The stored tensors of
-    single experts follow each other in the order of the experts. A tied head has no entry.
+    Weft's tensors that one stored tensor concatenates are consecutive, in the order of concatenation. If a file has one
+    tensor per expert, these tensors are consecutive, in the order of the experts. A tied head is left out.
 
     Raises:
         UserError: the family's table has no entry for a tensor, or the model has a custom component.
@@ -182,7 +185,13 @@ def saved_dtype(name: str, requested: torch.dtype | None, stored: torch.dtype) -
 
 
 def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transform | None:
-    """Returns the transform for a tensor of a table's entry; None if the tensor is stored unchanged."""
+    """Returns the transform that a family's weight table defines for a tensor; None if the tensor is stored unchanged.
+
+    Args:
+        weight: the tensor's entry in the table.
+        section: the `model:` section, which determines the sizes.
+        is_matrix: whether the tensor is not a bias. Biases are never transposed.
+    """
     transform = Transform(transposed=weight.transposed and is_matrix, stacked=weight.stacked)
     if weight.part is not None:
         part, kinds = weight.part
@@ -195,12 +204,12 @@ def _transform(weight: Weight, section: ModelSection, is_matrix: bool) -> Transf
 
 
 def invert(transform: Transform | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor to store, made from Weft's tensors.
+    """Converts Weft's tensors to the tensor that a Hugging Face file stores; the inverse of a transform.
 
     Args:
         transform: the transform of the stored tensor; None: the identity.
         tensors: all of Weft's tensors that the stored tensor consists of, in the order of `tensor_mapping`. If the
-            stored tensor belongs to one expert, these are that expert's matrices.
+            stored tensor belongs to one expert, these are the matrices of that expert.
     """
     if transform is None:
         return tensors[0]

@@ -1,7 +1,7 @@
 """Initial weights: the value of each parameter depends on the seed and the parameter's name only.
 
-It does not depend on the order of construction, the device or the sharding: a rank draws the full parameter and keeps
-its shard. The schemes of `model.initialization` are:
+The value does not depend on the order of construction, the device or the sharding: each rank draws the full parameter
+and keeps its own shard. The schemes of `model.initialization` are:
 
 | | embeddings | matrices | output projections (o_proj, down_proj) | head |
 | --- | --- | --- | --- | --- |
@@ -46,7 +46,9 @@ def initial_value(model: nn.Module, name: str, seed: int, dtype: torch.dtype = t
         UserError: a custom scheme returned a value that is not a tensor of the parameter's shape.
     """
     if not isinstance(model, Decoder):
-        raise TypeError(f"{type(model).__name__} initializes itself; schemes are for the built-in decoder only")
+        raise TypeError(
+            f"{type(model).__name__} initializes itself; initialization schemes apply only to the built-in decoder"
+        )
     custom = custom_component_value(model, name, seed)
     if custom is not None:
         return custom.to(dtype)

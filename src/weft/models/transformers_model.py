@@ -32,15 +32,15 @@ _NOT_CAUSAL = (
 
 
 class TransformersModel(nn.Module):
-    """A mixin for a Transformers class; its `forward` wraps that of the Transformers class.
+    """A mixin for a Transformers class, which gives `forward` the arguments of the built-in decoder's `forward`.
 
     Attributes:
         takes: names of the arguments of the Transformers class's `forward`.
         takes_cache: whether the Transformers class uses a key/value cache. If not, a `KVCache` only provides the
             padding mask.
         masks: whether the Transformers class takes a 4D mask, for attention within documents.
-        learned_positions: whether positions are embedded by a table, which limits the sequence length.
-        head: (scale, soft-cap) of a plain linear head; None for other heads.
+        learned_positions: whether the model has a learned position embedding, whose size limits the sequence length.
+        head: (scale, soft-cap) of a plain linear head; None for other heads (see `_find_head`).
     """
 
     config: Any
@@ -63,8 +63,8 @@ class TransformersModel(nn.Module):
         Args:
             tokens: int64 `[batch, seq]`.
             positions: `[batch, seq]`, each token's position in its document; ignored if the model takes no positions.
-            segments: `[batch, seq]`, each token's document number; `missing_capability` reports models that ignore
-                document numbers.
+            segments: `[batch, seq]`, index of each token's document. Some models ignore it; `missing_capability`
+                reports these models.
             cache: a `weft.generation.cache.KVCache`, which contains Transformers' own cache.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
 
@@ -321,14 +321,20 @@ def missing_capability(model: nn.Module, *, documents: bool) -> str | None:
 
 
 def _zeroed(tokens: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Returns a copy of the tokens in which the ids from `start` to `stop` (exclusive) are 0."""
+    """Returns a copy of `tokens` `[batch, seq]` with 0 at the positions from `start` to `stop` (exclusive)."""
     changed = tokens.clone()
     changed[:, start:stop] = 0
     return changed
 
 
 def _unchanged(model: nn.Module, one: torch.Tensor, other: torch.Tensor, effect: torch.Tensor) -> bool:
-    """Whether two outputs are bitwise equal; with experts, close: their token counts change the rounding."""
+    """Whether two outputs are bitwise equal; if the model has experts, whether the outputs are close.
+
+    The rounding of an expert's output depends on the number of tokens that are routed to the expert.
+
+    Args:
+        effect: a difference that a changed token causes, to which the difference of the outputs is compared.
+    """
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.equal(one, other)
     return bool((one - other).abs().max() <= 0.3 * effect)

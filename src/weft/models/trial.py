@@ -122,7 +122,10 @@ def try_components(
 
 
 def _small(config: ModelSection) -> ModelSection:
-    """Returns a config with one layer and few parameters. Sizes that custom components see are unchanged."""
+    """Returns a copy of `config` with one layer and few parameters.
+
+    Sizes that custom components see are unchanged, except the intermediate size, which only activations see.
+    """
     inner, moe = intermediate_size(config), config.moe
     if moe is not None:
         few = min(moe.num_experts, 2)
@@ -143,14 +146,26 @@ def _small(config: ModelSection) -> ModelSection:
 
 @dataclass
 class Trial:
-    """A trial: records the components that are running, and the checked outputs of every call."""
+    """The state of a trial.
+
+    Attributes:
+        components: the custom components of the decoder.
+        running: the components that are being called, innermost last.
+        outputs: the checked outputs of each call of a component since they were last cleared.
+    """
 
     components: list[CustomComponent]
     running: list[CustomComponent] = field(default_factory=list)
     outputs: list[tuple[CustomComponent, list[torch.Tensor]]] = field(default_factory=list)
 
     def run(self, function: Callable[[], Any], *running: CustomComponent) -> Any:
-        """Calls a function. Exceptions raised in a component's file propagate; others become a UserError."""
+        """Calls a function, and converts exceptions to UserErrors that name the component.
+
+        An exception that passes through a component's file is raised unchanged, unless it is about the meta device.
+
+        Args:
+            running: the components that `function` calls, if it does not call them through a wrapper.
+        """
         self.running = list(running)
         try:
             return function()
@@ -173,7 +188,7 @@ class Trial:
             raise UserError(f"{who} fails in a small decoder: {text}; check its arguments and outputs") from error
 
     def build(self, config: ModelSection, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Builds a decoder like a run, on the meta device first, and wraps the custom components."""
+        """Builds a decoder as a training run does, on the meta device first, and wraps its custom components."""
         torch.manual_seed(seed)
         with torch.device("meta"):
             for component in self.components:
@@ -214,7 +229,12 @@ class Trial:
             setattr(module, name, self.wrap(component, call, check))
 
     def wrap(self, component: CustomComponent, call: Callable, check: Callable, verb: str = "returned") -> Callable:
-        """Returns a wrapper of a component's call that checks and records the outputs."""
+        """Returns a wrapper of `call`, a function of a component. The wrapper checks and records each output.
+
+        Args:
+            check: function that checks an output, such as `_check_same_shape`.
+            verb: the words between the component and the output in the message of a failed check.
+        """
 
         def wrapped(*inputs: Any) -> Any:
             self.running.append(component)
@@ -236,8 +256,8 @@ class Trial:
         Args:
             model: the decoder that `build` returned.
             tokens: `[batch, seq]`.
-            segments: document numbers of two documents, of which the tokens of the first are changed. None: the tokens
-                in the second half of each sequence are changed.
+            segments: `[batch, seq]`, index of each token's document. Each half of a sequence is a document; the tokens
+                of the first document are changed. None: the tokens in the second half of each sequence are changed.
 
         Raises:
             UserError: a component's output changed for tokens that must not see the changed tokens.
@@ -259,13 +279,13 @@ class Trial:
                     hidden = "keys that the mask hides" if segments is not None else "later tokens"
                     mask = "a mask" if segments is not None else "no mask (None), which means causal"
                     raise UserError(
-                        f"{component} depends on {hidden}: with {mask}, its output for a token changes "
-                        "if these change; apply the mask, and a causal mask where it is None"
+                        f"{component} depends on {hidden}: with {mask}, its output for a token changes if {hidden} "
+                        "change; apply the mask, and a causal mask if the mask is None"
                     )
 
 
 # ---- checks of a component's output: (component, inputs, output, verb) -> checked tensors `[..., seq, size]`. `verb`
-# begins the message, such as "embed returned".
+# follows the component in the message, such as "embed returned".
 
 
 def _check_same_shape(component: CustomComponent, inputs: tuple, out: Any, verb: str) -> list[torch.Tensor]:

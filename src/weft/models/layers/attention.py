@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.clip, self.hidden_dropout = config.clip_qkv, Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
-        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; the other arguments are those of `Block.forward`."""
+        """Maps `x` `[batch, seq, hidden]` to `[batch, seq, hidden]`; other arguments are as in `Block.forward`."""
         batch, seq, _ = x.shape
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         norms = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """The attention of projected queries, keys and values; a separate module, so that `parallel/` can wrap it.
+    """Attention without the projections, as a separate module, so that `parallel/` can wrap it.
 
     With `attention_implementation: module:Class`, a custom component computes this attention.
     """
@@ -82,7 +82,12 @@ class CoreAttention(nn.Module):
         self.own = custom_component(chosen, "attention", config) if ":" in chosen else None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask=None) -> torch.Tensor:
-        """Computes `attention` of `[batch, heads, seq, head_dim]`; `mask` is that of `Block.forward`."""
+        """Computes the attention of queries to keys and values; shapes are as in `weft.kernels.attention.attention`.
+
+        Args:
+            q, k, v: queries, keys and values after their projections.
+            mask: as in `Block.forward`.
+        """
         if self.own is not None:
             return self.own(q, k, v, mask).to(v.dtype)
         slopes = None
@@ -94,6 +99,9 @@ class CoreAttention(nn.Module):
         return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 
     def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the `dropout` argument in training: a function only on CPUs, where no fused kernel has dropout."""
+        """Returns the `dropout` argument of `attention` in training.
+
+        On CPUs, where no fused kernel has dropout, this is `weights_dropout` if set; otherwise the probability.
+        """
         replacement = self.weights_dropout if device.type == "cpu" and self.dropout else None
         return replacement or self.dropout

@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, rotary: Rotary | None = None, mask=None, cache=None) -> torch.Tensor:
-        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; the other arguments are those of `Block.forward`."""
+        """Maps `x` `[batch, seq, hidden]` to `[batch, seq, hidden]`; other arguments are as in `Block.forward`."""
         batch, seq, _ = x.shape
         q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
         q_nope, q_rope = q.view(batch, seq, self.heads, -1).transpose(1, 2).split((self.nope, self.rope), dim=-1)
@@ -64,7 +64,7 @@ class LatentAttention(nn.Module):
         return self.hidden_dropout(self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)))
 
     def half_split(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorders interleaved pairs into the half-split layout of `apply_rotary`."""
+        """Reorders interleaved pairs into the half-split layout of `apply_rotary`; other layouts are unchanged."""
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
 
     def absorbed(self, q_nope, q_rope, latent, k_rope, mask):

@@ -36,7 +36,7 @@ class MixtureOfExperts(nn.Module):
         self.hidden_dropout = Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, loss_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps `[batch, seq, hidden]` to `[batch, seq, hidden]`; `loss_weights` is that of `Decoder.forward`."""
+        """Maps `x` `[batch, seq, hidden]` to `[batch, seq, hidden]`; `loss_weights` is as in `Decoder.forward`."""
         weights, chosen, scores = self.router(x)
         dropped = self.router.over_capacity(chosen) if self.training else None
         tokens = (None if tensor is None else tensor.flatten(0, 1) for tensor in (x, weights, chosen, dropped))
@@ -52,12 +52,12 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """The router, which chooses each token's experts, in at least float32.
+    """Chooses the experts of each token. The router computes in at least float32.
 
     Attributes:
         correction_bias: bias that is added to the scores only to choose experts (Wang et al., 2024), or None.
         load: `[experts]`, number of tokens that were routed to each expert in training since the last reset.
-        dropped_counts: `[experts]`, number of these tokens that exceeded the expert's capacity.
+        dropped_counts: `[experts]`, number of these tokens that each expert dropped because they exceeded its capacity.
     """
 
     correction_bias: torch.Tensor | None
@@ -78,11 +78,11 @@ class Router(nn.Module):
         self.on_full_sequence = lambda function, chosen: function(chosen)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Routes `x` `[batch, seq, hidden]`.
+        """Chooses experts for each token of `x` `[batch, seq, hidden]`.
 
         Returns:
-            Weights (in the dtype of `x`) and indices of the chosen experts, each `[batch, seq, num_experts_per_tok]`;
-            and the logits of all experts, `[batch, seq, experts]`.
+            The weights of the chosen experts (in the dtype of `x`) and their indices, each `[batch, seq,
+            num_experts_per_tok]`; and the router logits of all experts, `[batch, seq, experts]`.
         """
         config, dtype = self.config, torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -99,7 +99,13 @@ class Router(nn.Module):
         return (weights * config.routed_scaling_factor).to(x.dtype), chosen, scores
 
     def choose(self, affinity: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of the experts with the highest affinity; grouped experts: within the best groups."""
+        """Returns the indices of the `num_experts_per_tok` experts with the highest affinity.
+
+        If experts are grouped (`n_group`), they are chosen within the `topk_group` best groups.
+
+        Args:
+            affinity: `[batch, seq, experts]`.
+        """
         config = self.config
         if self.correction_bias is not None:
             affinity = affinity + self.correction_bias
@@ -116,9 +122,12 @@ class Router(nn.Module):
     def over_capacity(self, chosen: torch.Tensor) -> torch.Tensor | None:
         """Returns a mask of the choices that exceed the expert's capacity; None if experts have no capacity limit.
 
-        The mask is bool `[batch, seq, num_experts_per_tok]`. Capacity is counted within each sequence, and earlier
-        tokens take precedence. So results do not depend on the batch's sharding, and no token's output depends on later
-        tokens. (In Lepikhin et al., 2021, and Fedus et al., 2021, the tokens of one device compete for capacity.)
+        Capacity is counted within each sequence, and earlier tokens take precedence. So results do not depend on the
+        batch's sharding, and no token's output depends on later tokens. (In Lepikhin et al., 2021, and Fedus et al.,
+        2021, the tokens of one device compete for capacity.)
+
+        Args:
+            chosen: indices of the chosen experts, `[batch, seq, num_experts_per_tok]`; the mask has the same shape.
         """
         return None if self.config.capacity_factor is None else self.on_full_sequence(self._over_capacity, chosen)
 
@@ -140,7 +149,13 @@ class Router(nn.Module):
         """Updates `load` and `dropped_counts`; returns the sum of the auxiliary losses, or None if all are disabled.
 
         The load balancing loss (Fedus et al., 2021) is computed per sequence, as in DeepSeek-V2, so the loss does not
-        depend on the batch's sharding. Sequences whose loss weight is 0 are not counted.
+        depend on the batch's sharding.
+
+        Args:
+            scores: router logits, `[batch, seq, experts]`.
+            chosen: indices of the chosen experts, `[batch, seq, num_experts_per_tok]`.
+            loss_weights: `[batch]`, each sequence's weight in the step's loss. Sequences with weight 0 do not count.
+            dropped: mask that `over_capacity` returned.
         """
         config, seq = self.config, chosen.shape[1] * self.sequence_shards
         chosen = chosen.flatten(1)
@@ -246,7 +261,7 @@ def dispatch(
 
 
 def _recomputing() -> bool:
-    """Whether activation checkpointing recomputes forward in backward. Compiled code never recomputes this way."""
+    """Whether this forward pass is a recomputation by activation checkpointing, in backward; false in compiled code."""
     return not torch.compiler.is_compiling() and in_backward()
 
 
@@ -265,7 +280,7 @@ class Permute(torch.autograd.Function):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """The identity function of `x`, which in backward adds the gradient of `loss` to that of the training loss."""
+    """Returns `x` unchanged. In backward, gives `loss` the gradient 1, as if it were added to the training loss."""
 
     @staticmethod
     def forward(ctx, x, loss):

@@ -21,7 +21,9 @@ def rotary_embeddings(
     dtype: torch.dtype,
     lengths: torch.Tensor | None = None,
 ) -> tuple[Rotary | None, Rotary | None]:
-    """Returns the rotary embedding of layers with full attention, and of layers with a sliding window.
+    """Returns two functions that apply the rotary embedding: of layers with full attention, and with a sliding window.
+
+    Both are None if the model has no rotary embedding.
 
     Args:
         config: the decoder's configuration.

@@ -49,7 +49,7 @@ def rotary_cos_sin(
 def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotates the pairs of dimensions (i, i + rotary_dim / 2) of `x` by the angles of their positions.
 
-    Dimensions from `rotary_dim` on are unchanged.
+    Dimensions with an index of at least `rotary_dim` are unchanged.
 
     Args:
         x: `[batch, heads, seq, head_dim]`.
@@ -87,12 +87,15 @@ def _original(scaling: RopeScaling) -> int:
 
 
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Computes position interpolation (Chen et al., 2023): divides all frequencies by the scaling factor."""
+    """Computes position interpolation (Chen et al., 2023): divides all frequencies by the scaling factor.
+
+    Like the other scalings, returns the scaled frequencies and a multiplier of the cosines and sines.
+    """
     return frequencies / scaling.factor, 1.0
 
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Scales low frequencies, keeps high frequencies, and interpolates between them (Dubey et al., 2024)."""
+    """Divides low frequencies by the scaling factor, keeps high ones, interpolates between (Dubey et al., 2024)."""
     rotations = _original(scaling) * frequencies / (2 * math.pi)  # number of rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -100,7 +103,7 @@ def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Computes YaRN: scales low frequencies, by index, and attention scores (Peng et al., 2023)."""
+    """Computes YaRN (Peng et al., 2023): divides low frequencies by the scaling factor, and scales attention scores."""
     half = frequencies.shape[0]
 
     def index(rotations: float) -> float:  # index of the frequency that rotates this often
@@ -142,7 +145,10 @@ def _dynamic(
 def _longrope(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Divides each frequency by its short or, beyond the original context, long factor (Ding et al., 2024)."""
+    """Computes LongRoPE (Ding et al., 2024): divides each frequency by its short or its long factor.
+
+    The long factors apply to sequences that are longer than the original context.
+    """
     original = _original(scaling)
     short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
     factors = torch.where(lengths > original, long, short)  # [batch, 1, rotary_dim / 2]
