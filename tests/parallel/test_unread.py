@@ -8,7 +8,7 @@ import pytest
 from weft.config.mesh import MeshShape
 from weft.config.run import RunConfig
 from weft.data.sequences.placeholder import PlaceholderDataset
-from weft.train.data import needs_rows, open_train
+from weft.train.data import needs_sequences, open_train
 
 
 class World:
@@ -35,8 +35,8 @@ def test_only_ends_read_rows(run_yaml, changes, expected):
     file = run_yaml("run.yaml", **{"parallel": {"pp": 4}} | changes, model=model, training=training)
     config = RunConfig.load(file)
     train, _ = open_train(config)
-    assert [needs_rows(train, config, World(stage, 4)) for stage in range(4)] == expected
-    assert needs_rows(train, config, SimpleNamespace(shape=MeshShape()))
+    assert [needs_sequences(train, config, World(stage, 4)) for stage in range(4)] == expected
+    assert needs_sequences(train, config, SimpleNamespace(shape=MeshShape()))
 
 
 def test_what_is_not_read_has_the_shape_of_what_is(run_yaml):

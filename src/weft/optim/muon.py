@@ -52,7 +52,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates the parameters of all groups."""
+        """Updates all parameters: matrices of hidden layers by Muon, the others by AdamW."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["role"] != "matrix"]
         try:
@@ -110,7 +110,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def full_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the unsharded matrix, which orthogonalization needs; an offloaded matrix on the mesh's device."""
+    """Returns the unsharded matrix, which orthogonalization needs, on the mesh's device (also if it is offloaded)."""
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()

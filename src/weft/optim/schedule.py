@@ -17,7 +17,8 @@ class Schedule:
     Args:
         total_steps: number of optimizer steps of the run.
         warmup_steps: number of steps over which the multiplier rises linearly from 1/warmup_steps to 1.
-        warmup_fraction: `warmup_steps` as a fraction of `total_steps`. Set at most one of the two.
+        warmup_fraction: `warmup_steps` as a fraction of `total_steps`. Set `warmup_steps` or `warmup_fraction`, not
+            both.
     """
 
     total_steps: int
@@ -30,7 +31,7 @@ class Schedule:
         self.warmup_steps = self.warmup_steps or round((self.warmup_fraction or 0.0) * self.total_steps)
         if self.warmup_steps > self.total_steps:
             raise UserError(
-                f"schedule: {self.warmup_steps} warm-up steps in a run of {self.total_steps} steps; "
+                f"schedule: a warm-up of {self.warmup_steps} steps exceeds the run's {self.total_steps} steps; "
                 "lower schedule.warmup_steps"
             )
 

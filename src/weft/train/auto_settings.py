@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
-    """Returns `training` with `dtype: auto` and missing `threads` replaced by values for this device."""
+    """Returns `training` with values for this device in place of `dtype: auto` and of missing `threads`."""
     threads, given = training.threads, os.environ.get("OMP_NUM_THREADS", "")
     if threads is None and device.type == "cpu":
         share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -41,7 +41,10 @@ def apply_choices(training: TrainingSection) -> None:
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
-    """Whether matmuls are clearly faster in bfloat16 than in float32 (AMX, tensor cores)."""
+    """Whether bfloat16 is clearly faster than float32 on this device.
+
+    On a GPU: whether the GPU supports bfloat16. Otherwise a small matmul is timed in both dtypes.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
 
@@ -63,7 +66,7 @@ def keep_freed_memory() -> bool:
     Otherwise each large tensor of a step is a new mapping, which the kernel clears page by page.
 
     Returns:
-        False if the C library is not glibc.
+        Whether glibc accepted the settings; False for another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch requests huge pages: fewer faults and table walks

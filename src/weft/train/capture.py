@@ -47,8 +47,8 @@ class ProfilingRecorder(Recorder):
     Attributes:
         records: whether this rank records a trace.
         seconds: the duration of each step, measured as in `weft train`.
-        marks: the memory category of each tensor's address, for each mark in the trace by number.
-        before: address, size in bytes and category of each tensor that is older than the trace.
+        marks: number of a mark in the trace -> address of each tensor storage at this mark -> its memory category.
+        before: address, size in bytes and category of each tensor storage that existed before the trace began.
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """
 
@@ -65,10 +65,10 @@ class ProfilingRecorder(Recorder):
         self.parameters = parameters
 
     def start(self, tensors: Callable[[], Tensors]) -> None:
-        """Prints what is profiled, and starts the profiler, which records after the warm-up.
+        """Prints what is profiled. Starts the profiler, which records after the warm-up, if this rank records.
 
         Args:
-            tensors: returns the gradients and the tensors that outlive a step, with their categories.
+            tensors: function that returns the gradients and all tensors that outlive a step, with their categories.
         """
         self.tensors, request, device = tensors, self.request, self.world.device.type
         if self.speaks:
@@ -130,7 +130,7 @@ class ProfilingRecorder(Recorder):
             self.console.line("the steps ended early, and no profile was written")
 
     def _storages(self) -> Iterator[tuple[int, int, str]]:
-        """Yields address, size in bytes and category of each tensor storage on this device."""
+        """Yields address, size in bytes and memory category of each storage of `tensors` on this device."""
         seen: set[int] = set()
         for tensor, category in self.tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

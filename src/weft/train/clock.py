@@ -15,12 +15,12 @@ class StepClock:
 
     Args:
         tokens: number of tokens per step.
-        flops_per_token: returns the FLOPs per token for a sequence length.
+        flops_per_token: function that returns the FLOPs per token for a sequence length.
         peak: peak FLOP/s, summed over all devices.
 
     Attributes:
         step_seconds: duration of the last step.
-        warmup_seconds: duration of the session's first step, which compiles and allocates; None before its end.
+        warmup_seconds: duration of the session's first step, which compiles and allocates; None until it has ended.
         steady_seconds: total duration of the later steps.
         steady_steps: number of later steps.
     """

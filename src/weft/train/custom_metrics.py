@@ -28,13 +28,13 @@ class Metric(Protocol):
     def step(self, state: State) -> Mapping[str, float | Pair]:
         """Returns the values of a logged step by name. Called on every rank.
 
-        A value is a number, which is written as rank 0 returns it, or a pair (sum, weight), which is summed over the
-        data-parallel ranks.
+        A value is a number or a pair (sum, weight). A number is written as rank 0 returns it. Pairs are summed over the
+        data-parallel ranks, and sum / weight is written.
         """
         ...
 
     def outputs(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, Pair]:
-        """Returns a pair (sum, weight) by name for one micro-batch of training or validation.
+        """Returns name -> pair (sum, weight) for one micro-batch of training or validation.
 
         The arguments are those of the objective's `loss`; `outputs` has no gradient.
         """
@@ -49,7 +49,7 @@ class Metrics(Callback):
         objective: the objective of the run. No metric can have the name of one of the objective's scalars.
 
     Attributes:
-        objective: the objective, which also computes the metrics that have `outputs`.
+        objective: the objective of the run, extended to compute the metrics that have `outputs`.
     """
 
     def __init__(self, sections: Sequence[MetricSection], objective: Objective, world: World):
@@ -94,7 +94,11 @@ class Metrics(Callback):
 
 
 class ObservedObjective:
-    """An objective that also computes metrics of its outputs, as further scalars."""
+    """An objective whose `loss` also computes metrics from the model's outputs, as further scalars.
+
+    Args:
+        metrics: label for messages -> metric that has `outputs`.
+    """
 
     def __init__(self, objective: Objective, metrics: Mapping[str, Any]):
         self._objective, self._metrics = objective, metrics

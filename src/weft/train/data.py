@@ -58,7 +58,7 @@ class Data:
         length: number and size of the steps, and intervals in steps.
         source: the training batches, as a function of the step.
         held_out: the validation sets.
-        digests: digests of the token stores, by "train" or "validation", or by "train/NAME" and "validation/NAME".
+        digests: digests of the token stores by name: "train" and "validation", or "train/NAME" and "validation/NAME".
         plan: number of samples that the run takes from each source of a mixture; None for a single source.
     """
 
@@ -105,7 +105,7 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         planned = plan_mixture(config.data, train.sizes, length.sequence_length, samples)
     warmup = config.data.length_warmup
     source = BatchSource(
-        train if needs_rows(train, config, world) else PlaceholderDataset(train, length.sequence_length),
+        train if needs_sequences(train, config, world) else PlaceholderDataset(train, length.sequence_length),
         batch_size=length.sequences_per_step // layout.sequences,
         rank=world.data_rank,
         ranks=world.data_ranks,
@@ -136,11 +136,13 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
-    """Rounds batch sizes to complete samples of `sequences` sequences each. Micro-batch sizes then count samples.
+    """Rounds the batch sizes in `length` to complete samples of `sequences` sequences each.
+
+    `training.micro_batch_size` is taken as a number of samples.
 
     Raises:
-        UserError: a step is not a multiple of a sample, or the pipeline schedule does not support the number of
-            micro-batches.
+        UserError: the sequences of a step do not make complete samples, or the pipeline schedule does not support the
+            number of micro-batches.
     """
     if sequences == 1:
         return length
@@ -165,11 +167,12 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
     )
 
 
-def needs_rows(train: Dataset, config: RunConfig, world: World) -> bool:
+def needs_sequences(train: Dataset, config: RunConfig, world: World) -> bool:
     """Whether this rank needs the content of the sequences.
 
-    In a pipeline the first stage needs tokens, and the last stage labels. All stages need both with custom datasets or
-    models, if attention stays within documents, or if losses of experts depend on the weights of sequences.
+    In a pipeline, the first stage needs tokens, and the last stage needs labels. All stages need both if a dataset or
+    the model is custom, if attention is limited to documents, or if the model has experts (the auxiliary losses depend
+    on the weights of the tokens).
     """
     datasets = train.datasets if isinstance(train, ConcatDataset) else [train]
     plain = all(isinstance(one, StoreDataset) for one in datasets) and not config.data.document_attention
@@ -197,7 +200,7 @@ def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world:
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, dict[str, str]]:
-    """Opens the training data. Returns the dataset (several sources are concatenated) and the digests of its stores."""
+    """Opens the training data. Returns the dataset (several sources are concatenated) and the token stores' digests."""
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)
@@ -242,7 +245,8 @@ def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Orde
     """Returns the order of the samples of a weighted mixture.
 
     Raises:
-        UserError: the weight of a source is too small to have an effect, or `samples` samples exceed `max_epochs`.
+        UserError: the weight of a source is too small to have an effect, or `samples` samples repeat a source more
+            often than its `max_epochs` allows.
     """
     data, length = config.data, sequence_length(config)
     quiet = find_empty_share(data.stages(train.sizes, length), data.mixture_block or BLOCK)

@@ -26,7 +26,7 @@ class Callbacks:
 
     Args:
         sections: the entries of `callbacks` in the config.
-        metrics: a callback without saved state, which is called before the callbacks of `sections`.
+        metrics: the callback that logs `log.metrics`. It has no saved state, and is called before the other callbacks.
 
     Attributes:
         found: the callbacks, by their names in checkpoints.
@@ -63,7 +63,7 @@ class Callbacks:
         return any(all(_overridden(callback, method) for method in both) for callback in self.found.values())
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the callbacks' state: JSON values by callback, and tensors by `callback/<name>/<path>`."""
+        """Returns the callbacks' state: callback name -> JSON values, and `callback/<name>/<path>` -> tensor."""
         tensors: dict[str, Tensor] = {}
         values = {
             name: _without_tensors(callback.state_dict(), f"{PREFIX}{name}", tensors)
@@ -73,9 +73,9 @@ class Callbacks:
         return {name: value for name, value in values.items() if value}, tensors
 
     def empty_tensors(self, checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
-        """Returns empty tensors to load the callbacks' state from a checkpoint.
+        """Returns zero tensors, by saved name, into which the callbacks' state is loaded from a checkpoint.
 
-        A tensor with the name and shape of a parameter is sharded as this parameter is. Other tensors are not sharded.
+        A tensor with the name and shape of a parameter is sharded like the parameter. Other tensors are not sharded.
         """
         saved: dict[str, Any] = read_json(checkpoint / files.INDEX)["tensors"]
         parameters = {name: tensor for name, (tensor, _) in model_tensors(model).items()}
@@ -112,7 +112,7 @@ def _overridden(callback: Any, name: str) -> Any:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns a state without its tensors, and adds the tensors to `tensors`, by path.
+    """Returns a callback's state without the tensors in it, and adds these tensors to `tensors` by path.
 
     Raises:
         UserError: a value is neither a tensor in a dict nor a JSON value.

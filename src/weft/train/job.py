@@ -23,10 +23,12 @@ class Job:
 
 
 def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
-    """Locks the run directory, and sets the automatic settings, which are chosen once per run and equal on all ranks.
+    """Locks the run directory, and applies the automatic settings.
+
+    The automatic settings are chosen once per run, and are equal on all ranks.
 
     Args:
-        fresh: move the content of the run directory aside.
+        fresh: whether to move the content of the run directory aside.
     """
     path = config.run_directory
     lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)

@@ -64,9 +64,10 @@ class Loop:
     """The training loop.
 
     Args:
-        objective: the objective, with the metrics of outputs among its scalars.
+        objective: the objective. Its scalars include the metrics of `log.metrics` that have `outputs`.
         compress: all-reduces compressed gradients over replicas in place of FSDP2.
-        replay: whether the first validation must be repeated, because the checkpoint was written before its end.
+        replay: whether the session resumes from a checkpoint that was saved before the validation of the same step. If
+            a callback's state depends on validations, `run` first repeats this validation.
     """
 
     job: Job
@@ -222,11 +223,11 @@ class Loop:
     def accumulate_gradients(
         self, batch: Batch, weight: float, learned: float, step: int
     ) -> tuple[float, dict[str, float]]:
-        """Computes the gradients of the mean loss of the global batch, summed over micro-batches and ranks.
+        """Computes the gradients of the global batch's mean loss, summed over micro-batches and ranks.
 
         Args:
             weight: total weight of the *global* batch, by which the loss is divided before the first backward.
-            learned: number of learned tokens of the global batch, which is the weight of load balancing losses.
+            learned: total weight of the global batch's tokens, which is the weight of load balancing losses.
 
         Returns:
             The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.

@@ -111,7 +111,7 @@ class ProfiledLoop(Loop):
         trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
         if not folder.is_dir():
             raise UserError(
-                "not visible on every machine; set --out to a folder on a disk that all machines share", folder
+                "this folder does not exist on every host; set --out to a folder on a disk that all hosts share", folder
             )
         try:
             recorder.profiler.export_chrome_trace(str(folder / trace_file))
@@ -137,7 +137,7 @@ class ProfiledLoop(Loop):
         }
 
     def raise_if_empty(self, trace: Trace) -> None:
-        """Raises UserError if the trace has no GPU work, because the GPU's counters could not be read."""
+        """Raises UserError if a GPU's trace has no GPU work, because the GPU's counters could not be read."""
         if self.world.device.type == "cuda" and not trace.on_device:
             raise UserError(
                 "the profiler recorded no GPU work; get permission to read the GPU's counters (NVIDIA: "
@@ -164,7 +164,7 @@ class ProfiledLoop(Loop):
 
 
 class _Stopped(Exception):
-    """Raised if a signal arrives while the profile is written."""
+    """Raised if a signal arrived while the profile was written, so that the hidden folder is deleted."""
 
 
 def profile(config: RunConfig, request: Request, console: Console | None = None) -> Outcome:
@@ -178,14 +178,17 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
     """
     config = RunDirectory(config.run_directory).with_choices(config)
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # one for each rank
-        trainer = Trainer(in_scratch(config, scratch), console=console)
+        trainer = Trainer(scratch_config(config, scratch), console=console)
         trainer.compared, trainer.loop = config, ProfiledLoop
         trainer.recorder = partial(ProfilingRecorder, request=request)
         return trainer.fit()
 
 
-def in_scratch(config: RunConfig, directory: str) -> RunConfig:
-    """Returns the config of the same training in `directory`, without validation, samples, callbacks and trackers."""
+def scratch_config(config: RunConfig, directory: str) -> RunConfig:
+    """Returns a copy of a config that trains the same way in `directory`, without other parts of a run.
+
+    Validation, text samples, callbacks, trackers and custom metrics are removed.
+    """
     changes = {
         "run": {"directory": directory},
         "data": {"validation": None},
@@ -197,7 +200,7 @@ def in_scratch(config: RunConfig, directory: str) -> RunConfig:
 
 
 def raise_if_impossible(out: Path) -> None:
-    """Raises UserError if `out` exists or cannot be created. Called before the first step."""
+    """Raises UserError, before the first step, if `out` exists (and is not an empty folder) or cannot be created."""
     refuse_existing(out, "choose another --out")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
@@ -206,7 +209,10 @@ def raise_if_impossible(out: Path) -> None:
 
 @contextmanager
 def making(out: Path, world: World) -> Iterator[Path]:
-    """Yields, on all ranks, rank 0's hidden folder, which becomes `out` at the end or is deleted after an error."""
+    """Context that makes a hidden folder on rank 0, and yields its path on all ranks.
+
+    The folder is renamed to `out` if the block succeeds, and deleted otherwise.
+    """
     with ExitStack() as stack:
         yield world.agree(lambda: stack.enter_context(new_folder(out, 0)), only_first=True)
         world.agree(stack.close, only_first=True)

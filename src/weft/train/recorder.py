@@ -50,8 +50,8 @@ class Recorder:
 
     Args:
         data: the data of the run; the manifest contains the digests and the mixture plan.
-        step: number of updates of earlier sessions. Metrics and samples of later steps are removed, because this
-            session repeats those steps.
+        step: number of updates of earlier sessions. Recorded metrics and text samples of later steps are removed,
+            because this session repeats these steps.
     """
 
     def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
@@ -101,7 +101,7 @@ class Recorder:
             ends = f"ends at step {last:,}" if last else "has no line"
             self.console.warning(
                 f"{self.metrics.path} {ends}, but the run resumes after step {step:,}: the report lacks the metrics of "
-                "the steps between; to keep these metrics, stop the run and restore the file from a copy"
+                "the steps in between; to keep these metrics, stop the run and restore the file from a copy"
             )
 
     def _introduce(self, parameters: int, step: int, plan: MixturePlan | None) -> None:
@@ -129,7 +129,7 @@ class Recorder:
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
-        """Shows the progress bar within the context, and closes the trackers at the end."""
+        """Context that shows the progress bar, and closes the trackers at the end."""
         try:
             with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
                 self.bar = bar
@@ -168,7 +168,7 @@ class Recorder:
         self.clock.begin()
 
     def data_arrived(self) -> None:
-        """Ends the wait for the batch of the step."""
+        """Ends the timer of the wait for the step's batch."""
         self.clock.data_arrived()
 
     def end_step(self, step: int, sequence: int, **measured: float) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class Recorder:
             )
 
     def write(self, state: State) -> None:
-        """Writes the metrics of the step if the step is logged or had a validation."""
+        """Writes the step's metrics to the metrics file and the trackers, if the step is logged or had a validation."""
         line = state.metrics
         if not state.logged and "validation_loss" not in line:
             return
@@ -240,7 +240,7 @@ class Recorder:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Times a save. Prints the names of removed checkpoints if the save removed several checkpoints."""
+        """Context that times a save, and prints the names of removed checkpoints if the save removed more than one."""
         began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.speaks else []
         yield
         log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
@@ -254,14 +254,14 @@ class Recorder:
         """Warns of a loss or gradient norm that is not finite, which ends the run."""
         samples = [s for s in batch.samples.tolist() if s >= 0]
         self.console.warning(
-            f"step {step + 1}: not finite: the loss is {loss}, the gradient norm {norm}. The update was not "
+            f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not "
             f"made; the checkpoint of step {step} has the weights before it. Lower optimizer.lr, lengthen the warm-up "
             f"or lower training.grad_clip{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}, "
             f"then run the same command again (samples of this batch: {samples[:1]} to {samples[-1:]})"
         )
 
     def skipped(self, step: int) -> None:
-        """Counts an update that was skipped for an overflow of float16, and warns of the first."""
+        """Counts an update that was skipped because of a float16 overflow. Prints a warning for the first one only."""
         self.skips += 1
         self.warn_once(
             f"step {step + 1}: gradients exceed float16's range; the update is skipped and the loss scale halved, now "
@@ -269,7 +269,10 @@ class Recorder:
         )
 
     def warn_once(self, text: str) -> None:
-        """Logs a warning. Prints only the first warning with this text after the step number."""
+        """Logs a warning. Prints it too, unless an equal warning was printed before.
+
+        Warnings are equal if their texts after the first colon (`step N:`) are equal.
+        """
         kind = text.split(":", 1)[-1]
         log.warning(text)
         if kind not in self.warned:
@@ -278,7 +281,10 @@ class Recorder:
 
 
 def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
-    """Returns the number of layers and heads x head size, for the FLOPs of attention; 0 if unknown."""
+    """Returns the number of layers and the attention width (heads x head size), to count attention FLOPs.
+
+    Both are 0 if they are unknown.
+    """
     section = config.model
     if isinstance(section, ModelSection):
         return section.num_hidden_layers, section.attention_width

@@ -28,7 +28,7 @@ def claim(path: Path, *, fresh: bool) -> int:
     """Creates the run directory and locks it until this process ends or closes the lock.
 
     Args:
-        fresh: move the content of the directory aside.
+        fresh: whether to move the content of the directory aside.
 
     Returns:
         The file descriptor of the lock.
@@ -99,7 +99,7 @@ class RunDirectory:
     """The directory of a run, `<run.directory>/<run.name>/`.
 
     Attributes:
-        saved: the config of the last session as plain data; None for a new run.
+        saved: the config of the last session as plain data; None for a run without a checkpoint.
     """
 
     def __init__(self, path: Path, lock: int | None = None):
@@ -124,7 +124,7 @@ class RunDirectory:
             self.lock = None
 
     def with_choices(self, config: RunConfig) -> RunConfig:
-        """Returns `config` with the automatic settings (dtype, threads) of the last session."""
+        """Returns `config` with the last session's values in place of `dtype: auto` and of missing `threads`."""
         training, before = config.training, (self.saved or {}).get("training", {})
         kept: dict[str, Any] = {}
         if training.dtype == "auto" and before.get("dtype"):
@@ -134,7 +134,11 @@ class RunDirectory:
         return config.model_copy(update={"training": training.model_copy(update=kept)})
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Returns the keys that affect results and differ from the last session: key -> (old value, new value)."""
+        """Returns the config keys that affect results and whose values changed since the last session.
+
+        Returns:
+            Key -> (old value, new value).
+        """
         if self.saved is None:
             return {}
         before, now = flat(self.saved), flat(config.as_dict())

@@ -32,8 +32,8 @@ class Sampler:
     def write(self, step: int, recorder: Recorder) -> None:
         """Generates and records a continuation of each prompt.
 
-        If the mesh is data-parallel, all ranks generate with the sharded model. Otherwise the first rank generates with
-        a full copy of the model.
+        All ranks generate with the sharded model if the mesh is only data-parallel, or if the model is a Transformers
+        model. Otherwise only the first rank generates, with a full copy of the model.
         """
         if self.tokenizer is None:
             return

@@ -26,8 +26,8 @@ class State:
     Attributes:
         config: the resolved config.
         path: the run directory.
-        rank: the number of this rank.
-        ranks: the number of ranks.
+        rank: the rank of this process.
+        ranks: the number of ranks (world size).
         model: the sharded model; a pipeline rank has the parameters of its stages.
         optimizer: the optimizer of the model's parameters.
         step: number of updates so far.
@@ -62,7 +62,7 @@ class State:
     _source: str = "weft"
 
     def request_stop(self, reason: str) -> None:
-        """Ends the run after this step, with a checkpoint. A request on one rank stops all ranks."""
+        """Stops the run after this step, with a checkpoint. A request on one rank stops all ranks."""
         if self.stop.reason is None:
             self.stop.reason = reason
 
@@ -88,15 +88,18 @@ class State:
 
     @contextmanager
     def acting(self, source: str) -> Iterator[None]:
-        """Sets the name of the component that logs within the context, for messages."""
+        """Context in which messages of `log` name `source` as the component that logs."""
         before, self._source = self._source, source
         yield
         self._source = before
 
 
 def raise_if_taken(source: str, names: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
-    """Raises UserError if a declared metric has the name of a built-in metric, of `others`, or of another in
-    `names`."""
+    """Raises UserError if a name in `names` is already used: by a built-in metric, in `others`, or earlier in `names`.
+
+    Args:
+        source: the component that declares `names`, for the message.
+    """
     for number, name in enumerate(names):
         if name in NAMES or name.startswith("validation_") or name in others or name in names[:number]:
             raise UserError(f"{source} logs {name!r}, a name that is already used; choose another")

@@ -1,4 +1,4 @@
-"""Defines `StopRequest`: a signal on any rank, or a callback, stops the run after a checkpoint."""
+"""Defines `StopRequest`: a signal or a callback on any rank stops the run, which then saves a checkpoint."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optim
 
 
 def model_plan(config: RunConfig) -> ModelPlan:
-    """Returns the plan by which the model of the run is built."""
+    """Returns the plan from which the model of the run is built."""
     training = config.training
     return ModelPlan(
         config.model,
@@ -173,7 +173,7 @@ def model_plan(config: RunConfig) -> ModelPlan:
 
 
 def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
-    """Returns the PowerSGD that all-reduces gradients in place of FSDP2; None without `parallel.compress`."""
+    """Returns the `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`."""
     config, world = job.config, job.world
     section, training = config.parallel.compress, config.training
     if section is None:
@@ -182,12 +182,13 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
     made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
     if not made.matrices:
         raise error_on_all_ranks(
-            f"parallel.compress.rank: factors of rank {section.rank} compress no gradient; lower the rank"
+            f"parallel.compress.rank: low-rank factors of rank {section.rank} are too large to compress any gradient; "
+            "lower the rank"
         )
     exact = f"exactly for {section.start_step:,} steps, then " if section.start_step else ""
     job.console.line(
         f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the values "
-        f"(matrices as factors of rank {section.rank})"
+        f"(matrices as low-rank factors of rank {section.rank})"
     )
     return made
 

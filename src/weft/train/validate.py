@@ -29,11 +29,12 @@ def validate(
 
     Bits per byte are the bits of the predicted tokens (including end-of-document tokens), divided by the bytes of the
     predicted text tokens. Both exclude tokens that are not predicted: the first token of each document if documents are
-    separated, and tokens that a loss mask excludes. A text token has the mean size of the store's tokens.
+    separated, and tokens that a loss mask excludes. Each text token counts as
+    the mean number of bytes per token of the store.
 
     Args:
-        full: evaluate each set completely, instead of only up to `validation.tokens`.
-        show: iterates over batches and shows the progress.
+        full: whether to evaluate each set completely, instead of only up to `validation.tokens`.
+        show: function that iterates over batches and shows the progress.
 
     Returns:
         `validation_loss` (nats per token), `validation_bits_per_byte` if the bytes are known, and `validation_NAME` for
@@ -67,8 +68,8 @@ def measure(
     """Evaluates batches and returns sums over all ranks.
 
     Returns:
-        Loss, weight, nats of the predicted tokens, bytes of their text (0 if unknown), then sum and weight of each
-        scalar.
+        Loss, weight, nats of the predicted tokens, bytes of the text of these tokens (0 if unknown), then sum and
+        weight of each scalar.
     """
     model.eval()
     totals = torch.zeros(1 + 2 * len(passes.scalars), dtype=torch.float64)

@@ -12,9 +12,10 @@ from weft.optim.schedule import Schedule
 
 @dataclass(eq=False, kw_only=True)
 class Polynomial(Schedule):
-    """After the warm-up, the learning rate decays as `(1 - progress) ** power`, down to `final`.
+    """Polynomial decay of the learning rate after the warm-up.
 
-    `progress` rises from 0 at the end of the warm-up to 1 at the end of the run.
+    The learning rate is `optimizer.lr * (final + (1 - final) * (1 - progress) ** power)`. `progress` rises from
+    0 at the end of the warm-up to 1 at the end of the run.
 
     Args:
         warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.

@@ -1,5 +1,7 @@
-"""Callbacks: code that runs at events of a run. Each module here is a built-in callback: `callbacks:
-[early_stopping]`."""
+"""Callbacks: code that runs at events of a run.
+
+Each module of this package is a built-in callback. A config lists callbacks by name: `callbacks: [early_stopping]`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class Callback:
         """Called before the first step of a session, after the model and the saved state are loaded."""
 
     def step(self, state: State) -> None:
-        """Called after each update."""
+        """Called after each step, also if the update was skipped (see `state.updated`)."""
 
     def saved(self, state: State) -> None:
         """Called when the checkpoint of `state.step` is on disk."""
@@ -36,14 +38,15 @@ class Callback:
         """Called after a validation, whose metrics are in `state.metrics`."""
 
     def ended(self, state: State) -> None:
-        """Called at the end of the run (see `state.status`), after its last checkpoint. Not called after an error."""
+        """Called when the run ends or stops (see `state.status`), after the last save. Not called after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for checkpoints: JSON values and tensors in nested dicts, equal on all ranks.
+        """Returns the state for checkpoints: nested dicts of JSON values and tensors.
 
-        A tensor whose key is the name of a parameter is sharded as this parameter is.
+        A tensor whose key is the name of a parameter, and whose shape is the parameter's, must be sharded like the
+        parameter. All other values must be equal on all ranks.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state_dict` returned. Called before `begin`."""
+        """Restores a state that `state_dict` returned. Called before `begin`, if the checkpoint has such a state."""

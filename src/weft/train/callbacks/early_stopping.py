@@ -15,7 +15,7 @@ class EarlyStopping(Callback):
 
     Args:
         patience: number of consecutive validations without an improvement after which the run stops.
-        min_delta: minimum improvement. A better value is lower than the best value by more than this.
+        min_delta: minimum improvement. A value is an improvement if it is lower than the best value by more than this.
         metric: name of the validation metric; lower is better.
     """
 
@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
         self._stop_if_due(state)
 
     def validated(self, state: State) -> None:
-        """Compares the metric with its best value so far."""
+        """Compares the metric with the best value so far. Stops the run if `patience` is exhausted."""
         if self.metric not in state.metrics:
             found = ", ".join(name for name in state.metrics if name.startswith("validation_"))
             raise state.mistake(

@@ -12,7 +12,7 @@ class LrMonitor(Callback):
     """
 
     def step(self, state: State) -> None:
-        """Logs the learning rates of the last update."""
+        """Logs the learning rates of this step, if the step is logged."""
         if not state.logged:
             return
         groups = state.optimizer.param_groups
