@@ -56,13 +56,13 @@ class Failure(Protocol):
 def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | None = None) -> int:
     """Reports the exception that ends this process, and returns the exit code.
 
-    The exception is sent to the launcher. If this process has no launcher, a message is printed instead, provided that
-    the cause is memory, disk space or custom code.
+    Sends the exception to the launcher. If this process has no launcher, and the cause is full memory, a full disk or
+    custom code, prints a message instead.
 
     Args:
         config: the config as plain data, in which custom components are looked up.
-        logs: the run directory. If memory or disk space is the cause, the traceback is logged there, even if logging
-            has not begun.
+        logs: the run directory. If full memory or a full disk is the cause, the traceback is logged there, even if
+            logging has not begun.
 
     Raises:
         Exception: `error` itself, if this process has no launcher and the cause is something else.
@@ -145,6 +145,8 @@ def send_to_launcher(text: str, kind: str) -> bool:
 def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) -> int:
     """Prints which rank failed first, and how. Returns the exit code of the launcher.
 
+    Prints nothing if a rank has already printed the error (a mistake in the input), or a signal stopped the ranks.
+
     Args:
         failures: rank -> failure of the ranks that did not exit with code 0, in the order in which they ended.
     """
@@ -172,12 +174,12 @@ def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) ->
 
 
 def print_error(text: str) -> None:
-    """Prints a text and a line end on stderr."""
+    """Prints a text on stderr."""
     print(text.rstrip("\n"), file=sys.stderr, flush=True)
 
 
 def _signal_name(number: int) -> str:
-    """Returns the name of a signal, with the usual cause of SIGKILL."""
+    """Returns the name of a signal, such as `SIGSEGV`. For SIGKILL, adds its usual cause."""
     try:
         name = signal.Signals(number).name
     except ValueError:

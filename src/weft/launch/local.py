@@ -38,9 +38,9 @@ class Rank:
         doing: the rank's last reported activity.
         since: time of the last report.
         longest: the longest time between recent reports, in seconds.
-        may_take: time in seconds that the current activity is allowed to take.
-        message: the failure that the rank sent; None: none.
-        ended: time at which the process ended; None: it is running.
+        may_take: seconds that the current activity may take without a report, even if `longest` is shorter.
+        message: the failure that the rank sent; None if it has sent none.
+        ended: time at which the process ended; None while it is running.
     """
 
     number: int
@@ -92,8 +92,8 @@ class LocalRanks:
 
     Attributes:
         received: signals that the launcher received.
-        ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None: not yet.
-        killed: numbers of the ranks that the launcher killed.
+        ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None before.
+        killed: the ranks that the launcher killed.
     """
 
     def __init__(self, command: Sequence[str], nproc: int, run_directory: Path, received: list[int]):
@@ -118,7 +118,10 @@ class LocalRanks:
             raise UserError(f"{what}; use fewer processes (--nproc), or raise the system's limits") from None
 
     def wait(self) -> None:
-        """Waits until all ranks have ended."""
+        """Waits until all ranks have ended.
+
+        After a signal or the failure of a rank, asks the remaining ranks to end, and kills them if they are stuck.
+        """
         while any(rank.ended is None for rank in self.ranks):
             self.read_reports(POLL)
             for rank in self.ranks:
@@ -133,7 +136,7 @@ class LocalRanks:
         self.read_reports(0)
 
     def read_reports(self, seconds: float) -> None:
-        """Reads the reports of all ranks. Waits up to `seconds` for the first report."""
+        """Reads all reports that ranks have sent. If there are none yet, waits up to `seconds` for the first."""
         while ready := self.pipes.select(seconds):
             for key, _ in ready:
                 if not key.data.read():
@@ -142,13 +145,15 @@ class LocalRanks:
             seconds = 0
 
     def send(self, number: int) -> None:
-        """Sends a signal to all ranks that have not ended."""
+        """Sends signal `number` to all ranks that have not ended."""
         for rank in self.ranks:
             if rank.ended is None:
                 rank.process.send_signal(number)
 
     def kill_if_stuck(self, alive: list[Rank], since: float) -> None:
-        """Kills ranks that make no progress after they were asked to end. Before that, prints what they are doing.
+        """Kills the remaining ranks if they make no progress after they were asked to end, or at the second Ctrl-C.
+
+        If a signal ends the run, and the ranks make no progress for some seconds, first prints what they are doing.
 
         Args:
             alive: the ranks that have not ended.
@@ -172,7 +177,7 @@ class LocalRanks:
             )
 
     def exit_code(self) -> int:
-        """Returns the exit code of the launcher. Prints the failure of the rank that failed first, if any."""
+        """Returns the exit code of the launcher. If a rank failed, prints the failure of the first rank that failed."""
         if self.killed and self.received:
             return 128 + signal.SIGINT if self.received.count(signal.SIGINT) > 1 else EXIT_LOST
         by_end = sorted(self.ranks, key=lambda rank: rank.ended or 0)
@@ -224,7 +229,7 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int
     ranks are killed.
 
     Args:
-        run_directory: the directory in which messages look for checkpoints and logs.
+        run_directory: directory of the run; messages name its last checkpoint and its logs.
 
     Returns:
         The exit code: 0 if all ranks succeeded, 128 + the number of a signal that stopped the ranks, 3 if ranks had to
