@@ -26,7 +26,7 @@ from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
 from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
 from weft.parallel.axes.pipeline import Stages, build_local_stages
-from weft.parallel.axes.single_rank import SingleRankParameters, compute_on_single_rank, is_single_rank, place_on_rank
+from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
 from weft.parallel.local_parameters import LocalParameters
@@ -40,7 +40,7 @@ Transformation = Callable[[nn.Module, ModelState], nn.Module]
 
 
 def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
-    """Returns the transformations of a model, or of each pipeline stage, in the order in which they are applied."""
+    """Returns the transformations to apply to a model, or to each pipeline stage, in order."""
     single = is_single_rank(plan, world)
     # Recomputation in backward needs the local parameters again, so they are set inside of activation checkpointing.
     # Compiled code must not see DTensors, so with `compile` the local parameters are set outside of it.
@@ -59,7 +59,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         place_on_rank if single else replicate_scalars,
         *around_blocks,
         seed_layers,
-        compute_on_single_rank if single else shard_over_data,
+        cast_outputs if single else shard_over_data,
     ]
 
 
@@ -76,7 +76,10 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def assemble(plan: ModelPlan, world: World) -> nn.Module:
-    """Builds the sharded model without initial weights. The built-in decoder stays on the meta device."""
+    """Builds and shards a model, whose weights `fill_weights` then initializes.
+
+    The built-in decoder, and a Transformers model that is loaded from files, are still on the meta device.
+    """
     single = is_single_rank(plan, world)
     state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
     stages = build_stages(plan, world)
@@ -90,7 +93,9 @@ def assemble(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
-    """Builds the plain model, or this rank's pipeline stages: stage number -> module (0 without a pipeline).
+    """Builds the plain (unsharded) model, or this rank's pipeline stages.
+
+    Returns stage number -> module; without a pipeline, the model has number 0.
 
     The built-in decoder, and a Transformers model that is loaded from files, are on the meta device. Other models have
     the parameters that their own code initializes, equal on all ranks.
@@ -140,8 +145,8 @@ def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
     """Makes forwards compute with this rank's plain tensors instead of DTensor parameters.
 
     Assumes that the transformations of `tp`, `ep` or a single rank have created their DTensors; FSDP2 unwraps the
-    DTensors that it creates. Each FSDP2 unit (a block, a layer's experts, or the remaining modules) is wrapped
-    separately, because FSDP2 gathers the unit's parameters when the unit's forward is called.
+    DTensors that it creates. Wraps each block, each layer's experts (with `ep`) and the model separately, because FSDP2
+    gathers their parameters when their forward is called.
     """
     blocks = repeated_blocks(model)
     experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []
@@ -176,18 +181,18 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """Returns Inductor's options for a block: for parallel blocks on CPUs, a workaround for a bug.
+    """Returns Inductor's options for a block: none, or a workaround for a bug with parallel blocks on CPUs.
 
-    In a parallel block, the output biases of attention and MLP have the same gradient. On CPUs, Inductor (PyTorch 2.11
-    to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable twice and fails to
-    compile. The option disables this fusion.
+    In a parallel block, attention and MLP have the same input, and their output biases have the same gradient. On CPUs,
+    Inductor (PyTorch 2.11 to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable
+    twice and fails to compile. The option disables this fusion.
     """
     fails = device.type == "cpu" and isinstance(block, Block) and block.parallel
     return {"cpp.max_horizontal_fusion_size": 1} if fails else {}
 
 
 def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
-    """Returns (block, its number in the full model, number of blocks of the full model) for each block."""
+    """Returns (block, index of the block in the full model, number of blocks in the full model) for each block."""
     blocks = repeated_blocks(model)
     if isinstance(model, Decoder):
         return [(layer, number, len(model.layers)) for number, layer in enumerate(model.layers) if layer is not None]
@@ -198,7 +203,11 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 
 
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
-    """Allocates a sharded model on its device, and initializes its weights unless they will be loaded from files."""
+    """Allocates or moves a sharded model to its device, and initializes the built-in decoder.
+
+    Other models were initialized when they were built, except for a Transformers model that is loaded from files. Its
+    parameters stay uninitialized.
+    """
     device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
@@ -213,7 +222,10 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
-    """Sets initial values. Each full parameter is drawn from a seed and the parameter's name, and then sharded."""
+    """Initializes parameters and buffers, independently of the mesh.
+
+    Each rank draws the full parameter, seeded by `seed` and the parameter's name, and keeps its own shard.
+    """
     for name, parameter in model.named_parameters():
         value = initial_value(model, name, seed, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):

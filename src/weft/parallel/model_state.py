@@ -56,16 +56,16 @@ class ModelPlan:
 
 @dataclass
 class ModelState:
-    """The state of one sharded model, an attribute of its root module (`state_of`). Pipeline stages share this object.
+    """The state of one sharded model, stored as an attribute of the root module (`state_of`). Pipeline stages share it.
 
     Attributes:
         local: function from a DTensor parameter to the plain tensor that this rank computes with.
         sequence_shard: selects this rank's shard of each sequence; None without `cp`.
-        scales: (module, parameter name) -> multiplier of a replicated parameter that every `tp` rank adds to its
-            partial output (1 / number of `tp` ranks, so that the parameter is added once).
+        scales: (module, parameter name) -> multiplier of the parameter in forward. With `tp`, every rank adds a
+            replicated bias to its partial output, so the multiplier is 1 / number of `tp` ranks.
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
-        seams: module -> name of an attribute that `fill` assigned -> label of the assigned value.
+        assigned: module -> name of an attribute that `fill` assigned -> label of the assigned value.
     """
 
     plan: ModelPlan
@@ -75,13 +75,13 @@ class ModelState:
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     unsharded_units: set[nn.Module] = field(default_factory=set)
     wrappers: defaultdict[nn.Module, list[str]] = field(default_factory=lambda: defaultdict(list))
-    seams: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    assigned: defaultdict[nn.Module, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
 
     def wrap(self, module: nn.Module, label: str, wrapper: Callable[[Callable], Callable]) -> None:
-        """Replaces a module's forward with `wrapper(forward)`, and records `label`. No other code replaces a forward.
+        """Replaces a module's forward with `wrapper(forward)`, and records `label`, which describes the wrapper.
 
-        The module object stays the same, so parameter names do not change, and module hooks (such as FSDP2's) run
-        outside of the wrapper.
+        No other code replaces a forward. The module object stays the same, so parameter names do not change, and module
+        hooks (such as FSDP2's) run outside of the wrapper.
         """
         forward = module.forward
         wrapped = wrapper(forward)
@@ -89,10 +89,10 @@ class ModelState:
             module.forward = wrapped
             self.wrappers[module].append(label)
 
-    def fill(self, module: nn.Module, seam: str, label: str, value: object) -> None:
-        """Assigns `value` to the module's attribute `seam`, and records `label`."""
-        setattr(module, seam, value)
-        self.seams[module][seam] = label
+    def fill(self, module: nn.Module, attribute: str, label: str, value: object) -> None:
+        """Assigns `value` to an attribute of the module, and records `label`, which describes the value."""
+        setattr(module, attribute, value)
+        self.assigned[module][attribute] = label
 
 
 def state_of(model: nn.Module) -> ModelState | None:

@@ -1,4 +1,4 @@
-"""Prints the structure of a sharded model: modules, wrappers, and placements of parameters."""
+"""Describes the structure of a sharded model as text: modules, wrappers, and placements of parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FakeWorld(World):
 def structure(plan: ModelPlan, ranks: int) -> str:
     """Returns a text that shows the structure of rank 0's model on `ranks` ranks.
 
-    Builds the model on the meta device with a fake process group. No process group must be initialized before.
+    Builds the model on the meta device with a fake process group. A process group must not exist already.
 
     Raises:
         UserError: if the model cannot be built on this mesh, or fp8 is used and torchao is not installed.
@@ -71,16 +71,20 @@ def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[
 
 
 def _module(module: nn.Module, path: str, state: ModelState, left_out: set[nn.Module]) -> Iterator[str]:
-    """Yields the lines of a module and its submodules.
+    """Yields lines of text that describe a module and, recursively, its submodules.
 
-    Lines of a module show the wrappers of its forward (outermost first), attributes that `ModelState.fill` assigned,
-    and parameters.
+    For each module, they show the wrappers of its forward (outermost first), the attributes that `ModelState.fill`
+    assigned, and the parameters.
+
+    Args:
+        path: name of the module in the described model; "" for the model itself.
+        left_out: submodules to skip, because `_stage` describes them separately.
     """
     lines = []
     if state.wrappers[module]:
         order = [*reversed(state.wrappers[module]), f"{_class(module)}.forward"]
         lines = ["forward:", *(f"{'  ' * depth}{label}" for depth, label in enumerate(order, start=1))]
-    lines += [f"{seam} <- {label}" for seam, label in state.seams[module].items()]
+    lines += [f"{attribute} <- {label}" for attribute, label in state.assigned[module].items()]
     lines += [f"{name} {_placements(value)}" for name, value in module.named_parameters(recurse=False)]
     if lines and path:
         yield f"  {path}: {_class(module)}"

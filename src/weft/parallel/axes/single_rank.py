@@ -1,4 +1,4 @@
-"""Transformations for a single rank, which replace FSDP2: FSDP2 would copy parameters although nothing is sharded.
+"""Transformations that replace FSDP2 on a single rank, where FSDP2 would copy parameters without need.
 
 Parameters are DTensors on a mesh of one rank. Forwards compute with the local tensors of parameters, cast to the
 compute dtype as in FSDP2's mixed-precision policy.
@@ -35,10 +35,10 @@ def place_on_rank(model: nn.Module, state: ModelState) -> nn.Module:
     return model
 
 
-def compute_on_single_rank(model: nn.Module, state: ModelState) -> nn.Module:
-    """Casts the model's outputs, and the decoder's residual stream between blocks, to `state_dtype`.
+def cast_outputs(model: nn.Module, state: ModelState) -> nn.Module:
+    """Casts the model's outputs, and the decoder's residual stream between blocks, to the dtype of parameters.
 
-    Must be the last transformation, outside of all other wrappers.
+    This dtype is `ModelPlan.state_dtype`. Must be the last transformation, outside of all other wrappers.
     """
     dtype = state.plan.state_dtype
     for module in (*repeated_blocks(model), model) if isinstance(model, Decoder) else (model,):
@@ -71,7 +71,7 @@ class _Cached:
 
 
 class SingleRankParameters:
-    """A function from a DTensor parameter to its full tensor in `dtype`. Gradients are moved to the parameter."""
+    """Callable that returns a DTensor parameter's full tensor in `dtype`. Gradients accumulate in the DTensor."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
