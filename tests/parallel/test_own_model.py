@@ -146,7 +146,7 @@ WRONG = {
     "word": (
         [(LINE, LINE.replace("added", "add"))],
         {},
-        ["'blocks.*.mlp.2.bias': 'add'", "give it a dimension or one of part, embedding,"],
+        ["'blocks.*.mlp.2.bias': 'add'", "use a dimension or one of part, embedding,"],
     ),
     "no embedding": (
         [('"embedding"', '"positions"')],
@@ -167,7 +167,7 @@ WRONG = {
     "bias": (
         [(LINE, ""), ("        if tied:\n", "        nn.init.zeros_(self.blocks[0].mlp[2].bias)\n        if tied:\n")],
         {},
-        ["sharded over 2 ranks", "wrong outputs (by up to ", "'added' for biases after the sum"],
+        ["sharded over 2 ranks", "wrong outputs (off by up to ", "'added' for their output biases"],
     ),
     "heads": ([], {"head_dim": 32}, ["sharded over 2 ranks", "fails in line 14: RuntimeError: shape"]),
     "slice": (

@@ -1,4 +1,4 @@
-"""Balances the load of experts without an auxiliary loss, from the load on all ranks."""
+"""Balances the load of experts by biases instead of an auxiliary loss (Wang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """Raises the bias of experts below the mean load, and lowers the bias of experts above it (Wang et al., 2024).
+        """Raises the bias of experts below the mean load, and lowers the bias of experts above the mean load.
+
+        The load is summed over all ranks. Routers without a bias, and frozen routers, are not changed.
 
         Returns:
             Metrics, {} without experts. `expert_load`: the highest load of an expert divided by the mean load of its
@@ -42,8 +44,8 @@ class ExpertBalance:
         """Updates the routers of this stage, and clears their counts.
 
         Returns:
-            The sum over layers of the highest relative load, and the numbers of layers, of choices, of dropped choices,
-            and of layers with a capacity.
+            Five totals over the layers of this stage: (highest load of an expert) / (mean load), number of layers,
+            number of choices, number of dropped choices, number of layers with a capacity.
         """
         if not self.routers:
             return [0.0] * 5

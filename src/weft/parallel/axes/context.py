@@ -140,11 +140,18 @@ class SequenceShard:
             state.wrap(module, label, partial(_attention_by_all_gather, self.group, module.scale))
 
     def _local_positions(self, tokens: int) -> tuple[int, torch.Tensor]:
-        """Returns the length of the full sequence and this rank's positions in it, for `Dropout.full_sequence`."""
+        """Returns (length of the full sequence, positions of this rank's tokens in it), for `Dropout.full_sequence`.
+
+        Args:
+            tokens: number of this rank's tokens.
+        """
         return (seq := tokens * self.group.size()), self.positions(seq, self.by_document, torch.device("cpu"))
 
     def _local_queries(self, tokens: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Returns `_local_positions` and the positions of the keys, for `WeightsDropout.local_queries`."""
+        """Returns the results of `_local_positions`, and the positions of all keys, for `WeightsDropout`.
+
+        The keys are in the order in which they are all-gathered.
+        """
         seq, positions = self._local_positions(tokens)
         return seq, positions, self.gathered_positions(seq, self.by_document, positions.device)
 
@@ -167,13 +174,14 @@ class SequenceShard:
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
     def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
-        """Returns the masks of full sequences, which attention uses between both all-to-alls."""
+        """Returns the masks of full sequences, because attention runs on full sequences between the two all-to-alls."""
         return masks(tokens.repeat(1, self.group.size()), positions, segments, cache, dtype)
 
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
-        """Returns the masks of this rank's queries and all keys, for layers without and with the window.
+        """Returns (mask for layers without a window, mask for layers with the window).
 
-        Keys are in the order in which they are all-gathered. A mask of None means ring attention.
+        Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. A mask of
+        None means ring attention.
         """
         config = self.config
         seq, device, by_document = tokens.shape[1] * self.group.size(), tokens.device, segments is not None

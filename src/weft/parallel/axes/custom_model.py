@@ -56,7 +56,11 @@ class CustomModelCheck:
             self.expected = self.results()
 
     def compare(self) -> None:
-        """Compares results of the sharded model with those of the unsharded model. Raises UserError if they differ."""
+        """Compares the sharded model with the reference results of the unsharded model, if there are any (on CPUs).
+
+        Raises:
+            UserError: if the results differ.
+        """
         if self.expected is None:
             return
         self.sharded, expected = True, self.expected
@@ -69,8 +73,8 @@ class CustomModelCheck:
     def results(self) -> Results:
         """Returns the model's outputs, and gradients of replicated parameters by name, summed over `tp`.
 
-        The outputs are those of evaluation mode. The gradients are those of a sum of the outputs with random weights
-        from a fixed seed. Sets the model to training mode.
+        The outputs are computed in evaluation mode. The gradients are of a weighted sum of the outputs, with random
+        weights from a fixed seed. Sets the model to training mode at the end.
         """
         tokens, model = self.tokens, self.model
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}
@@ -101,7 +105,7 @@ class CustomModelCheck:
 
     def _compare(self, expected: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         model, sharded = self.model, f"sharded over {self.ranks} ranks, the model"
-        remedy = "check the rules: 'part' for modules, dimensions of matrices, 'added' for biases after the sum"
+        remedy = "check the rules: 'part' for modules, dimensions of sharded matrices, 'added' for their output biases"
         try:
             outputs, found = self.results()
         except Exception as error:
@@ -121,21 +125,24 @@ class CustomModelCheck:
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor, tolerance: float, noise: float = 0.0) -> str:
-    """Returns a text that states by how much two tensors differ; empty if the difference is within the tolerance."""
+    """Returns a text that states by how much two tensors differ; "" if the difference is within the tolerance."""
     difference, largest = (expected - found).abs().max().item(), expected.abs().max().item()
     within = difference <= tolerance * largest + noise  # false for NaN
-    return "" if within else f"by up to {difference:.2g}; the largest value is {largest:.2g}"
+    return "" if within else f"off by up to {difference:.2g}; the largest correct value is {largest:.2g}"
 
 
 def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
-    """Returns the sharding table of a model's class, with the parameter rules that its module rules imply.
+    """Checks and returns the table `weft_sharding` of a model's class, completed by the rules that it implies.
+
+    For example, the rule 'embedding' for a module implies that dimension 0 of the module's weight is sharded.
 
     Args:
         ranks: number of `tp` ranks.
 
     Raises:
-        UserError: if the class has no table, or the table does not fit the model: for example, a pattern matches
-            nothing, `ranks` does not divide a sharded dimension, or a 'part' has no sharded parameter.
+        UserError: if the class has no table, or the table does not fit the model: for example, a pattern matches no
+            module or parameter, `ranks` does not divide a sharded dimension, or a module with the rule 'part' has no
+            sharded parameter.
     """
     table = getattr(model, "weft_sharding", None)
     if not isinstance(table, dict):
@@ -147,7 +154,7 @@ def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
 
 
 def _completed(table: dict[str, ShardingRule]) -> dict[str, ShardingRule]:
-    """Returns the table with a rule (dimension 0) for the parameters of each embedding, head and norm."""
+    """Returns the table, with a rule to shard dimension 0 of the parameters of each embedding, head and norm."""
     kinds = ("embedding", "head", "norm")
     implied: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
     return implied | table
@@ -159,7 +166,7 @@ def _problems(model: nn.Module, table: dict, ranks: int) -> Iterator[str]:
     names = [*modules, *parameters]
     for pattern, rule in table.items():
         if rule not in get_args(Kind) and (not isinstance(rule, int) or isinstance(rule, bool) or rule < 0):
-            yield f"{pattern!r}: {rule!r} is not a rule; give it a dimension or one of {', '.join(get_args(Kind))}"
+            yield f"{pattern!r}: {rule!r} is not a rule; use a dimension or one of {', '.join(get_args(Kind))}"
         if not any(fnmatchcase(name, pattern) for name in names):
             general = [".".join("*" if key.isdigit() else key for key in name.split(".")) for name in names]
             remedy = did_you_mean(pattern, general) or "; remove it"
@@ -197,7 +204,7 @@ def _of_module(
         what = "is a 'part' without sharded parameters: each rank would add its full output"
         yield f"{name} {what}; add rules that shard its matrices"
     elif kind in ("embedding", "head", "norm") and any(rule != 0 for rule in inside):
-        yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove the rules of parameters, or set them to 0"
+        yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove other rules for them"
     elif kind == "embedding" and not (
         isinstance(module, nn.Embedding) and module.padding_idx is None and module.max_norm is None
     ):
@@ -210,7 +217,7 @@ def _of_module(
 
 
 def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequence: int) -> torch.Tensor:
-    """Returns two sequences of token ids from the full vocabulary, `[2, seq]`."""
+    """Returns two sequences of token ids, spread over the vocabulary, `[2, seq]`."""
     embedding = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
     assert isinstance(embedding, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
@@ -229,14 +236,14 @@ def _randomize_zeros(model: nn.Module) -> list[str]:
 
 
 def _line(model: nn.Module, error: Exception) -> str:
-    """Returns where in the file of the model's class `error` was raised, such as ` in line 3`; empty if elsewhere."""
+    """Returns the line in the file of the model's class that raised `error`, such as ` in line 3`; "" if elsewhere."""
     file = inspect.getsourcefile(type(model))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""
 
 
 def _error(model: nn.Module, what: str) -> UserError:
-    """Returns an error about the sharding table, located at the line of the model's class if that can be found."""
+    """Returns an error about the sharding table, with the file and line of the model's class if they are known."""
     kind, path, line = type(model), None, None
     with contextlib.suppress(OSError, TypeError):
         path, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]

@@ -21,8 +21,8 @@ from weft.parallel.model_state import ModelState
 class ShardedExperts:
     """All experts of a layer, called like `Experts`. Each rank has `num_experts / ranks` consecutive experts.
 
-    A call sends each row to the rank of its expert, and sends the expert's output back. The ranks first exchange the
-    numbers of rows, so no row is dropped.
+    A row is the input of one expert for one token. A call sends each row to the rank of the row's expert, and sends the
+    expert's output back. The ranks first all-to-all the numbers of rows, so no row is dropped.
 
     Args:
         experts: this rank's experts.
@@ -36,7 +36,7 @@ class ShardedExperts:
         """Computes the experts' outputs `[rows, hidden]`.
 
         Args:
-            x: inputs of all experts, `[rows, hidden]`, sorted by expert.
+            x: this rank's rows for all experts, `[rows, hidden]`, sorted by expert.
             ends: index of the row after the last row of each expert, `[num_experts]`.
         """
         ranks = self.group.size()

@@ -37,7 +37,7 @@ def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 class MeshParameters:
-    """A function from a DTensor parameter to the plain tensor that this rank computes with.
+    """Callable that returns, for a DTensor parameter, the plain tensor that this rank computes with.
 
     FSDP2 casts parameters and reduces gradients, except for scalars. This class casts scalars, and all-reduces their
     gradients in every backward.
@@ -117,7 +117,7 @@ def _wrap(
     """Makes the modules of `unit` one FSDP2 unit, which all-gathers parameters, and reduces gradients, together.
 
     Args:
-        mesh: mesh of FSDP2, with the axis of shards last.
+        mesh: FSDP2's mesh. Parameters are sharded over its last axis.
         scalars: scalar parameters, which FSDP2 ignores.
         reshard: whether parameters are resharded after forward, if `reshard_after_forward` allows it.
     """
@@ -158,11 +158,11 @@ def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
 
 
 def shard_dim(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which FSDP2 shards a parameter; None means dimension 0.
+    """Returns the placement `Shard(dim)` with which FSDP2 shards a parameter; None means dimension 0.
 
     FSDP2 pads all shards to the same size. For example, 16 experts sharded over 128 ranks would be padded to eight
-    times their size. So if padding of dimension 0 adds more than 10%, returns another dimension that `ranks` divides,
-    if any. A dimension other than 0 costs a copy after each all-gather.
+    times their size. So if padding of dimension 0 adds more than 10%, the function looks for another dimension that
+    `ranks` divides. A dimension other than 0 costs a copy after each all-gather.
     """
     shape = local(parameter).shape
     if not shape or math.ceil(shape[0] / ranks) * ranks <= 1.1 * shape[0]:

@@ -43,12 +43,12 @@ SCHEDULES = {
 def build_local_stages(
     section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype
 ) -> dict[int, Decoder]:
-    """Builds this rank's stages on the current device. Returns stage number -> stage.
+    """Builds this rank's pipeline stages on the current default device. Returns stage number -> stage.
 
     Args:
         section: configuration of the full model.
         sequence: number of tokens per sequence, to balance the cost of attention.
-        dtype: dtype of the computation.
+        dtype: dtype of the stages' computation.
     """
     ranges = stage_ranges(section, parallel.model_copy(update={"pp": world.shape.pp}), sequence)
     stages = {}
@@ -128,7 +128,7 @@ class PipelinePasses(Passes):
         seed: Callable[[Batch], None],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Runs forward and backward of the micro-batches by the schedule, and reduces gradients at the end.
+        """Runs forward and backward of the micro-batches in the schedule's order, and reduces gradients at the end.
 
         All ranks of a pipeline must pass the same micro-batches. Arguments and result are described in `Passes.train`.
         """
@@ -160,7 +160,7 @@ class PipelinePasses(Passes):
         return self.reduce_totals(totals.vector)
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """Returns the model's outputs, without gradient, on all ranks of the pipeline."""
+        """Returns the model's outputs for this rank's shard of a batch, on all ranks of the pipeline."""
         found, dtype = self._run_stages(inputs, shard), self.hidden_dtype
         if inputs.get("labels") is not None:
             shape = shard.tokens.shape
@@ -171,7 +171,7 @@ class PipelinePasses(Passes):
         return outputs
 
     def _run_stages(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """Runs a batch through all stages. Only the rank of the last stage returns the model's outputs."""
+        """Runs a batch through all stages. The result is the model's outputs only on the rank of the last stage."""
         self.inputs, self.seed = [(inputs, shard)], None
         number, x = torch.zeros(1, dtype=torch.int64), inputs["tokens"]
         for stage in range(self.count):
@@ -201,10 +201,10 @@ class PipelinePasses(Passes):
         self.tied_head.copy_weight()
 
     def _add_inputs(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Seeds the random generators for the micro-batch, and returns the stage's arguments: a forward pre-hook.
+        """Forward pre-hook of a stage: completes the stage's arguments. In training, seeds the random generators first.
 
-        The schedule passes the tokens or the residual stream, and the number of the micro-batch. The hook replaces the
-        number by the other inputs of that micro-batch, such as positions.
+        The schedule passes the tokens or the residual stream, and the index of the micro-batch. The hook replaces the
+        index with the other inputs of that micro-batch, such as positions.
         """
         number = int(named["number"][0])
         inputs, _ = self.inputs[number]
@@ -254,8 +254,8 @@ class PipelinePasses(Passes):
 class TiedHead:
     """Keeps the head of the last stage equal to the embedding of the first stage, if the model ties both.
 
-    The first stage has the matrix, and the last stage has a copy. The copy's gradient is added to the gradient of the
-    matrix. Only the matrix is in the optimizer and in checkpoints.
+    The first stage has the matrix, and the last stage has a copy. The copy's gradient is added to the matrix's
+    gradient. Only the matrix is in the optimizer and in checkpoints.
     """
 
     def __init__(self, model: Stages, world: World, parallel: ParallelSection):
@@ -299,6 +299,6 @@ class TiedHead:
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:
-    """Pads a batch to `size` sequences, with copies of sequences whose loss weight is 0."""
+    """Pads a batch to `size` sequences. The padding is copies of sequences, with loss weight 0."""
     missing = size - len(batch.tokens)
     return batch.pad(missing) if missing else batch

@@ -1,9 +1,14 @@
-"""Ring attention (Liu et al., 2023): keys and values circulate, so no rank stores those of a full sequence.
+"""Ring attention (Liu et al., 2023): keys and values circulate, so a rank stores one shard of them at a time.
 
-A rank has a chunk from the front of the sequence and the mirrored chunk from its end (`SequenceShard.positions`). So
-all ranks have equal work at each step of the ring. With the keys of an earlier rank, all queries attend to the front
-chunk. With the keys of a later rank, only the queries of the back chunk attend, to both chunks. Partial results of
-PyTorch's fused kernel are combined by their log-sum-exp.
+Each rank's shard is two chunks of the sequence: a front chunk, and the mirrored back chunk from the end of the sequence
+(`SequenceShard.positions`). At each step of the ring, a rank computes attention of its own queries to one rank's keys:
+
+- its own keys: causal attention within the shard
+- the keys of a lower rank: all queries attend to the lower rank's front chunk, and none to its back chunk
+- the keys of a higher rank: only the queries of the back chunk attend, to both chunks of the higher rank
+
+So at each step all ranks have the same amount of work. The partial outputs of the steps are computed by PyTorch's fused
+kernel, and combined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ def ring_attention(
     Args:
         q: queries `[batch, heads, seq / ranks, head_dim]`, with the rank's two chunks concatenated.
         k, v: keys and values `[batch, kv_heads, seq / ranks, head_dim]`; `kv_heads` must divide `heads`.
-        scale: multiplier of the scores; None means `1 / sqrt(head_dim)`.
+        scale: multiplier of the attention logits; None means `1 / sqrt(head_dim)`.
         group: process group of `cp`.
 
     Returns:
@@ -73,10 +78,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, slice, bool, torch.Tensor]]:
-    """Yields, for the keys and values of each rank: (queries, keys, causal, kv), while they circulate.
+    """Circulates keys and values. Yields (queries, keys, causal, kv) for each rank, beginning with this rank.
 
-    `queries` is the slice of this rank's queries that attend to the slice `keys` of the keys and values `kv`; `causal`
-    is whether the causal mask applies.
+    `kv` are the keys and values of that rank. The slice `queries` of this rank's queries attends to the slice `keys` of
+    `kv`. `causal` is whether a causal mask applies between the two slices.
+
+    Args:
+        kv: this rank's keys and values, `[2, batch, kv_heads, seq / ranks, head_dim]`.
     """
     rank, ranks = group.rank(), group.size()
     half = kv.shape[3] // 2
@@ -95,7 +103,10 @@ def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, s
 
 
 def _send_to_next(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Starts sending to the next rank. Returns a function that waits for the previous rank's tensor and returns it."""
+    """Starts to send `tensor` to the next rank, and to receive the previous rank's tensor.
+
+    Returns a function that waits until both are done, and returns the received tensor.
+    """
     rank, ranks = group.rank(), group.size()
     received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
     works = dist.batch_isend_irecv(
@@ -122,7 +133,7 @@ def _forward(q, k, v, causal, scale):
 
 
 def _backward(grad, q, k, v, out, lse, causal, scale):
-    """Returns the gradients of q, k and v, given the output and the log-sum-exp over all keys."""
+    """Returns the gradients of q, k and v. `out` and `lse` are the output and the log-sum-exp over all ranks' keys."""
     kv_heads = k.shape[1]
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))

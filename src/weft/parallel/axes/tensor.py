@@ -39,9 +39,9 @@ SEQUENCE = 1  # the sequence dimension of `[batch, seq, hidden]`
 def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
     """Shards a model over `tp` by its sharding table, and wraps its modules with the necessary collectives.
 
-    Assumes plain parameters; those of a custom model must be initialized. Replaces parameters with DTensors on the axis
-    `tp`, except for scalars and for experts that are sharded over `ep`. Between attention and MLP layers each rank has
-    a shard of each sequence.
+    Assumes plain parameters. A custom model's parameters must be initialized, because `CustomModelCheck` runs the
+    model. Replaces parameters with DTensors on the axis `tp`, except for scalars and for experts that are sharded over
+    `ep`. Between attention and MLP layers each rank has a shard of each sequence.
     """
     tp, world = state.world.tp_mesh, state.world
     if tp is None:
@@ -62,7 +62,11 @@ def shard_over_tp(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def placement(table: dict[str, ShardingRule], name: str, parameter: nn.Parameter) -> Placement:
-    """Returns the placement of a parameter on `tp`."""
+    """Returns a parameter's placement on `tp` by the rules of `table`. Scalars are replicated.
+
+    Args:
+        name: full name of the parameter in the model.
+    """
     rule = find_rule(table, name)
     return Shard(rule) if isinstance(rule, int) and parameter.ndim else Replicate()
 
@@ -103,7 +107,7 @@ def shard_modules(model: nn.Module, table: dict[str, ShardingRule], state: Model
 
 
 def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelState) -> None:
-    """Shards the decoder by `table`, and makes its heads, dropout and output head compute with this rank's shards."""
+    """Shards the decoder by `table`, and makes its modules compute with this rank's heads, tokens and vocabulary."""
     shard_modules(model, table, state)
     tp = state.world.tp_mesh
     assert tp is not None
@@ -138,8 +142,8 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
     """Wraps a forward: all-gathers the sequence of the input, and reduce-scatters the partial output.
 
-    Every rank computes the same auxiliary loss of a mixture of experts. So each rank divides its weight by the number
-    of ranks.
+    In a mixture of experts, every rank computes the same auxiliary loss. So the wrapper divides the weight of the
+    auxiliary loss by the number of ranks.
     """
     has_auxiliary_loss, ranks = isinstance(module, MixtureOfExperts), group.size()
 
@@ -215,14 +219,19 @@ class _ShardedVocabulary:
     group: dist.ProcessGroup
 
     def join(self, chosen: torch.Tensor, normalizers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Combines the ranks' logits of the labels and log-sum-exps, by one all-gather of two numbers per token."""
+        """Returns each label's logit, and the log-sum-exp over the full vocabulary, on all ranks, by one all-gather.
+
+        Args:
+            chosen: the label's logit if the label is in this rank's shard, else 0.
+            normalizers: log-sum-exp of each token's logits over this rank's shard.
+        """
         both = torch.stack((chosen, normalizers)).unsqueeze(0)
         gathered = collectives.all_gather(both, 0, self.group, replicated=True)
         return gathered[:, 0].sum(0), gathered[:, 1].logsumexp(0)
 
 
 def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
-    """Returns a function that all-gathers the sequence, and returns log-probabilities on all ranks of `group`."""
+    """Wraps `token_logprobs`: all-gathers the sequence of `hidden`, and returns log-probabilities on all ranks."""
 
     def call(hidden, weight, labels, softcap=None, **options):
         vocabulary = _ShardedVocabulary(group.rank() * len(weight), group)
@@ -241,7 +250,7 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Wraps the forward of a head: returns full logits on every rank of `tp`.
+    """Wraps the forward of an output head: returns full logits on every rank of `tp`.
 
     After the head, all ranks compute the same values. `_partial_gradient` divides the gradient of the model's output by
     the number of ranks, so that parameters after the head get partial gradients like all replicated parameters. This
