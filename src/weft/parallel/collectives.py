@@ -17,8 +17,8 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
 
     Args:
         replicated: whether all ranks compute the same values from the result. Then each rank has the full gradient of
-            the result, and backward returns this rank's slice of it. Otherwise (default) each rank has a partial
-            gradient, and backward reduce-scatters.
+            the result, and backward returns this rank's slice of this gradient. Otherwise (default) each rank has a
+            partial gradient, and backward reduce-scatters.
     """
     if replicated:
         return _AllGatherReplicated.apply(x, dim, group)
@@ -26,7 +26,7 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Sums all ranks' tensors and returns this rank's shard of the sum along `dim`."""
+    """Sums all ranks' tensors, splits the sum along `dim`, and returns this rank's shard."""
     return private.reduce_scatter_autograd(x.contiguous(), "sum", dim, group)
 
 
@@ -50,9 +50,10 @@ def all_to_all(x: torch.Tensor, split_dim: int, concat_dim: int, group: ProcessG
 def all_to_all_rows(
     x: torch.Tensor, received: list[int] | None, sent: list[int] | None, group: ProcessGroup
 ) -> torch.Tensor:
-    """Sends `sent[i]` rows of `x` to rank i, in order, and receives `received[i]` rows from rank i.
+    """Sends `sent[i]` rows of `x` to rank i, and returns the received rows: `received[i]` rows from rank i.
 
-    If `sent` or `received` is None, the number of rows is the same for all ranks.
+    Rows are in the order of ranks, in `x` and in the result. If `sent` or `received` is None, the number of rows is the
+    same for all ranks.
     """
     return private.all_to_all_autograd(x.contiguous(), received, sent, group)
 

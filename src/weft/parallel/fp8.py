@@ -1,7 +1,8 @@
 """Makes the blocks' linear layers compute matrix products in 8 bits (Micikevicius et al., 2022), with torchao.
 
-Weights are stored, gathered and saved as without fp8. Before a product, this rank's shard of each factor is divided by
-its largest element and rounded: activations and weights to e4m3, gradients to e5m2.
+Weights are stored, gathered and saved in the same dtypes as without fp8. Before a product, each factor (with `tp`, this
+rank's shard of the factor) is scaled by its largest absolute value and rounded: activations and weights to e4m3,
+gradients to e5m2.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _ROUTERS = ("router", "gate")  # rounding must not change the choice of experts
 
 
 def raise_unless_usable(device: torch.device) -> None:
-    """Raises UserError if `device` cannot compute products in 8 bits, or torchao is not installed."""
+    """Raises UserError if `device` cannot compute FP8 matrix products, or torchao is not installed."""
     problem = None
     if device.type != "cuda":
-        problem = f"this run is on a {device.type.upper()}, but products in 8 bits need an NVIDIA GPU"
+        problem = f"this run is on a {device.type.upper()}, but FP8 matrix products need an NVIDIA GPU"
     elif torch.cuda.get_device_capability(device) < (8, 9):
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
         problem = f"{torch.cuda.get_device_name(device)} has compute capability {found}; 8.9 is required"
@@ -45,7 +46,7 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
 
     Args:
         model: unsharded model, on any device.
-        ranks: number of `tp` ranks, over which a matrix can be sharded.
+        ranks: number of `tp` ranks, over which matrices will be sharded.
         emulate: whether to round to 8 bits but multiply in higher precision, which works on any device.
     """
     before = logging.root.manager.disable

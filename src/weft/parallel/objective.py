@@ -20,7 +20,7 @@ class Loss:
     """A loss with named scalars for the metrics. `Objective.loss` can return it instead of a tensor.
 
     Attributes:
-        sum: scalar tensor, the sum of the loss over the units that `Objective.weight` counts (such as tokens).
+        sum: scalar tensor, the loss summed over the units that `Objective.weight` counts (such as tokens).
         scalars: name -> (sum, weight) over the sequences of the batch. Sums and weights are added over micro-batches
             and ranks, and the step's metrics contain sum / weight. Names must be in the objective's `scalars`.
     """
@@ -61,7 +61,7 @@ class Objective(Protocol):
         ...
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor | Loss:
-        """Returns the sum of the loss over the units that `weight` counts.
+        """Returns the loss, summed over the units that `weight` counts (such as tokens).
 
         Args:
             outputs: log-probabilities `[batch, seq]` if `inputs` returned `labels`; else logits `[batch, seq, vocab]`.
@@ -82,18 +82,22 @@ class Totals:
         self.vector = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=device)
 
     def add(self, found: torch.Tensor | Loss) -> torch.Tensor:
-        """Adds the loss that an objective returned. Returns the sum of the loss as a tensor, for backward.
+        """Adds the loss that an objective returned to the totals. Returns this loss as a scalar tensor, for backward.
 
         Raises:
-            UserError: if the loss is not a scalar tensor, or reports a scalar that is not in `names`.
+            UserError: if the loss is not a scalar tensor, or has a named scalar that is not in `names`.
         """
         loss, scalars = (found.sum, found.scalars) if isinstance(found, Loss) else (found, {})
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise UserError(f"objective: the loss must be a tensor without dimensions, not {what}; return a sum")
+            raise UserError(
+                f"objective: the loss must be a scalar (0-dimensional) tensor, not {what}; return the summed loss"
+            )
         if other := scalars.keys() - set(self.names):
             name = sorted(other)[0]
-            raise UserError(f"objective: the loss reports {name!r}, which is not in `scalars` of the class; add it")
+            raise UserError(
+                f"objective: the loss has a scalar {name!r}, which is not in `scalars` of the class; add the name"
+            )
         self.vector[0] += loss.detach()
         for number, name in enumerate(self.names):
             for offset, value in enumerate(scalars.get(name, ())):

@@ -80,7 +80,7 @@ class Passes:
         """Must be called after weights change: after an optimizer step, and after weights are loaded."""
 
     def after_replacement(self) -> None:
-        """Must be called after weights are set outside of a step. Frees the old weights that FSDP2 has gathered."""
+        """Must be called after weights are set outside of a step. Frees old weights that FSDP2 keeps all-gathered."""
         for root in self.root_modules:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
@@ -101,7 +101,7 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, micro_batches: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
-        """Calls `Objective.prepare` on each micro-batch. Returns an empty dict per micro-batch without this method."""
+        """Returns the result of `Objective.prepare` for each micro-batch: {} if the objective has no `prepare`."""
         if self._prepare is None:
             return [{} for _ in micro_batches]
         prepared, training = [], self.model.training
@@ -118,7 +118,7 @@ class Passes:
         return prepared
 
     def outputs(self, inputs: dict[str, Any], shard: Batch) -> torch.Tensor:
-        """Returns the model's outputs, without gradient, on every rank that processes the same sequences."""
+        """Returns the model's outputs for this rank's shard of a batch. The caller must disable gradients."""
         return self.forward(inputs)
 
     def shard(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
@@ -130,7 +130,11 @@ class Passes:
     def complete(
         self, inputs: Mapping[str, Any], batch: Batch, shard: Batch, learned_tokens: float | None
     ) -> dict[str, Any]:
-        """Returns an objective's inputs, with the additional inputs that `cp` and auxiliary losses need."""
+        """Returns an objective's inputs, with the additional inputs that `cp` and auxiliary losses need.
+
+        Args:
+            learned_tokens: normalizes auxiliary losses of experts; None disables these losses (in evaluation).
+        """
         inputs = dict(inputs)
         if self.sequence_shard is not None:
             inputs |= self.sequence_shard.extra_inputs(batch)

@@ -4,9 +4,10 @@ Each micro-batch has a seed, and each layer's seed is derived from the micro-bat
 same masks for its layers as the full model. A rank with a shard of a sequence draws the mask of the full sequence and
 selects its own tokens (`Dropout.full_sequence`).
 
-On CPUs, a mask of attention weights is also drawn for all heads, queries and keys. On other devices the attention
-kernels draw the mask. Then all `tp` and `cp` ranks draw the same random numbers for their different heads or queries:
-the distribution is correct, but the masks differ from those of a single process.
+On CPUs, a rank also draws the dropout mask of attention weights for all heads, queries and keys, and selects its own
+heads and queries. On other devices the attention kernels draw this mask. Then all `tp` and `cp` ranks draw the same
+random numbers for their different heads or queries: the distribution is correct, but the masks differ from the masks of
+a single process.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ BITS = (1 << 63) - 1
 
 
 def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
-    """Seeds each layer, in forward, with a seed derived from the random generator's seed when the model is called.
+    """Makes each layer's forward start with its own seed, if the decoder uses dropout.
 
-    Assumes that activation checkpointing is already applied. So the seeding is not recomputed: checkpointing itself
-    restores the random state for recomputation.
+    A layer's seed is derived from the layer's number and the micro-batch's seed, which is the seed of the random
+    generator when the model's forward starts. Assumes that activation checkpointing is already applied: seeding must
+    run outside of the checkpointed forward, because checkpointing itself restores the random state for recomputation.
     """
     if not isinstance(model, Decoder):
         return model

@@ -33,7 +33,7 @@ def next_store() -> Store:
     Each call returns a store with another key prefix, because a process can train more than once.
 
     Raises:
-        UserError: if rank 0 cannot listen at the address of the environment, or cannot be reached there.
+        UserError: if rank 0 cannot listen at MASTER_ADDR and MASTER_PORT, or this rank cannot connect to it.
     """
     return PrefixStore(f"weft-{next(_times)}", _store())
 
@@ -145,7 +145,9 @@ def _connect(host: str, port: int) -> Store:
 
 
 def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:
-    """Returns a client of the store at an address, or None; and the reason if the client is None.
+    """Tries to connect to the store at an address.
+
+    Returns (client, reason). The client is None if connecting failed for this reason.
 
     First opens a plain connection, because PyTorch would print warnings if nothing listens on the port. Creates the
     client in a thread, because PyTorch would wait forever for a server that does not answer.

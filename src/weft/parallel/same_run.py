@@ -24,16 +24,17 @@ GRACE = 2.0  # seconds that rank 0 waits for further reports after the first dif
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compares this rank's facts with rank 0's. All ranks must call it before they create process groups.
+    """Compares this rank's facts with rank 0's facts. All ranks must call it before they create process groups.
 
-    Each rank reads and writes one entry of the store, so the cost is linear in the number of ranks. Does nothing in a
-    single process, or if a process group is already initialized.
+    Each rank reads and writes a constant number of store entries, so the cost is linear in the number of ranks. Does
+    nothing if the environment has no RANK (a single process), or if a process group is already initialized.
 
     Args:
-        facts: returns key -> value, in the form that an error message prints.
+        facts: function that returns key -> value. Error messages print keys and values as they are.
 
     Raises:
-        UserError: if any rank differs, on all ranks. The message names the ranks and the keys; only rank 0 prints it.
+        UserError: on all ranks, if the facts of any rank differ from rank 0's. The message names the ranks and the
+            keys. Only rank 0 prints it. Also if rank 0 has exited, or a rank does not start in time.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         return
@@ -50,15 +51,15 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
 
 
 def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
-    """On ranks other than 0: writes the differences as `key -> (this rank's value, rank 0's value)` to the store.
+    """Reports to the store which of this rank's facts differ from rank 0's. Ranks other than 0 call this function.
 
     Returns:
-        (message about the differences of all ranks, empty without differences; whether rank 0 prints this message).
+        (error message that lists all ranks that differ, "" if no rank differs; whether rank 0 prints this message).
     """
     for _ in attempts(lambda: "rank 0's config", speaks=False):
         if store.check(["digest"]):
             break
-    different: dict[str, list[str | None]] = {}
+    different: dict[str, list[str | None]] = {}  # key -> [this rank's value, rank 0's value]
     if store.get("digest").decode() != _digest(facts):
         first = json.loads(store.get("facts"))
         keys = [key for key in {**first, **facts} if first.get(key) != facts.get(key)]
@@ -79,7 +80,13 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
 
 
 def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
-    """On rank 0: publishes the facts, waits for the ranks' reports, and publishes and returns the error message."""
+    """Publishes rank 0's facts, waits for the reports of other ranks, and publishes the error message.
+
+    Only rank 0 calls this function.
+
+    Returns:
+        The error message, "" if no rank differs.
+    """
     store.set("facts", json.dumps(facts))
     store.set("digest", _digest(facts))
 
@@ -118,8 +125,11 @@ def _digest(facts: dict[str, str]) -> str:
 def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
     """Returns the error message, in one line.
 
-    It lists the differences of the first differing rank, the ranks with the same differences, and the numbers of the
-    ranks that differ in another way.
+    It lists the differences between one rank and rank 0, all ranks with the same differences, and the ranks with other
+    differences.
+
+    Args:
+        reports: rank -> key -> [the rank's value, rank 0's value]. The inner dictionary is empty if the rank is equal.
     """
     different = {rank: report for rank, report in reports.items() if report}
     shown = next(iter(different.values()))
@@ -143,6 +153,6 @@ def _short(value: str | None) -> str:
 
 
 def rank_list(ranks: list[int]) -> str:
-    """Returns at most eight numbers to append to the word "rank": ` 3` for one rank, `s 1, 2, 5` for several."""
+    """Returns a suffix for the word "rank": ` 3` for one rank, `s 1, 2, 5` for several. Lists at most eight ranks."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'s' * (len(ranks) != 1)} {shown}"

@@ -9,9 +9,11 @@ from weft.config.model import ModelSection
 
 
 def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int) -> list[range]:
-    """Returns the layers of each stage: from `parallel.stage_layers`, or balanced by the cost of matrix products.
+    """Returns the range of layers of each stage.
 
-    The cost of the last stage includes the head. Embedding look-ups have no cost.
+    The numbers of layers are `parallel.stage_layers`. If this is None, they balance the cost of matrix products.
+
+    This cost includes the head in the last stage. Embedding look-ups have no cost.
 
     Args:
         sequence: number of tokens per sequence, for the cost of attention.
@@ -39,7 +41,7 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
     """
     layers = len(costs)
     if layers < stages:
-        raise ValueError(f"{layers} layers for {stages} stages")
+        raise ValueError(f"{layers} layers are fewer than {stages} stages; each stage needs at least one layer")
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
@@ -64,14 +66,25 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
 
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:
-    """Returns the stages of a pipeline rank: every `ranks`-th stage, or (V-shaped schedules) one from each end."""
+    """Returns the numbers of the stages that pipeline rank `rank` runs.
+
+    These are every `ranks`-th stage. With a V-shaped schedule, they are one stage from the front and the mirrored stage
+    from the end.
+
+    Args:
+        ranks: number of pipeline ranks.
+    """
     if parallel.pp_schedule in V_SHAPED:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * number for number in range(parallel.virtual_stages)]
 
 
 def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
-    """Returns the pipeline rank, of `ranks`, that has a stage."""
+    """Returns the pipeline rank that runs stage number `stage`.
+
+    Args:
+        ranks: number of pipeline ranks.
+    """
     if parallel.pp_schedule in V_SHAPED:
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks

@@ -65,7 +65,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's shard of the global batch, from 0 to `data_ranks` - 1."""
+        """The index of this rank's shard of the global batch, from 0 to `data_ranks` - 1."""
         return self.axis_rank("dp_replicate") * self.shape.dp_shard + self.axis_rank("dp_shard")
 
     @property
@@ -106,12 +106,12 @@ class World:
         return total.tolist()
 
     def sum_tokens(self, tensor: torch.Tensor) -> None:
-        """All-reduces counts of tokens in place over `token_group`: same stage and `tp` rank, different tokens."""
+        """All-reduces counts of tokens in place over `token_group`, whose ranks process different tokens."""
         if self.shape.data_ranks * self.shape.cp > 1:
             dist.all_reduce(tensor, group=self.token_group)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """Runs `act` on all ranks, and raises a `UserError` of any rank on all ranks (`ranks.agree`)."""
+        """Calls `ranks.agree`: runs `act`, and if it raises a `UserError` on any rank, raises one on all ranks."""
         return ranks.agree(act, only_first)
 
     def barrier(self) -> None:
@@ -120,7 +120,7 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Waits for all ranks, because gloo aborts if a rank still communicates, and destroys the process group."""
+        """Waits for all ranks, then destroys the process group: gloo aborts if a rank still communicates."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
@@ -133,7 +133,9 @@ class World:
 
 
 def local_device(console: Console) -> torch.device:
-    """Returns the GPU of this process's local rank, or the CPU. Prints a line about an unsupported accelerator.
+    """Returns the GPU of this process's local rank, or the CPU if there is no GPU.
+
+    If the host has an accelerator that is not supported, prints a line that says so.
 
     Raises:
         UserError: if the host has GPUs, but fewer than local ranks.
@@ -153,10 +155,13 @@ def local_device(console: Console) -> torch.device:
 
 
 def start_world(section: ParallelSection) -> World:
-    """Initializes the process group from torchrun's environment (or for a single process), and builds the meshes.
+    """Initializes the process group, unless it is already initialized, and builds the meshes.
+
+    The number of ranks comes from torchrun's environment variables; without them, there is a single rank.
 
     Raises:
-        UserError: if the mesh does not fit the number of ranks, this rank has no GPU, or async_tp is used on a CPU.
+        UserError: if the mesh does not fit the number of ranks, there are fewer GPUs than local ranks, or async_tp is
+            used on CPUs.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(section, world_size)
@@ -183,8 +188,8 @@ def start_world(section: ParallelSection) -> World:
 def meshes(shape: MeshShape, device: torch.device) -> dict[str, Any]:
     """Creates the meshes and the token group of `World`. Returns attribute name -> mesh or group.
 
-    Parameters use a second mesh of the same ranks, in which one axis `fsdp` replaces `dp_shard` and `cp`. Experts use a
-    third mesh, in which two axes `efsdp` and `ep` replace `fsdp`.
+    With `cp`, parameters use a second mesh of the same ranks, in which one axis `fsdp` replaces `dp_shard` and `cp`.
+    With `ep`, experts use a third mesh, in which two axes `efsdp` and `ep` replace `fsdp`.
     """
     mesh = init_device_mesh(device.type, tuple(shape.sizes[axis] for axis in AXES), mesh_dim_names=AXES)
     made: dict[str, Any] = {"mesh": mesh}

@@ -6,9 +6,10 @@ errors of earlier steps. M is approximated as M ~ Q P^T with
 
     P = orthogonal(M^T Q), Q = M P
 
-P is computed from the Q of the previous step (power iteration). A replica's error is the part of its matrix that the
-approximation lacks; it is added to the replica's gradient in the next step. The formulas apply to full (unsharded)
-matrices, so the result does not depend on how a replica is sharded nor, up to rounding, on the number of replicas.
+P is computed from the Q of the previous step (power iteration). A replica's error is the difference between its own
+matrix and the approximation of this matrix; it is added to the replica's gradient in the next step. The formulas apply
+to full (unsharded) matrices, so the result does not depend on how a replica is sharded nor, up to rounding, on the
+number of replicas.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class _Matrix:
     """A parameter that is compressed: a matrix, or a stack of matrices in its last two dimensions.
 
     Attributes:
-        placements: placements of Q, whose last dimension (the rank of the approximation) is not sharded.
-        p_groups: process groups over which this rank's product P is a partial sum.
-        q_groups: process groups over which this rank's product Q is a partial sum.
-        columns: this rank's slice of the last dimension.
+        placements: placements of Q. Its last dimension (the rank of the approximation) is not sharded.
+        p_groups: process groups of a replica over which each process's product P is partial.
+        q_groups: process groups of a replica over which each process's product Q is partial.
+        columns: the columns of the full matrix that are in this process's shard.
     """
 
     parameter: nn.Parameter
@@ -78,7 +79,7 @@ class PowerSGD:
 
     @property
     def share(self) -> float:
-        """The number of elements that are communicated, divided by the number of elements of the gradients."""
+        """The number of elements that replicas all-reduce, divided by the number of elements of all gradients."""
         total = sum(p.numel() for p in self.trained.values())
         matrices = [matrix.parameter for matrix in self.matrices.values()]
         return 1 - sum(p.numel() - factor_elements(p.shape, self.rank) for p in matrices) / total
@@ -121,7 +122,14 @@ class PowerSGD:
             torch.matmul(x, p[name].mT, out=m[name])
 
     def _partial_p(self, matrix: _Matrix, m: Tensor, q: Tensor) -> Tensor:
-        """Returns this rank's partial M^T Q, `[..., columns, rank]`, with zeros for the columns of other ranks."""
+        """Returns this process's partial P = M^T Q (before all-reduce), `[..., columns, r]`; r is the compression rank.
+
+        A row of P belongs to a column of the full M. Rows are zero if the column is not in this process's shard of M.
+
+        Args:
+            m: this process's shard of its replica's matrix (gradient plus error).
+            q: this process's shard of Q.
+        """
         shape = (*m.shape[:-2], matrix.parameter.shape[-1], self.rank)
         p = torch.zeros(shape, dtype=m.dtype, device=m.device)
         p[..., matrix.columns, :] = m.mT @ q
@@ -149,12 +157,12 @@ class PowerSGD:
     # ---- checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors to save in a checkpoint, by name. Names of errors contain the replica's number."""
+        """Returns name -> tensor to save in a checkpoint. The name of an error contains the index of its replica."""
         errors = {f"{PREFIX}error.{self.replica}.{name}": error for name, error in self.error.items()}
         return {**{f"{PREFIX}q.{name}": q for name, q in self.q.items()}, **errors}
 
     def blank_state(self, saved: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Returns name -> tensor to load a checkpoint into. Call `use_loaded` after the tensors are loaded.
+        """Returns name -> tensor, to be overwritten with the tensors of a checkpoint. Then call `use_loaded`.
 
         If the checkpoint has more replicas than this run, each replica loads the error-feedback tensors of several
         replicas. If the checkpoint's compression rank differs, only error-feedback tensors are loaded.
@@ -176,7 +184,7 @@ class PowerSGD:
         return blank
 
     def use_loaded(self) -> None:
-        """Sets Q and errors from the tensors of `blank_state`, after a checkpoint was loaded into them."""
+        """Sets Q and errors to the tensors that `blank_state` returned, which now have the checkpoint's values."""
         loaded, self.loaded = self.loaded, {}
         for name, matrix in self.matrices.items():
             q = loaded.get(f"{PREFIX}q.{name}")
@@ -187,13 +195,13 @@ class PowerSGD:
 
 
 def factor_elements(shape: Iterable[int], rank: int) -> int:
-    """Returns the number of elements of P and Q of a parameter with this shape."""
+    """Returns the number of elements of the factors P and Q of a parameter with this shape."""
     *many, rows, columns = shape
     return rank * (rows + columns) * (many[0] if many else 1)
 
 
 def compressible(shape: torch.Size, rank: int) -> bool:
-    """Whether `shape` is that of a matrix or a stack of matrices, and its factors have at most half of the elements."""
+    """Whether a tensor of this shape is a matrix or a stack of matrices, at least twice as large as its factors."""
     return 2 <= len(shape) <= 3 and factor_elements(shape, rank) * _MIN_RATIO <= shape.numel()
 
 
@@ -230,7 +238,7 @@ def _all_reduce(
     Args:
         groups: tensor name -> process groups within a replica.
         replicas: process group of the replicas; None does not all-reduce over replicas.
-        within_replica: whether to all-reduce over `groups`.
+        within_replica: whether to all-reduce over `groups`; if not, the ranks of a replica must have equal tensors.
     """
     by_groups: dict[tuple, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -257,7 +265,7 @@ def _unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns an orthonormal basis, `[..., columns, rank]`, of the columns of each matrix, batched by matrix size."""
+    """Orthonormalizes the columns of each P, `[..., size, rank]`. Decomposes matrices of equal `size` together."""
     by_size: dict[int, list[str]] = defaultdict(list)
     for name, matrix in matrices.items():
         by_size[matrix.shape[-2]].append(name)

@@ -1,7 +1,7 @@
 """Trains only the new rows of the embedding and the head; all other parameters stay bitwise unchanged.
 
 This is for tokens that are added to a trained model (`weft resize`, `training.only_rows_from`). Gradients of frozen
-rows are cleared, so that the gradient norm is that of the trained rows. If the optimizer changes frozen rows (by weight
+rows are set to zero, so that they do not count in the gradient norm. If the optimizer changes frozen rows (by weight
 decay, momentum, or an update that mixes rows), the change is reverted.
 """
 
@@ -21,11 +21,11 @@ from weft.torch_private import compute_local_shape_and_global_offset
 
 
 def freeze_all_but_rows(model: nn.Module, first: int) -> None:
-    """Freezes all parameters but the embedding and the head.
+    """Freezes all parameters except the embedding and the head.
 
     Args:
         model: built-in decoder, on any device.
-        first: first row to train.
+        first: first row to train. This function only checks it; `FrozenRows` keeps the rows before it unchanged.
 
     Raises:
         UserError: if the model is not a built-in decoder, or has no row `first`.
@@ -44,7 +44,7 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
 
 
 class FrozenRows:
-    """The frozen rows: this rank's rows before `first` of all trained parameters.
+    """The frozen rows of this rank's shards: rows before `first` of the embedding and the head.
 
     Args:
         model: from `build_sharded_model`, after `freeze_all_but_rows`.

@@ -50,7 +50,7 @@ class LossScale:
                 local(parameter.grad).mul_(1.0 / self.factor)
 
     def may_skip(self) -> bool:
-        """Whether an update that overflows is skipped and the scale can be halved; otherwise training must fail."""
+        """Whether training may skip an update that overflows and halve the scale. If not, an overflow is an error."""
         return self.scales and self.factor > FLOOR
 
     def update(self, finite: bool) -> None:

@@ -40,10 +40,10 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     """Wraps a block's forward with activation checkpointing. Recomputation draws the same random numbers.
 
     Args:
-        forward: the block's forward, differentiable in its positional arguments and in parameters. Other values that it
-            reads must be the same in backward. Local parameters must be set inside of it, if it is not compiled.
+        forward: the block's forward, differentiable in its positional arguments and in parameters. Other values that
+            `forward` reads must be the same in backward. If it is not compiled, `LocalParameters.wrap` must be inside.
         mode: value of `training.activation_checkpointing`.
-        number: number of the block, from 0 to `of` - 1.
+        number: index of the block in the model, from 0 to `of` - 1.
         of: number of blocks of the model.
         compile: whether the returned function will be compiled.
 
@@ -126,18 +126,18 @@ class _Budget:
 def _contexts(
     relevant: Callable[[Any], bool], wanted: Callable[..., bool]
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Returns the context of forward, which saves results, and the context of recomputation, which reuses them.
+    """Returns two context managers: for forward, which saves results, and for recomputation, which reuses them.
 
     Args:
-        relevant: operator -> whether its results are ever saved.
-        wanted: (key of a call, arguments, keyword arguments) -> whether to save the result of this call.
+        relevant: operator -> whether results of this operator are ever saved.
+        wanted: (`Key` of an operator call, arguments, keyword arguments) -> whether to save the result of this call.
     """
     saved: dict[Key, Any] = {}
     return _SaveResults(saved, relevant, wanted), _ReuseResults(saved, relevant)
 
 
 class _Counting(TorchDispatchMode):
-    """A context that numbers the calls of each relevant operator, from 0 when the context is entered."""
+    """Context manager that numbers the calls of each relevant operator, from 0 each time it is entered."""
 
     def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
@@ -175,7 +175,7 @@ class _SaveResults(_Counting):
 
 
 class _ReuseResults(_Counting):
-    """The context of recomputation: returns saved results instead of computing them."""
+    """Context manager for recomputation in backward: returns saved operator results instead of computing them again."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self.key(op)

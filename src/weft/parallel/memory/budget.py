@@ -48,12 +48,13 @@ def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
 
 
 def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str, Any], share: float) -> frozenset[Key]:
-    """Returns the keys of the results to save, which avoid the most recomputation within a memory budget.
+    """Returns the keys of the operator results to save, which avoid the most recomputation within a memory budget.
 
     Runs `forward` once. Afterwards restores the random state, and the tensors that `forward` wrote in place.
 
     Args:
-        share: the budget, as a fraction of the bytes that are saved without checkpointing. The block's inputs count.
+        share: the budget, as a fraction of the bytes that are saved without checkpointing. Both include the block's
+            inputs.
     """
     inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
     device = next((x.device for x in inputs), torch.device("cpu"))
@@ -157,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Restores the tensors from outside of the block that the forward wrote in place."""
+        """Restores the values of tensors from outside of the block, which the forward overwrote in place."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)

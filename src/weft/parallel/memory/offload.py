@@ -53,7 +53,7 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, c
 
     Args:
         device: device of the parameters.
-        chunk: number of bytes of parameters, per rank, whose state is on the device at a time.
+        chunk: bytes of parameters per rank that are updated together. Only their state is then on the device.
     """
     for group in optimizer.param_groups:
         group["state_on_host"] = True
@@ -81,9 +81,10 @@ def _step_in_chunks(
 
 
 def _chunks(groups: list[dict[str, Any]], chunk: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Yields (parameter group, some of its parameters), for each set of parameters that is updated together.
+    """Yields (parameter group, some of its parameters): parameters that are updated together.
 
-    All ranks yield the same sets, because an optimizer can communicate.
+    The parameters have at most `chunk` bytes per rank, except for a single larger parameter. All ranks yield the same
+    sets of parameters, because an optimizer can communicate.
     """
     for group in groups:
         parameters, total = [], 0
