@@ -36,9 +36,9 @@ class ComponentKind:
     Attributes:
         folder: folder of the built-in components, below `src/weft`; None if all components are custom.
         injected: names of the arguments that Weft passes by position, before the configuration keys.
-        methods: methods of a custom component, with the names of the positional arguments that Weft passes. The class
-            must have at least one of these methods.
-        needs: methods that the class must have.
+        methods: name of a method -> names of the positional arguments that Weft passes. A custom class must have at
+            least one of these methods.
+        needs: names of further methods; the class must have all of them.
     """
 
     folder: str | None
@@ -48,7 +48,9 @@ class ComponentKind:
 
 
 def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
-    """Returns the `methods` of a kind whose components are called: functions, callable classes and nn.Modules."""
+    """Returns `ComponentKind.methods` of components that Weft calls: classes with `__call__`, or with `forward`
+    (nn.Module).
+    """
     return {"__call__": arguments, "forward": arguments}
 
 
@@ -203,7 +205,11 @@ def _as_type(default: Any, kind: Any) -> Any:
 
 
 def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises UserError if, according to its source, a class has none of `methods` or one with unsuitable arguments."""
+    """Raises UserError if a class has none of `methods`, or if one of these methods does not take the arguments of the
+    call.
+
+    Reads the source of the class; does not import it.
+    """
     found = {name: method_signature(source, name) for name in methods}
     if methods and not any(found.values()):
         expected = " or ".join(f"{name}({', '.join(given)})" for name, given in methods.items())
@@ -262,7 +268,8 @@ def _module_hint(module: str) -> str:
 
 
 def load_class(chosen: str | Component, kind: str) -> type:
-    """Imports the class that a `type:` names. The working directory is added to the import path.
+    """Imports and returns the class that a `type:` names. Adds the working directory to the import path for custom
+    classes.
 
     Args:
         chosen: the value of `type`, or a section with this key.

@@ -1,4 +1,4 @@
-"""Checks the components of the decoder: custom classes, and keys that an attention implementation does not support."""
+"""Checks the components of the decoder: custom classes, and components that do not work together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CUSTOM_COMPONENT_KEYS = {
 
 
 def check_components(draft: Draft) -> None:
-    """Checks the signatures of custom classes without an import, and combinations of components."""
+    """Reports custom classes whose arguments do not match the call, and components that do not work together.
+
+    Reads the source of custom classes; does not import them.
+    """
     for name, kind in CUSTOM_COMPONENT_KEYS.items():
         chosen = draft.get(f"model.{name}")
         if isinstance(chosen, str) and ":" in chosen:

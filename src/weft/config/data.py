@@ -40,19 +40,21 @@ class StoreSource(_WithoutNulls):
     store: Folder
     """The token store."""
     weight: float | None = Field(None, ge=0)
-    """Weight of the source; its share of the sequences is this number divided by the sum of all weights. Set it for all
-    sources or for none. Default: the size of the source (see `temperature`).
+    """Weight of the source. The source's share of the sequences is this weight divided by the sum of all weights. Set
+    it for all sources or for none. Default: the number of sequences in the source (see `temperature`).
     """
     max_epochs: float | None = Field(None, gt=0)
-    """Maximum number of passes over the source. After them, the other sources replace it in proportion to their
-    weights. Default: no limit.
+    """Maximum number of passes over the source. After these passes, the other sources take over the source's share, in
+    proportion to their weights. Default: no limit.
     """
     name: str | None = None
     """Name of the source in the curriculum and in reports. Default: the name of the folder or of the class."""
 
     @property
     def label(self) -> str:
-        """The name of the source in the curriculum, in reports, and in the key of its sample order."""
+        """The name of the source in the curriculum and in reports. The shuffled order of the source depends on this
+        name.
+        """
         return self.name or os.path.basename(os.path.normpath(self.store))
 
 
@@ -70,7 +72,9 @@ class DatasetSource(DatasetSection):
 
     @property
     def label(self) -> str:
-        """The name of the source in the curriculum, in reports, and in the key of its sample order."""
+        """The name of the source in the curriculum and in reports. The shuffled order of the source depends on this
+        name.
+        """
         return self.name or self.type.rpartition(":")[2]
 
 
@@ -118,10 +122,12 @@ class StageSection(_WithoutNulls):
 
 
 class LengthWarmupSection(Section):
-    """Sequence length warm-up: training starts with short sequences, and their length doubles up to `sequence_length`.
+    """Sequence length warm-up: training starts with short sequences, whose length doubles until it is
+    `sequence_length`.
 
-    A target length grows linearly over `steps`. The sequences of a step have the target length, rounded down to `start`
-    times a power of two. They are pieces of full sequences, so a batch has more sequences, but as many tokens as usual.
+    A target length grows linearly from `start` to `sequence_length` over the first `steps` steps. In each step, all
+    sequences have the length `start * 2**k`, with the largest k for which this length does not exceed the target. They
+    are pieces of full sequences, so the number of tokens in a batch does not change.
     """
 
     start: int = Field(ge=1)
@@ -138,7 +144,7 @@ class DataSection(Section):
     mixture.
     """
     validation: HeldOut | None = None
-    """Held-out data: a token store, a custom dataset, or a mapping of names to several of these, such as `{code:
+    """Held-out data: a token store, a custom dataset, or several of these, each with a name, such as `{code:
     stores/code, prose: stores/prose}`. Default: no validation.
     """
     sequence_length: int | None = Field(None, ge=1)
@@ -148,8 +154,8 @@ class DataSection(Section):
     workers: int = Field(0, ge=0)
     """Number of data loader processes per rank; with 0, the training process loads the data."""
     temperature: float | None = Field(None, gt=0)
-    """Sampling temperature of a mixture without weights: the weight of each source is size^(1 / temperature). Default:
-    1.
+    """Sampling temperature of a mixture without weights: the weight of each source is n^(1 / temperature), where n is
+    the number of sequences in the source. Default: 1.
     """
     curriculum: Annotated[list[StageSection], MinLen(1)] | None = None
     """Stages of the run with different mixture weights. Default: constant weights."""
@@ -162,9 +168,11 @@ class DataSection(Section):
     complete documents, packed with little padding; only documents longer than a sequence are split.
     """
     document_attention: bool = False
-    """Whether attention and positions stay within each document. `packing: best_fit` implies it."""
+    """Whether each token attends only to tokens of its own document, and positions start from 0 in each document.
+    `packing: best_fit` implies it.
+    """
     length_warmup: LengthWarmupSection | None = None
-    """Training on short sequences first. Default: full sequences from the start."""
+    """Settings of a sequence length warm-up. Default: all sequences have the full length."""
 
     @property
     def sources(self) -> list[StoreSource | DatasetSource]:
@@ -173,7 +181,9 @@ class DataSection(Section):
 
     @property
     def weighted(self) -> bool:
-        """Whether the sources are a weighted mixture. Otherwise they are read as one source, once per epoch."""
+        """Whether the sources are a weighted mixture. Otherwise they are read like one source: each sequence once per
+        epoch.
+        """
         given = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
         return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or given)
 
@@ -182,7 +192,7 @@ class DataSection(Section):
 
         Args:
             sizes: number of sequences of each source, from which the weights follow if none are set.
-            length: number of tokens per sequence, to which the length of a stage is rounded up.
+            length: number of tokens per sequence. The length of a stage is rounded up to a multiple of it.
         """
         if not self.curriculum:
             if all(source.weight is None for source in self.sources):
@@ -197,7 +207,7 @@ class DataSection(Section):
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
-        """Returns the phases of a weighted mixture. The arguments are those of `stages`."""
+        """Returns the phases of a weighted mixture. For the arguments, see `stages`."""
         limits = [
             None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)

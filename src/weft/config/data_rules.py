@@ -38,7 +38,7 @@ def check_data_section(draft: Draft) -> None:
 
 
 def _check_document_attention(draft: Draft) -> None:
-    """Checks that the forward of a custom model accepts segments and positions."""
+    """Checks that the forward of a custom model accepts segments and positions if document attention is enabled."""
     model = draft.get("model")
     if not draft.get("data.document_attention") or not isinstance(model, dict) or ":" not in str(model.get("type")):
         return
@@ -141,7 +141,12 @@ def _check_curriculum(draft: Draft, names: list[str]) -> None:
 
 
 def check_shares(draft: Draft, sizes: list[int], length: int) -> None:
-    """Reports a source whose share of a mixture block is less than one sequence."""
+    """Reports a source whose share of a mixture block is less than one sequence.
+
+    Args:
+        sizes: number of sequences of each source.
+        length: number of tokens per sequence.
+    """
     section = data_section(draft)
     if "data.mixture_block" not in draft.values:
         return

@@ -84,7 +84,8 @@ def derive(
         mesh: the mesh of the run; default: one rank.
 
     Raises:
-        UserError: the run has no length or no step, or `training.epochs` is set and the size of the data is not known.
+        UserError: no key sets the length of the run, the run is shorter than one step, or `training.epochs` is set and
+            the size of the data is not known.
     """
     training, length, sequences = config.training, sequence_length(config), batch_sequences(config)
     mesh = mesh or MeshShape()

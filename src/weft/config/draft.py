@@ -1,4 +1,4 @@
-"""Defines `Draft`, the YAML tree of a run while pydantic validates it and the rules check it."""
+"""Defines `Draft`, which holds the YAML tree of a run while pydantic validates the tree and the rules check it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Draft:
         values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
             is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
         origins: origin of each value by dotted key.
-        meant: correct names of misspelled keys, which are not reported as missing and get no default.
+        meant: correct dotted keys of misspelled keys. These correct keys are not reported as missing, and get no
+            default.
         config: the validated configuration; None if a value is not valid.
     """
 
@@ -93,10 +94,10 @@ class Draft:
         return node
 
     def report(self, key: str, what: str, *also: str) -> None:
-        """Adds a problem of `key`.
+        """Adds the problem `what` of the dotted key `key`, at a line of a file.
 
-        The reported line is where a file sets `key`, or else where a file sets the first key of `also`. If `key` is a
-        section, the keys of `also` are tried first.
+        The line is the first of these that exists: the line that sets `key`, the lines that set the keys in `also`, and
+        the line of the nearest section that contains `key`. If `key` is a section, the keys in `also` come before it.
         """
         node = self.tree.get(*key.split("."))
         for place in (*also, key) if node is not None and node.is_mapping else (key, *also):
@@ -148,7 +149,7 @@ class Draft:
         return self.config.model_copy(update=changed)
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
-        """Replaces strings in lists of sections by mappings that have the string at the section's required key."""
+        """In lists of sections, replaces each string by a mapping that has the string at the section's required key."""
         if not node.is_mapping:
             return node
         fields, content = field_names(section), dict(node.value)
@@ -167,8 +168,12 @@ class Draft:
         return replace(node, value=content)
 
     def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
-        """Returns an item of a list of sections; a string becomes a mapping, except a component's short name if
-        `names`.
+        """Returns an item of a list of sections. A string becomes a mapping, unless it can be a component's short name.
+
+        Args:
+            required: the required key of the section, at which the mapping has the string.
+            names: class of the component whose short names can be items; None if items must be mappings.
+            key: dotted key of the item.
         """
         if not isinstance(item.value, str):
             return item
@@ -242,7 +247,10 @@ class Draft:
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Finds the place of pydantic's error, whose location consists of keys, indices and names of union branches."""
+        """Returns pydantic's error with its place in the file.
+
+        Pydantic's location of an error consists of keys, indices and names of union branches.
+        """
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []

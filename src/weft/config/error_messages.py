@@ -65,7 +65,7 @@ class FieldError:
 
 
 def convert(error: FieldError) -> Any:
-    """Returns the value of an error as the expected type, or None if it cannot be converted without change.
+    """Returns the error's value as the expected type; None if the value cannot be converted without a change.
 
     The number 1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes a string.
     """
@@ -81,7 +81,7 @@ def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tup
     """Yields groups of errors, one for each message: a single error, or one error of each branch of a union.
 
     Args:
-        depth: number of unions on the paths of the errors that are already resolved.
+        depth: number of unions that are already resolved. Each error's path starts with these unions.
     """
     unions: dict[str, dict[str, list[FieldError]]] = {}
     for error in errors:

@@ -1,4 +1,4 @@
-"""Checks a run's keys against the headers of its tokenizer and of its token stores."""
+"""Checks a run file against its tokenizer and its token stores, whose headers are read, but not their tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Opened(NamedTuple):
 
 
 def check_headers(draft: Draft) -> int | None:
-    """Reads and checks the headers of the run's tokenizer and token stores.
+    """Reads the headers of the run's tokenizer and token stores, and checks the run file against them.
 
     Returns:
         The number of training sequences; None if it is not known.
@@ -75,8 +75,9 @@ def _read(draft: Draft, key: str, path: str, read: Callable[[str], _Header]) -> 
 
 
 def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
-    """Checks that the sources have enough sequences for the run. With best-fit packing, the run checks this at its
-    start.
+    """Checks that the sources of a mixture have enough sequences for the run.
+
+    With best-fit packing, the run checks this when it starts.
     """
     section, steps = data_section(draft), run_steps(draft)
     if draft.problems or not section.weighted or not all(sizes):
@@ -93,7 +94,7 @@ def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
 def _check_tokenizers(
     draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened], held_out: list[Opened]
 ) -> None:
-    """Checks that all stores were packed with one tokenizer: the run's, or, if not set, that of the first store."""
+    """Reports stores that were packed with a different tokenizer than the run's, or than the first training store."""
     first = next((store for store in train if store.header.tokenizer_digest is not None), None)
     if tokenizer is not None:
         digest, name = tokenizer.digest, draft.get("tokenizer")
@@ -113,7 +114,7 @@ def _check_tokenizers(
 
 
 def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
-    """Compares vocabulary size and end-of-document token with another store, for stores of an unknown tokenizer."""
+    """For each store of an unknown tokenizer, compares vocabulary size and end-of-document token with another store."""
     known = [store for store in stores if store.header.tokenizer_digest is not None]
     for key, path, header in (store for store in stores if store not in known):
         _, other_path, other = (known or stores)[0]

@@ -87,7 +87,7 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
     """Returns `key.path=value` arguments as one tree; later arguments take precedence.
 
     Args:
-        base: the tree of the files, in which keys that name items of lists are recognized.
+        base: the tree of the files, which shows whether a key names an item of a list.
         problems: problems are added to this list.
     """
     tree = Node({}, COMMAND_LINE)
@@ -115,7 +115,9 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
 
 
 def _list_above(base: Node, parts: list[str]) -> str | None:
-    """Returns the key of the list that contains an item (`data.train` for `data.train.0.weight`), or None."""
+    """Returns the dotted key of the list above an item (`data.train` for `data.train.0.weight`); None if there is no
+    list.
+    """
     for place, part in enumerate(parts):
         name, bracket, _ = part.partition("[")
         if bracket:

@@ -1,7 +1,7 @@
-"""Checks whether a mesh is legal for a run, and reports all reasons against the mesh and the nearest legal mesh.
+"""Checks whether a mesh is legal for a run. If not, reports all reasons against it, and the nearest legal mesh.
 
-When a file is checked, the world size is that of the caller or of torchrun, or else the smallest one on which the mesh
-is possible. The check is repeated when the number of processes is known.
+`RunConfig.load` checks the mesh for the world size that its caller or torchrun sets, or else for the smallest world
+size that the mesh allows. `check_mesh` repeats the check when the number of processes is known.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:
-    """Returns a reason as a problem, at the place of its key, or else of the first axis that the user set."""
+    """Returns a reason as a problem. Its line is where the user set the reason's key, or else the first axis."""
     axes = [f"parallel.{axis}" for axis in SIZES]
     for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")

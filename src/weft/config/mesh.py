@@ -51,18 +51,20 @@ class ParallelSection(Section):
     tp: int = Field(1, ge=-1, le=MOST)
     """Number of tensor parallel ranks, which split the matrices of each layer; includes sequence parallelism."""
     ep: int = Field(1, ge=1, le=MOST)
-    """Number of expert parallel ranks. They are taken from the `dp_shard` x `cp` ranks: `ep` must divide that product,
-    and adds no ranks.
+    """Number of expert parallel ranks. Expert parallelism adds no ranks, but uses the `dp_shard * cp` ranks: `ep` must
+    divide this product.
     """
 
     zero_stage: Literal[1, 2, 3] | None = None
-    """DeepSpeed's ZeRO stage, which sets `reshard_after_forward` and `reduce_gradients`. `1`: sets false and `last`;
-    `2`: sets false and `every`; `3`: sets true and `every`. Default: none, and the two keys have their own defaults.
+    """DeepSpeed's ZeRO stage, which sets two keys. `1`: sets `reshard_after_forward: false` and `reduce_gradients:
+    last`; `2`: sets `reshard_after_forward: false` and `reduce_gradients: every`; `3`: sets `reshard_after_forward:
+    true` and `reduce_gradients: every`. Default: none; the two keys have their own defaults.
     """
     reshard_after_forward: bool | int | None = None
     """Whether all-gathered parameters are freed after forward and all-gathered again for backward. With an integer N,
-    parameters stay sharded over groups of N ranks between the two. Default: true, or, with `pp`, false, because every
-    micro-batch would all-gather the parameters.
+    each group of N ranks keeps a full copy, sharded over the group, from forward to backward. Default: true without
+    pipeline parallelism (`pp: 1`). With pipeline parallelism false, because otherwise every micro-batch would
+    all-gather the parameters again.
     """
     reduce_gradients: Literal["last", "every"] | None = None
     """When gradients are reduced over the ranks. `last`: with the last micro-batch of a step; until then, gradients are
@@ -82,10 +84,11 @@ class ParallelSection(Section):
     peer-to-peer memory access.
     """
     cp_method: Literal["auto", "all_to_all", "all_gather", "ring"] = "auto"
-    """Communication of attention over `cp`. `all_to_all`: exchanges heads for tokens (Ulysses); `all_gather`: gathers
-    keys and values; `ring`: passes keys and values from rank to rank if attention is purely causal, without dropout,
-    sinks and soft-capping, otherwise gathers them. `auto`: `all_to_all` if `cp` divides the number of heads of each
-    tensor parallel rank, otherwise `all_gather`.
+    """Communication of attention over `cp`. `all_to_all`: an all-to-all gives each rank all tokens of some heads
+    (Ulysses). `all_gather`: keys and values are all-gathered. `ring`: keys and values are passed from rank to rank
+    (ring attention). Ring attention supports only a purely causal mask, without dropout, sinks, soft-capping and ALiBi;
+    otherwise `ring` is equal to `all_gather`. `auto`: `all_to_all` if `cp` divides both the number of query heads and
+    the number of key/value heads of each tensor parallel rank, otherwise `all_gather`.
     """
     pp_schedule: Schedule = "1f1b"
     """Pipeline schedule for `pp`."""
@@ -156,7 +159,7 @@ class MeshShape:
 
 
 def least_ranks(section: ParallelSection) -> int:
-    """Returns the smallest world size on which a mesh is possible."""
+    """Returns the smallest world size for which a section gives a mesh."""
     known = math.prod(max(1, getattr(section, axis)) for axis in AXES)
     if -1 in (section.dp_shard, section.cp):  # `ep` divides their product
         inner = max(1, section.dp_shard) * max(1, section.cp)
@@ -171,10 +174,13 @@ def launched_ranks() -> int | None:
 
 
 def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
-    """Returns the mesh of `ranks` ranks. `config/legal_mesh.py` checks whether the mesh is legal.
+    """Returns the mesh that a section gives for a world size. `config/legal_mesh.py` checks whether the mesh is legal.
+
+    Args:
+        ranks: the world size.
 
     Raises:
-        UserError: a size is 0, several sizes are -1, or the product of the sizes is not `ranks`.
+        UserError: a size is 0, several sizes are -1, or the product of the sizes cannot be `ranks`.
     """
     sizes = {axis: getattr(section, axis) for axis in AXES}
     for name, size in sizes.items():
@@ -202,5 +208,9 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
 
 
 def can_exchange_heads(heads: Iterable[int], tp: int, cp: int) -> bool:
-    """Whether `cp` divides the number of heads on each of `tp` ranks (at least 1), for each number in `heads`."""
+    """Whether context parallel ranks can exchange heads for tokens: `cp` must divide each number of heads of a rank.
+
+    Args:
+        heads: numbers of heads of the model: query heads, and key/value heads. A rank has 1/`tp` of each, at least 1.
+    """
     return all(max(1, count // tp) % cp == 0 for count in heads)

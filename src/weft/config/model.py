@@ -32,8 +32,8 @@ class ModelSize(NamedTuple):
 class ModelSection(Section):
     """A decoder-only transformer built from exchangeable components.
 
-    `preset` (llama-tiny ... llama-8b, gpt2 ...) sets all keys; other keys take precedence over it. `from` takes shape
-    and weights from another run, from one of its checkpoints, or from a Hugging Face folder.
+    `preset` (llama-tiny ... llama-8b, gpt2 ...) sets all keys; other keys take precedence over it. `from` takes
+    architecture and weights from another run, from one of its checkpoints, or from a Hugging Face folder.
     """
 
     type: Literal["decoder"] = "decoder"
@@ -41,7 +41,7 @@ class ModelSection(Section):
     preset: str | None = None
     """Name of a published model, whose keys become the defaults (`weft models` lists the names)."""
     from_: Folder | None = Field(None, alias="from")
-    """Run, checkpoint or Hugging Face folder from which the initial weights and the shape are loaded."""
+    """Run, checkpoint or Hugging Face folder whose architecture and weights the model starts with."""
     load_optimizer: bool = False
     """Whether the optimizer state of the run or checkpoint in `from` is loaded too."""
     family: str = "llama"
@@ -64,7 +64,7 @@ class ModelSection(Section):
     head_dim: int | None = Field(None, ge=1)
     """Number of dimensions of each head. Default: `hidden_size` / `num_attention_heads`."""
     intermediate_size: int | None = Field(None, ge=1)
-    """Hidden size of the MLP. Default: 4 x `hidden_size`, or, for a gated MLP, 8/3 x `hidden_size`, rounded up to a
+    """Hidden size of the MLP. Default: 4 * `hidden_size`; for a gated MLP, 8/3 * `hidden_size`, rounded up to a
     multiple of 8.
     """
     max_position_embeddings: int = Field(2048, ge=1)
@@ -89,22 +89,25 @@ class ModelSection(Section):
     have one.
     """
     no_rope_layer_interval: int | None = Field(None, ge=1)
-    """Interval N: every N-th layer has no rotary embedding. Default: all layers have one."""
+    """Interval N: layers N, 2N, 3N, ... (counted from 1) have no rotary embedding. Default: all layers have one."""
     alibi_bias_max: float = Field(8.0, gt=0)
-    """Maximum exponent of the ALiBi slopes: head h of H has the slope 2^-(alibi_bias_max x h / H) per token, for h = 1
-    ... H.
+    """Maximum exponent of the ALiBi slopes. If the number of heads H is a power of two, head h (counted from 1) has the
+    slope 2^-(alibi_bias_max * h / H) per token; for other H, see Press et al. (2022).
     """
     sliding_window: int | None = Field(None, ge=1)
     """Window size in tokens, counting the query itself. Default: no window."""
     sliding_window_pattern: int | None = Field(None, ge=1)
-    """Interval N: every N-th layer has no sliding window. Default: all layers have the window."""
+    """Interval N: layers N, 2N, 3N, ... (counted from 1) have no sliding window. Default: all layers have the window.
+    """
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     """Attention type of each layer: with or without the sliding window. Default: derived from `sliding_window_pattern`.
     """
     attention_implementation: Attention | Annotated[str, CustomClass(kind="attention")] = "auto"
-    """Attention kernels. `auto`: PyTorch's fastest for the device and the mask; `sdpa`: never flex attention; `flex`:
-    flex attention where it is available (GPUs); `flash`: the package flash-attn (GPUs, 16 bits); or a custom
-    `module:Class`. Generation with a KV cache uses `sdpa`, unless the class is custom.
+    """Attention kernels. `auto`: flex attention if it can run (on a GPU, without dropout) and the mask is not purely
+    causal, otherwise `sdpa`; `sdpa`: PyTorch's `scaled_dot_product_attention`, or separate operations for options that
+    it lacks, such as soft-capping; `flex`: flex attention if it can run, otherwise `sdpa`; `flash`: the package
+    flash-attn, which needs a GPU and the dtype bfloat16 or float16; or a custom `module:Class`. Generation with a KV
+    cache uses `sdpa`, unless the class is custom.
     """
     attention_pattern: AttentionPatternSection | None = None
     """Sparse attention, such as `{type: sliding, window: 256}`. Default: full causal attention."""
@@ -166,12 +169,13 @@ class ModelSection(Section):
     """Dropout probability of embedded tokens."""
 
     initialization: Initialization | Annotated[str, CustomClass(kind="initialization")] = "scaled"
-    """Initial weights. `normal`: N(0, initializer_range); `scaled`: the same, with output projections divided by sqrt(2
-    x layers), as in GPT-2; `muon_zero`: hidden matrices uniform with variance 1/fan_in, output projections and head
-    zero; or a custom `module:Class`.
+    """Initial weights. `normal`: normally distributed with standard deviation `initializer_range`; `scaled`: the same,
+    but the standard deviation of `o_proj` (attention) and `down_proj` (MLP) is divided by sqrt(2 * layers), as in
+    GPT-2; `muon_zero`: `o_proj`, `down_proj` and the output head are zero, other matrices uniform with variance 1 /
+    fan_in, embeddings as in `normal`; or a custom `module:Class`.
     """
     initializer_range: float = Field(0.02, gt=0)
-    """Standard deviation of initial weights."""
+    """Standard deviation of the initial weights (see `initialization`)."""
 
     def slides(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the sliding window."""
@@ -223,7 +227,7 @@ class ModelSection(Section):
         return 4 * self.hidden_size if self.mlp == "plain" else -(-8 * self.hidden_size // 24) * 8
 
     def _attention(self) -> tuple[int, int]:
-        """Returns the number of parameters of a layer's attention: in matrices, and in vectors."""
+        """Returns two numbers of parameters of a layer's attention: those in matrices, and those in vectors."""
         heads, groups, head = self.num_attention_heads, self.kv_heads, self.qk_head_dim
         vectors = (heads if self.attention_sinks else 0) + (self.hidden_size if self.output_bias else 0)
         if self.mla is not None:
@@ -269,7 +273,9 @@ class ModelSection(Section):
         return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
 
     def resolved(self) -> dict[str, Any]:
-        """Returns all keys with derived values, such as `head_dim`. A model family writes its config.json from them."""
+        """Returns all keys with derived values, such as `head_dim`. A model family writes its config.json from these
+        keys.
+        """
         layers = range(self.num_hidden_layers)
         keys = self.model_dump() | {
             "num_key_value_heads": self.kv_heads,

@@ -26,16 +26,16 @@ class ExpertsSection(Section):
     first_k_dense_replace: int = Field(0, ge=0)
     """Number of initial layers with an MLP instead of experts."""
     decoder_sparse_step: int = Field(1, ge=1)
-    """Interval N: only every N-th layer has experts."""
+    """Interval N: only layers N, 2N, 3N, ... (counted from 1) have experts."""
     mlp_only_layers: list[int] = Field(default=[])
-    """Numbers of further layers with an MLP instead of experts, counted from 0."""
+    """Indices of further layers with an MLP instead of experts, counted from 0."""
 
     scoring_func: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     """Function that converts router logits to weights of experts. `softmax`: over all experts; `sigmoid`: for each
     expert separately; `softmax_of_chosen`: over the chosen experts.
     """
     norm_topk_prob: bool = True
-    """Whether the weights of the chosen experts are normalized to sum 1."""
+    """Whether the weights of a token's chosen experts are divided by their sum, so that they add up to 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Number by which the weights of the experts are multiplied."""
     n_group: int = Field(1, ge=1)
@@ -47,14 +47,14 @@ class ExpertsSection(Section):
     expert_bias: bool = False
     """Whether the experts have biases."""
     swiglu_limit: float | None = Field(None, gt=0)
-    """If set, experts use the activation of gpt-oss, (up + 1) * gate * sigmoid(1.702 gate), with gate and up clamped to
-    this limit. Default: the activation is `hidden_act`, without a clamp.
+    """If set, experts use the activation of gpt-oss, (up + 1) * gate * sigmoid(1.702 * gate), with gate and up clamped
+    to this limit. Default: the activation is `hidden_act`, without a clamp.
     """
 
     capacity_factor: float | None = Field(None, gt=0)
-    """Capacity of an expert in training: its maximum number of tokens of one sequence, as a multiple of the number in
-    an equal distribution over the experts. Tokens beyond the capacity are dropped (Fedus et al., 2021). Default: no
-    limit.
+    """Limits each expert in training to capacity_factor * sequence length * `num_experts_per_tok` / `num_experts`
+    tokens of a sequence, rounded up. An expert skips the later tokens of a sequence that exceed this capacity (Fedus et
+    al., 2021). Default: no limit.
     """
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the load balancing loss (Fedus et al., 2021), which is computed for each sequence."""
@@ -68,8 +68,8 @@ class ExpertsSection(Section):
     """Amount by which the correction bias of an expert changes per step."""
 
     def parameters(self, hidden: int, inner: int, bias: bool) -> tuple[int, int, int]:
-        """Returns the number of parameters of a layer: in all matrices, in the matrices that a token uses, and in
-        vectors.
+        """Returns three numbers of parameters of a layer: those in all matrices, those in the matrices that a token
+        uses, and those in vectors.
 
         Args:
             hidden: the model's hidden size.
@@ -93,16 +93,19 @@ class ExpertsSection(Section):
 
 
 class LatentAttentionSection(Section):
-    """Multi-head latent attention: keys and values share one short vector per token (DeepSeek-AI, 2024)."""
+    """Multi-head latent attention: keys and values are projections of one low-rank latent vector per token
+    (DeepSeek-AI, 2024).
+    """
 
     q_lora_rank: int | None = Field(None, ge=1)
-    """Width of the latent vector of queries. Default: none, a full-rank projection."""
+    """Size of the latent vector of queries. Default: no latent vector; queries have a full-rank projection."""
     kv_lora_rank: int = Field(ge=1)
-    """Width of the latent vector of keys and values."""
+    """Size of the latent vector of keys and values."""
     qk_nope_head_dim: int = Field(ge=1)
-    """Number of dimensions of a query or key head without rotary embedding."""
+    """Number of dimensions without rotary embedding in each query and key head."""
     qk_rope_head_dim: int = Field(ge=2, multiple_of=2)
-    """Number of further dimensions of a query or key head, with rotary embedding; all heads share this part of the key.
+    """Number of dimensions with rotary embedding in each query and key head, in addition to `qk_nope_head_dim`. All key
+    heads of a token have the same values in these dimensions.
     """
     v_head_dim: int = Field(ge=1)
     """Number of dimensions of a value head."""
@@ -110,7 +113,7 @@ class LatentAttentionSection(Section):
     """Whether the two dimensions of a rotated pair are adjacent; if false, they are half a head apart."""
 
     def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
-        """Returns the number of parameters of a layer: in matrices, and in vectors.
+        """Returns two numbers of parameters of a layer: those in matrices, and those in vectors.
 
         Args:
             hidden: the model's hidden size.
@@ -127,7 +130,7 @@ class LatentAttentionSection(Section):
 
 
 class AttentionPatternSection(Component):
-    """A sparse attention pattern. Built-in patterns are the files of `weft/kernels/patterns/`.
+    """A sparse attention pattern. Each file in `weft/kernels/patterns/` defines one built-in pattern.
 
     A pattern selects the keys that a query attends to. Positions are counted from the start of the document, and a
     query always attends to itself. GPUs skip blocks without selected keys (flex attention); CPUs use a mask. A custom
@@ -142,8 +145,9 @@ class RopeScaling(Section):
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     """Scaling method. `linear`: divides all frequencies by `factor`; `dynamic`: increases the base with the sequence
-    length; `llama3`: scales low frequencies only; `yarn`: scales low frequencies, and queries and keys; `longrope`:
-    divides each frequency by a number of its own, from `short_factor` or `long_factor`.
+    length; `llama3`: divides only low frequencies by `factor`; `yarn`: divides low frequencies by `factor`, and
+    multiplies queries and keys by `attention_factor`; `longrope`: divides each frequency by its entry in `short_factor`
+    or `long_factor`.
     """
     factor: float = Field(gt=0)
     """Ratio of the new to the original maximum sequence length."""
@@ -165,12 +169,14 @@ class RopeScaling(Section):
     """
     mscale: float | None = None
     """`yarn`: if `mscale` and `mscale_all_dim` are set, the default of `attention_factor` is f(mscale) /
-    f(mscale_all_dim), where f(m) = 1 + m x log(factor) / 10 (DeepSeek).
+    f(mscale_all_dim), where f(m) = 1 + m * log(factor) / 10 (DeepSeek).
     """
     mscale_all_dim: float | None = None
     """`yarn`: with `mscale`, sets the default of `attention_factor` (see `mscale`)."""
     truncate: bool = True
-    """`yarn`: whether the range of the interpolated frequencies is rounded to integer bounds."""
+    """`yarn`: frequencies whose number of rotations is between `beta_slow` and `beta_fast` are interpolated. Whether
+    the indices where this range begins and ends are rounded outward to integers.
+    """
     short_factor: list[float] | None = None
     """`longrope`: divisor of each frequency, for sequences of up to the original length."""
     long_factor: list[float] | None = None

@@ -52,8 +52,8 @@ def _resolved(model: Node, problems: list[Problem]) -> Node:
     """Returns the section with the keys of its preset, checkpoint or folder.
 
     Raises:
-        ConfigError: the preset, checkpoint or folder cannot be read. The error has no problem if the later check of the
-            section reports it.
+        ConfigError: the preset, checkpoint or folder cannot be read. The list of problems is empty if the later check
+            of the section reports the error.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:

@@ -83,8 +83,8 @@ class _Search:
 
         Args:
             sizes: sizes of the axes that are already chosen.
-            left: number of ranks for the other axes; None if the world size is any.
-            distance: distance of the chosen sizes.
+            left: number of ranks that are left for the other axes; None if any world size is allowed.
+            distance: sum of the distances of the chosen sizes.
         """
         axis = self.order[len(sizes)]
         last = len(sizes) == len(self.order) - 1

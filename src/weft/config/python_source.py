@@ -14,11 +14,11 @@ DEPTH = 12  # maximum length of a chain of imports, aliases and base classes tha
 
 
 class NotFound(Exception):
-    """The error that a module, or a class in a module, does not exist. The message lists similar names that exist."""
+    """Raised if a class cannot be found: its module or the name does not exist, or the name is not a class."""
 
 
 class ModuleMissing(NotFound):
-    """The error that a module does not exist."""
+    """Raised if a module does not exist."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Module:
         return _parse(name, path, path.stat().st_mtime_ns if path.exists() else 0)
 
     def resolve(self, name: str, depth: int = DEPTH) -> Found:
-        """Returns the object of a dotted name: a class, a module with an expression or function, a module's name, or
-        None.
+        """Returns what a dotted name in this module refers to; None if the source does not show it.
+
+        Returns a class; an expression or function, with the module that defines it; or the name of a module.
         """
         head, _, rest = name.partition(".")
         found: Found = None

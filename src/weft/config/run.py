@@ -33,7 +33,7 @@ class RunSection(Section):
 
 
 class ObjectiveSection(Component):
-    """The training loss. Built-in objectives are the files of `weft/objectives/`."""
+    """The training loss. Each file in `weft/objectives/` defines one built-in objective."""
 
     kind: ClassVar[str] = "objective"
 
@@ -42,18 +42,22 @@ class ObjectiveSection(Component):
 
 
 class OptimizerSection(Component):
-    """The optimizer. Built-in optimizers are the files of `weft/optim/`; the other keys are arguments of the class."""
+    """The optimizer. `weft/optim/` defines the built-in optimizers; keys that are not listed here are arguments of the
+    class.
+    """
 
     kind: ClassVar[str] = "optimizer"
 
     type: str = "adamw"
     """Name of a built-in optimizer, or a custom class `module:Class`."""
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(default=["norm", "bias"])
-    """Roles of the parameters that have no weight decay."""
+    """Parameters without weight decay. `norm`: all parameters of norms; `bias`: all other biases; `embedding`:
+    embedding tables, and an output head that is tied to one.
+    """
 
 
 class ScheduleSection(Component):
-    """The learning rate schedule. Built-in schedules are the files of `weft/optim/schedules/`."""
+    """The learning rate schedule. Each file in `weft/optim/schedules/` defines one built-in schedule."""
 
     kind: ClassVar[str] = "schedule"
 
@@ -69,13 +73,15 @@ class CheckpointSection(Section):
     keep_last: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept."""
     keep_every: int | None = Field(None, ge=1)
-    """Checkpoints of steps that are multiples of this number are never deleted. Default: only `keep_last` are kept."""
+    """Checkpoints whose step is a multiple of this number are never deleted. Default: none; only the newest `keep_last`
+    checkpoints are kept.
+    """
 
 
 class CallbackSection(Component):
     """A callback: code that runs at events of the training, such as a step, a validation or a checkpoint.
 
-    Built-in callbacks are the files of `weft/train/callbacks/`.
+    Each file in `weft/train/callbacks/` defines one built-in callback.
     """
 
     kind: ClassVar[str] = "callback"
@@ -94,7 +100,7 @@ class MetricSection(Component):
 
 
 class TrackerSection(Component):
-    """An experiment tracker. Built-in trackers are the files of `weft/observe/trackers/`."""
+    """An experiment tracker. Each file in `weft/observe/trackers/` defines one built-in tracker."""
 
     kind: ClassVar[str] = "tracker"
 
@@ -121,7 +127,9 @@ def _model_tag(model: Any) -> str:
 
 
 def _default(section: type[BaseModel]) -> Any:
-    """Returns the default of a section that can be omitted: the section with the defaults of all its keys."""
+    """Returns the pydantic field of a section that can be omitted: its default is a section with the defaults of all
+    keys.
+    """
     return Field(default_factory=section)
 
 
@@ -136,8 +144,8 @@ class RunConfig(Section):
         Discriminator(_model_tag),
     ]
     tokenizer: Folder | None = None
-    """Folder with a `tokenizer.json`, which is copied into the run directory. Default: none; the model cannot generate
-    text then.
+    """Folder of the tokenizer, with a `tokenizer.json`. The tokenizer is copied into the run directory. Default: no
+    tokenizer; then the trained model cannot generate text.
     """
     data: DataSection
     objective: ObjectiveSection = _default(ObjectiveSection)

@@ -82,7 +82,7 @@ def partial_section(kind: type[_Known], get: Callable[[str], Any], key: str, **m
     Args:
         get: returns a checked value by its dotted key; None if the key is not set, or has a problem.
         key: dotted key of the section.
-        more: values that take precedence over those of `get`.
+        more: values by key of the section, which take precedence over the values that `get` returns.
     """
     found = {name: get(f"{key}.{name}") for name in kind.model_fields} | more
     fields = kind.model_fields.items()

@@ -28,7 +28,7 @@ _WITHOUT_ARGUMENTS = {"object", "ABC", "Generic", "Protocol", "Module"}
 
 
 class _Missing(Enum):
-    """The type of `MISSING`: no default, or a default that the source does not show.
+    """The type of `MISSING`, which stands for no default, or for a default that the source does not show.
 
     It is an Enum, because a copy of a member is the same object.
     """

@@ -54,7 +54,8 @@ class TrainingSection(Section):
     activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = "none"
     """Which activations are recomputed in backward. `none`: no activations; `full`: all activations of each block;
     `every-N`: all activations of every N-th block; `selective`: all but the outputs of matrix products, attention and
-    communication; `budget-F`: enough that about the fraction F of the activations stays in memory (docs/memory.md).
+    communication; `budget-F`: as few as possible, so that about the fraction F of the bytes of all activations stays in
+    memory (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
     """First trained row of the embedding and of the output head: the rows from this number on are trained, and all
@@ -68,7 +69,9 @@ class ValidationSection(Section):
     """Settings of the validation, which measures the loss on `data.validation`."""
 
     every: int | None = Field(None, ge=1)
-    """Number of steps between validations. The run also ends with a validation. Default: a tenth of the run's steps."""
+    """Number of steps between validations. A validation also follows the last step. Default: a tenth of the run's
+    steps.
+    """
     tokens: int | None = Field(None, ge=1)
     """Number of tokens of each validation during training, from the start of the validation data. Default: all tokens.
     The validation at the end of the run always uses all tokens.
@@ -83,7 +86,9 @@ class SamplesSection(Section):
     prompts: list[str] = Field(default=[])
     """Prompts that the model continues. With an empty list, no text is generated."""
     every: int | None = Field(None, ge=1)
-    """Number of steps between samples. The run also ends with samples. Default: `validation.every`."""
+    """Number of steps after which the model generates text again. It also generates text after the last step. Default:
+    `validation.every`.
+    """
     max_new_tokens: int = Field(64, ge=1)
     """Number of tokens to generate for each prompt."""
     temperature: float = Field(0.8, ge=0)

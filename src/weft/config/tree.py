@@ -85,8 +85,8 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
         path: the file.
         label: the file's name in messages.
         problems: problems are added to this list.
-        asked: the key and place that name the file, at which a file that cannot be read is reported; None: the problem
-            is reported at the file itself.
+        asked: key and line that name the file. If the file cannot be read, the problem is reported there. None: the
+            problem is reported at the file itself.
 
     Returns:
         The mapping; None if the file cannot be read or is not a mapping.
