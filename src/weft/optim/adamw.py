@@ -12,7 +12,7 @@ class AdamW(torch.optim.AdamW):
     """PyTorch's AdamW, with its fused kernel.
 
     Args:
-        lr: learning rate, which the schedule multiplies.
+        lr: peak learning rate; the schedule scales it in each step.
         betas: decay rates of the moving averages of gradients and of squared gradients.
         eps: constant added to the denominator of the update, for numerical stability.
         weight_decay: decoupled weight decay. Parameters with a role in `optimizer.no_decay` have none.

@@ -20,7 +20,8 @@ class Muon(torch.optim.AdamW):
     nearest to its momentum, times `sqrt(max(1, rows / columns))`, so that `lr` suits matrices of every shape.
 
     Args:
-        lr: learning rate of the matrices of hidden layers.
+        lr: peak learning rate of the matrices of hidden layers. The schedule scales all learning rates by the same
+            factor.
         momentum: Nesterov momentum of the matrices.
         ns_steps: number of Newton-Schulz iterations, which run in bfloat16 (float64 for float64 parameters).
         weight_decay: decoupled weight decay. Parameters with a role in `optimizer.no_decay` have none.

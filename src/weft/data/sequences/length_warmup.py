@@ -36,7 +36,7 @@ class LengthWarmup:
                 "set a number in this range"
             )
         if steps < 0:
-            raise UserError(f"data.length_warmup.steps: {steps} is negative; set 0 or more steps")
+            raise UserError(f"data.length_warmup.steps: {steps} is negative; set 1 or more steps")
         stages = [sequence_length]
         while (shorter := stages[0] // _smallest_factor(stages[0])) >= start and shorter < stages[0]:
             stages.insert(0, shorter)

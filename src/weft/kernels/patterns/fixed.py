@@ -11,8 +11,8 @@ from annotated_types import Ge
 class Fixed:
     """Each token attends to its own block, and to the last tokens of every earlier block.
 
-    The last tokens of a block summarize the block. All heads use the union of the two sets of keys in Child et al.
-    (2019).
+    The last tokens of a block summarize the block. Every head attends to both sets of keys (the merged head of Child et
+    al., 2019).
 
     Args:
         stride: block size in tokens.

@@ -11,11 +11,11 @@ from annotated_types import Ge
 class Strided:
     """Each token attends to the `stride` tokens before it, and to every `stride`-th token before these.
 
-    All heads use the union of the two sets of keys in Child et al. (2019).
+    Every head attends to both sets of keys (the merged head of Child et al., 2019).
 
     Args:
-        stride: number of tokens in the window, and the distance between the tokens further back. The cost is lowest
-            near the square root of the sequence length.
+        stride: number of tokens in the window, and the distance between the attended tokens before the window. A query
+            attends to the fewest tokens if `stride` is about the square root of the sequence length.
     """
 
     def __init__(self, *, stride: Annotated[int, Ge(1)]):

@@ -23,7 +23,8 @@ class MLflow:
         tracking_uri: URI of the tracking server. Default: the environment variable MLFLOW_TRACKING_URI, else the
             database `<run>/mlflow.db` (view it with `mlflow ui --backend-store-uri sqlite:///<run>/mlflow.db`).
         experiment: name of the experiment, which is created if it does not exist.
-        flush_seconds: interval in seconds at which values are sent in one request.
+        flush_seconds: minimum number of seconds between two requests. Values are queued, and sent together by the next
+            request. If 500 values are queued, they are sent earlier.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from weft.observe.run_info import RunInfo, scalars
 class WandB:
     """Logs all sessions of a run as one wandb run, whose id is kept in the run directory.
 
-    wandb keeps the first value of each step. A resumed run repeats some steps, with the same values.
+    A resumed run logs the steps after its last checkpoint again, with the same values. wandb ignores these values,
+    because it keeps the first value of each step.
 
     Args:
         project: name of the wandb project.
