@@ -67,7 +67,7 @@ def __getattr__(name: str):
 
 
 def _version() -> str:
-    """Returns the version in the pyproject.toml of a source checkout, or else that of the installed package."""
+    """Returns the version in the pyproject.toml of a source checkout, or else the version of the installed package."""
     import tomllib
     from importlib.metadata import version
     from pathlib import Path

@@ -1,7 +1,8 @@
-"""Writes files and folders atomically: under a hidden name in the same folder, which is then renamed.
+"""Writes files and folders atomically: writes the content under a hidden name next to the path, then renames it.
 
 A reader always finds either the old content or the new content, also after a crash. A process that is killed leaves
-only hidden files, which the next writer of the same path replaces. `replace_file` deletes hidden files after an hour.
+only hidden files, which the next writer of the same path replaces. `replace_file` also deletes hidden files of its path
+that have not been written to for an hour.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def partial_path(path: Path, mark: str | int = "") -> Path:
 
 @contextmanager
 def report_write_errors(path: Path, consequence: str = "nothing was written") -> Iterator[None]:
-    """Context that raises a UserError about `path` for an OSError of the block (disk full, permission denied).
+    """Context in which an OSError (disk full, permission denied) becomes a UserError about `path`.
 
     Args:
         consequence: end of the message: the state of the files after the error.
@@ -110,7 +111,7 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
     """Locks an open file or folder until its descriptor is closed. Does nothing on a file system without locks.
 
     Raises:
-        UserError: `what` at `where`, if another process has the lock.
+        UserError: another process has the lock. The message is `what`, about the path `where`.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +184,10 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder, under a hidden name, so that a visible folder is always complete. Warns if deletion fails."""
+    """Deletes a folder, or a link to one. Warns if deletion fails.
+
+    The folder is first renamed to a hidden name, so that a visible folder is always complete.
+    """
     if not os.path.lexists(path):
         return
     try:

@@ -11,8 +11,11 @@ _METRICS = {"tokens_per_second": "tokens/s", "validation_loss": "validation"}
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Returns a number with its noun, such as `1 document` or `12,345 documents`. `plural`: the noun with an s by
-    default."""
+    """Returns a number with its noun, such as `1 document` or `12,345 documents`.
+
+    Args:
+        plural: the plural of the noun; default: the noun with an s.
+    """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,4 +1,4 @@
-"""Mixture arithmetic: computes from weights, limits and stages how many samples of each source a run reads.
+"""Computes how many samples of each source of a mixture a run reads, from weights, limits and stages.
 
 The result is a list of phases, each a sequence of equal blocks. `DataSection` creates stages and phases from a
 configuration, `weft.data.batches.mixture_plan` summarizes phases, and `weft.data.batches.mixture` maps each sample to
@@ -157,7 +157,7 @@ def find_empty_share(stages: Sequence[Stage], block: int) -> tuple[int, int, str
 
 
 def shortfall(run_phases: Sequence[Phase], samples: int, length: int) -> str | None:
-    """Returns an error message if a run of `samples` samples exceeds the limits of the sources, else None.
+    """Returns an error message if a run of `samples` samples needs more than the sources' limits allow; else None.
 
     Args:
         length: number of tokens per sample.

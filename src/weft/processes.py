@@ -1,4 +1,4 @@
-"""Helpers for processes: launcher variables, signal handlers, and ending a process with its parent."""
+"""Helpers for processes: the launcher's environment variables, signal handlers, ending a process with its parent."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ wait_tensor = functional.wait_tensor
 
 
 def overlap_tensor_parallel(group_name: Any) -> None:
-    """Makes Inductor split collectives and adjacent matrix products into chunks that overlap (async TP).
+    """Makes Inductor split the collectives of a process group, and adjacent matrix products, into chunks that overlap.
+
+    This is asynchronous tensor parallelism.
 
     Raises:
         RuntimeError: if the GPUs cannot access each other's memory.
@@ -224,7 +226,7 @@ def overlap_tensor_parallel(group_name: Any) -> None:
 
 
 def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: str) -> None:
-    """Sets the share of activations that code compiled from now on saves for backward.
+    """Sets the fraction of activations that compiled code saves for backward. Affects only code that is compiled later.
 
     Args:
         share: fraction of the activations, from 0 to 1.
@@ -252,7 +254,7 @@ def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: 
 
 
 def silence_redistribution() -> None:
-    """Silences a warning that every rank prints when a full tensor is gathered: that it takes two collectives."""
+    """Silences DTensor's warning, which every rank prints, that gathering a full tensor takes two collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

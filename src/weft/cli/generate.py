@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(number: int, text: str) -> None:
-    """Prints one of several texts with its number.
+    """Prints one of several texts, after its number counted from 1.
 
     Args:
-        number: index of the text, from 0.
+        number: index of the text, counted from 0.
     """
     _write(f"{chr(10) if number else ''}[{number + 1}] {text}\n")
 
@@ -108,7 +108,7 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
     from weft.errors import UserError
 
     if args.prompts.count("-") > 1:
-        raise UserError("- was given more than once, but standard input can be read only once; use - once")
+        raise UserError("'-' was given more than once, but standard input can be read only once; give '-' once")
     texts = [_read_prompt(argument) for argument in args.prompts]
     if args.prompts_file is not None:
         path = Path(args.prompts_file)

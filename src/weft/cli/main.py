@@ -160,7 +160,9 @@ def unwritable(stream: TextIO) -> bool:
 
 
 def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
-    """Finds a subcommand, parses its arguments, runs it and returns the exit code. Prints a UserError and returns 2.
+    """Finds a subcommand, parses its arguments, runs it and returns its exit code.
+
+    If a UserError is raised, prints the error, unless another rank reports it, and returns 2.
 
     Args:
         argv: the words of the command line after `command`.
@@ -206,7 +208,7 @@ def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None
 
 
 def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str]]:
-    """Returns group -> name of a subcommand -> help line.
+    """Returns, for each group of subcommands, the name and the help line of each subcommand.
 
     Plugins are not imported, so the help line of a plugin only names its package.
     """
@@ -222,7 +224,7 @@ def verbs_by_group(package: ModuleType, command: str) -> dict[str, dict[str, str
 
 
 def help_page(package: ModuleType, command: str) -> str:
-    """Returns the help page of `weft`, or of a command with subcommands, such as `weft data`."""
+    """Returns the help page of `weft`, or of a `command` with subcommands, such as `weft data`."""
     groups, lines = verbs_by_group(package, command), []
     width = max(len(verb) for verbs in groups.values() for verb in verbs) + 3
     for group, verbs in groups.items():

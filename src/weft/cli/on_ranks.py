@@ -35,7 +35,7 @@ def run_on_ranks(
     act: Callable[[RunConfig], Outcome],
     prepare: Callable[[RunConfig], tuple[Path, Sequence[str]]],
 ) -> int:
-    """Runs `act` on every rank; returns the exit code.
+    """Runs a function on every rank, and returns the exit code.
 
     Args:
         args: parsed arguments, with those of `add_run_arguments`.

@@ -121,7 +121,7 @@ def weft(*arguments: str) -> None:
 
 
 def quoted(argument: str) -> str:
-    """Returns an argument quoted for a shell, if it contains blanks or line ends."""
+    """Returns an argument; quotes it for a shell if it contains blanks or line ends."""
     if "\n" in argument:
         return "$'" + argument.replace("\n", "\\n") + "'"
     return f'"{argument}"' if " " in argument else argument

@@ -69,7 +69,13 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Reads the keys of the rotary embedding, and the attention multiplier that follows from RoPE scaling."""
+    """Returns the keys of `model:` for the rotary embedding, and the attention multiplier that RoPE scaling implies.
+
+    Args:
+        config: a config.json.
+        mla: the keys of `model.mla`.
+        defaults: default values of the family's config.json keys.
+    """
     rotary_dim = mla["qk_rope_head_dim"]
     if config.get("head_dim", rotary_dim) != rotary_dim:  # Transformers rotates head_dim dimensions if it is set
         raise UserError(
@@ -84,7 +90,7 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
 
 
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
-    """Writes all keys. `head_dim` has Transformers' meaning for this model: the number of rotary dimensions."""
+    """Returns all keys of config.json. `head_dim` is the number of rotary dimensions, as in Transformers' class."""
     rotary_dim = (keys["mla"] or {}).get("qk_rope_head_dim", keys["head_dim"])
     return write(keys, table) | write_rope(keys) | {"head_dim": rotary_dim}
 

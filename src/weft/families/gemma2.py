@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma team, 2024): soft-capping, a sliding window in every other layer, norms before and after layers."""
+"""Gemma 2 (Gemma team, 2024): soft-capping, sliding window in every other layer, norms around attention and MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables that map a family's config.json keys and tensor names to Weft's, and their use. Does not import torch."""
+"""Maps a family's config.json keys and tensor names to Weft's, by tables. Does not import torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Weight:
 
 
 def fused(hf_name: str, kinds: Mapping[str, str], **options: bool) -> tuple[Weight, ...]:
-    """Returns the table entries of the weights that one tensor of the file concatenates.
+    """Returns a `Weight` for each of Weft's tensors that Hugging Face's file concatenates to one tensor.
 
     Args:
         hf_name: Hugging Face's name of the concatenated tensor.
@@ -83,7 +83,7 @@ QKV = {f"layers.{{n}}.attention.{name}": kind for name, kind in (("q_proj", "q")
 
 
 def expert_weights(hf_prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Returns the table entries of experts with separate tensors, such as `{hf_prefix}.{e}.{gate}.weight`."""
+    """Returns the `Weight`s of experts if the file has a tensor per expert, such as `{hf_prefix}.{e}.{gate}.weight`."""
     names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     return tuple(
         Weight(f"layers.{{n}}.mlp.experts.{name}", f"{hf_prefix}.{{e}}.{hf_name}.weight")
@@ -111,7 +111,8 @@ def renaming(
     windows: Windows | None = None,
     **allowed: Any,
 ) -> tuple[Translation, Translation]:
-    """Returns `from_hf` and `to_hf` of a family that needs only a table and a standard rotary embedding.
+    """Returns `from_hf` and `to_hf` of a family whose keys only have other names, and whose rotary embedding is
+    standard.
 
     Args:
         always: keys of `model:` that all models of the family have.
@@ -136,7 +137,9 @@ def renaming(
 def size(
     hidden: int, layers: int, heads: int, kv_heads: int | None = None, intermediate: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Returns the keys of `model:` that determine a preset's size, and `more`. None leaves a key out."""
+    """Returns the keys of `model:` that determine a preset's size, and the keys `more`. An argument of None is left
+    out.
+    """
     sizes = {
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "intermediate_size": intermediate,
@@ -153,7 +156,7 @@ def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[
         defaults: default values of config.json's keys. If the default is None, null is equal to a missing key.
 
     Raises:
-        UserError: a key without default is missing, a key is null without a meaning of null, a number is too large, an
+        UserError: a key without default is missing, a key that cannot be null is null, a number is too large, an
             activation function is unknown, or `layer_types` does not have a known type for each layer.
     """
     found: dict[str, Any] = {}
@@ -198,7 +201,9 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(keys: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the config.json keys that `read` reads with the same table, without the keys of missing sections."""
+    """Converts keys of `model:` to keys of config.json, as the inverse of `read`. Leaves out keys of sections that are
+    null.
+    """
     written = {}
     for key, hf_key in table.items():
         section, _, name = key.rpartition(".")

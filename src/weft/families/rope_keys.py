@@ -1,4 +1,4 @@
-"""Reads and writes the rotary embedding's keys in config.json, with the precedence of Transformers 5. Torch-free."""
+"""Reads and writes the rotary embedding's keys in config.json, with Transformers 5's precedence. Does not import torch."""
 
 from __future__ import annotations
 

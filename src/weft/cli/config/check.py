@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str]:
-    """Returns the plan of a run, derived from a checked config, as label -> text.
+    """Returns lines that describe the plan of a run, as label -> text.
 
     Args:
         ranks: world size. Default: the smallest world size that fits the mesh.
@@ -130,7 +130,7 @@ def _sizes(config) -> list[int] | None:
 
 
 def _outline(config, open_data: bool) -> list[str]:
-    """Returns lines of text about data whose size is known only when the run starts, with one line per source."""
+    """Returns lines that describe data whose size is known only when the run starts; each source has one line."""
     from weft.config.data import DatasetSection, StoreSource
     from weft.config.derive import sequence_length
     from weft.headers import read_store_header
@@ -187,7 +187,7 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
 
 
 def _mesh(config, ranks: int | None) -> MeshShape:
-    """Returns the mesh on `ranks` ranks. Default: the smallest number of ranks that fits the mesh."""
+    """Returns the mesh on `ranks` ranks; if None, on the smallest number of ranks that fits the mesh."""
     from weft.config.mesh import least_ranks, mesh_shape
 
     return mesh_shape(config.parallel, ranks or least_ranks(config.parallel))

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(imported: Imported, source: Path, args: argparse.Namespace, console: Console) -> str:
-    """Compares ids with the original library, and warns about differences; returns the result as text."""
+    """Compares ids with the original library, and returns the result as text. Warns about differences, or raises UserError."""
     from weft.data.tokenizers.import_tokenizer import EDGE_CASES, TEST_TEXTS, compare_ids
     from weft.errors import UserError
 
@@ -106,13 +106,14 @@ def _compare(imported: Imported, source: Path, args: argparse.Namespace, console
     if edge_cases:
         examples = ", ".join(ascii(text[:12]) for text in edge_cases)
         console.warning(
-            f"ids can differ from those of {library} on texts such as {examples}; use --check FILE for your texts"
+            f"ids can differ from those of {library} on texts such as {examples}; compare the ids on your texts with "
+            "--check FILE"
         )
     return f"; ids equal those of {library} on {compared - len(differing):,} of {compared:,} texts" if compared else ""
 
 
 def _convert(source: Path, args: argparse.Namespace) -> Imported:
-    """Converts a tokenizer file according to its suffix."""
+    """Converts a tokenizer file: a tokenizer.json, a SentencePiece .model, or otherwise tiktoken ranks."""
     from weft.data.tokenizers.import_tokenizer import from_folder, from_sentencepiece, from_tiktoken
     from weft.errors import UserError
 

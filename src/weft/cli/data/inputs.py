@@ -29,7 +29,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, records: bool = False) -> Non
     """Adds the arguments that select and read input files.
 
     Args:
-        records: leave out the arguments that apply only to texts.
+        records: whether the subcommand reads only records; then the arguments for texts are left out.
     """
     parser.description = ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

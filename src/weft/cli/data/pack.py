@@ -117,7 +117,8 @@ def report(packed: Packed, out: str, console: Console) -> None:
         console.warning(f"all texts were encoded by the tokenizers library, which is slower: {packed.reason}")
     rejected = sum(stored["rejected"].values())
     for reason, number in stored["rejected"].items():
-        console.warning(f"rejected {number:,}: {reason} (see {out}/rejects.jsonl)")
+        noun = "pair" if stored["kind"] == "preferences" else "document"
+        console.warning(f"rejected {counted(number, noun)}: {reason} (see {out}/rejects.jsonl)")
     skipped = [source["path"] for source in stored["sources"] if source.get("skipped")]
     report_skipped(console, stored["skipped_files"], skipped, f"; see {out}/store.json")
     for note, number in stored["notes"].items():

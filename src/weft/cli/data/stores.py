@@ -1,4 +1,4 @@
-"""Defines the arguments and output that all subcommands share which create a token store from another store."""
+"""Defines the arguments and the output of all subcommands that create a token store from another token store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def run_operation(
 ) -> int:
     """Runs an operation of `weft.data.stores.operations` and prints one line per new store.
 
-    The numbers in a line add up to the documents of the input. `further` and `options` are passed to the operation.
+    The numbers of documents in a line add up to the number of documents of the input. `further` and `options` are
+    passed to the operation.
     """
     from weft.data.stores.operations.new_store import Output
     from weft.observe.console import Console

@@ -69,7 +69,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
     console, out = Console(), Path(args.out)
     if args.max_bytes is not None and not 1 <= args.max_bytes < 2**63:
-        raise UserError(f"--max-bytes {args.max_bytes:g}: give a number of bytes, such as 2e9")
+        raise UserError(f"--max-bytes {args.max_bytes:g}: give a positive, finite number of bytes, such as 2e9")
     check_size(args.vocab_size, args.special)
     files, reading, counts = find_files(args.inputs, args.files_from), parse_reading(args), Counts()
     check_reading_options(args, files)

@@ -1,4 +1,4 @@
-"""`weft delta`: stores a model as its differences from another model. Each subcommand is one module."""
+"""`weft delta`: stores a model as its differences from a base model. Each subcommand is one module."""
 
 HELP = "store a model as its differences from a base model, and restore the model"
 GROUP = "use"
