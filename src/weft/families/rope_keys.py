@@ -1,4 +1,7 @@
-"""Reads and writes the rotary embedding's keys in config.json, with Transformers 5's precedence. Does not import torch."""
+"""Reads and writes the rotary embedding's keys in config.json. Does not import torch.
+
+If a value has several keys, the key that Transformers 5 prefers takes precedence.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(imported: Imported, source: Path, args: argparse.Namespace, console: Console) -> str:
-    """Compares ids with the original library, and returns the result as text. Warns about differences, or raises UserError."""
+    """Compares ids with the original library, and returns the result as text.
+
+    Raises UserError if ids differ, or only warns with --allow-differences.
+    """
     from weft.data.tokenizers.import_tokenizer import EDGE_CASES, TEST_TEXTS, compare_ids
     from weft.errors import UserError
 
