@@ -41,8 +41,8 @@ class Plot:
         text: formats a value for the hover text.
         axis: formats a value for the labels of the axis.
         from_zero: whether the axis starts at zero.
-        allow_log: whether the axis is logarithmic if the maximum is more than 100 times the minimum; a note then says
-            so.
+        allow_log: whether the axis becomes logarithmic if all values are positive and the maximum is more than 100
+            times the minimum. The chart's note then mentions this.
         note: a text below the title.
         width: width of the chart in SVG units.
         height: height of the chart in SVG units.
@@ -111,7 +111,7 @@ class Chart:
         x_ticks: position and label of each tick of the x axis.
         y_ticks: position and label of each tick of the y axis.
         resumes: position and step of each resume.
-        bad: position and step of each value that is not finite.
+        bad: position and step of the values that are not finite; if there are hundreds, of every N-th value.
     """
 
     plot: Plot
@@ -141,7 +141,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns the powers of ten from `low` to `high`; if they are few, also 2 and 5 times each power."""
+    """Returns the powers of ten from `low` to `high`, for the ticks of a logarithmic axis.
+
+    If there are few powers, also returns 2 and 5 times each power; if there are many, returns only every N-th power.
+    """
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = max(1, len(exponents) // 6)
     factors = (1, 2, 5) if len(exponents) <= 3 else (1,)

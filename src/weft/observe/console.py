@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
-    """The output of a run. Only one process has `speaks=True`; in the other processes every method does nothing.
+    """The output of a run. Only one process has `speaks=True`; in the other processes, the methods print nothing.
 
     Args:
         speaks: whether this process prints.

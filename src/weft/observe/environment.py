@@ -116,7 +116,7 @@ def _compilers() -> dict[str, Any]:
 
 
 def _extras() -> dict[str, Any]:
-    """Returns the extras of the package: name -> "installed", or the requirements that are not met."""
+    """Maps each extra of the package to "installed" or to a text that lists its unmet requirements."""
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     required = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     found = {}

@@ -1,4 +1,4 @@
-"""Computes FLOPs per token by formula. Does not import torch, because `weft models` uses this module."""
+"""Computes the FLOPs per token of a decoder. This module does not import torch, so that `weft models` starts fast."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ FLOPS_PER_TOKEN = "6 x matmul parameters + 12 x layers x width x sequence"
 
 
 def flops_per_token(matmul_parameters: int, layers: int, width: int, sequence: int) -> int:
-    """Returns the FLOPs of forward and backward for one token of a dense decoder (PaLM, appendix B; Chowdhery et al.,
-    2022).
+    """Returns the FLOPs of the forward and backward pass for one token of a dense decoder.
 
-    `6 x matmul_parameters` (2 forward, 4 backward) and, for attention, `12 x layers x width x sequence`, without a
-    discount for the causal mask.
+    This is the sum of `6 x matmul_parameters` (2 forward, 4 backward) and, for attention, `12 x layers x width x
+    sequence`, without a discount for the causal mask (PaLM, appendix B; Chowdhery et al., 2022).
 
     Args:
         matmul_parameters: number of parameters used in matmuls (an embedding table only if it is tied to the head).

@@ -91,9 +91,12 @@ _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
 
 
 def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
-    """Returns the published peak of a device by torch's name of the device; None if the table does not list this peak.
+    """Returns the published peak of a device; None if the table does not list the peak.
 
-    Slices of a device (MIG) and laptop versions with the name of a desktop card are not in the table.
+    The table does not contain slices of a device (MIG) and laptop versions of desktop cards.
+
+    Args:
+        device_name: the name that `torch.cuda.get_device_name` returns.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
         return None
@@ -157,14 +160,14 @@ def measured_peak(device: torch.device | str, dtype: torch.dtype, seconds: float
 
 
 def total_peak(peaks: list[Peak]) -> Peak:
-    """Returns the sum of the peaks of a job's devices. Its `origin` lists the number of devices of each kind."""
+    """Sums the peaks of a job's devices. The result's `origin` lists the number of devices with each origin."""
     origins = Counter(peak.origin for peak in peaks)
     text = "; ".join(f"{count} x {origin}" if len(peaks) > 1 else origin for origin, count in origins.items())
     return Peak(sum(peak.flops_per_second for peak in peaks), text)
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """Returns the peak memory so far, in bytes. `memory_kind` describes which memory is counted."""
+    """Returns the peak memory of this process so far, in bytes: of the GPU, or on a CPU the resident memory."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -182,7 +185,7 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def memory_kind(device: torch.device | str) -> str:
-    """Returns a description of the memory that `memory_bytes` counts on this device."""
+    """Describes the memory that `memory_bytes` counts for this device, as a text for the report."""
     if torch.device(device).type == "cuda":
         return "peak memory allocated on the first rank's GPU"
     return "peak resident memory of the first rank's process"

@@ -22,8 +22,8 @@ def log_path(run_directory: str | Path, rank: int = 0) -> Path:
 def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
     """Opens this process's log file in the run directory for appending, and returns the logger.
 
-    The log contains local times, messages of all libraries from level INFO (of torch: WARNING) up, and Python's
-    warnings. An open log file of this process is closed first.
+    The log contains messages of level INFO and higher from all libraries (torch: WARNING and higher), with local times,
+    and Python's warnings. If this process already has an open log file, that file is closed first.
 
     Raises:
         UserError: the file cannot be written.
@@ -64,9 +64,9 @@ def stop_log() -> None:
 
 
 class _FailSilentHandler(logging.FileHandler):
-    """A log handler that ignores a full disk, instead of printing a traceback for each line.
+    """A log handler that ignores OSErrors, such as a full disk, instead of printing a traceback for each log line.
 
-    The next save of a checkpoint or of metrics reports the full disk.
+    A full disk is reported by the next write of a checkpoint or of metrics.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""Computes the memory of a device by category over the profiled steps, from a trace, and draws it as an SVG."""
+"""Computes from a trace how much memory each category takes over the profiled steps, and draws this as an SVG."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1136, 380, 76, 36, 46, 44
 
 @dataclass
 class Allocation:
-    """A block of memory from its allocation to its release, with both times in microseconds.
+    """A block of memory from its allocation (`start`) to its release (`end`), in microseconds.
 
-    The time is infinite if the allocation is before the start of the trace, or the release is after its end.
+    `start` is -inf if the trace begins after the allocation. `end` is inf if the trace ends before the release.
     """
 
     address: int
@@ -47,7 +47,7 @@ class Timeline:
     Attributes:
         times: times in microseconds, as in the trace.
         amounts: the bytes at each of `times`, by category.
-        steps: start and end of each step, by the number of the step.
+        steps: number of each step -> start and end of the step.
         peak: the highest total, in bytes.
         at_peak: the bytes of each category at the time of the peak.
     """
@@ -67,8 +67,9 @@ def timeline(
 ) -> Timeline:
     """Classifies every allocation of a trace, and sums the allocations by category over time.
 
-    A mark is a range in the trace, at whose end the categories of some addresses are known. An allocation at such an
-    address at that time has this category for its lifetime. All other allocations are classified by start and end:
+    A mark is a range in the trace. The categories of some addresses are known for the time when the mark ends. The
+    allocation that is at such an address at this time has the address's category for its lifetime. All other
+    allocations are classified by their start and end:
 
     - gathered parameters: allocated in an FSDP2 all-gather;
     - gradients: allocated or released in an FSDP2 gradient reduction;
@@ -78,7 +79,7 @@ def timeline(
     Args:
         device: type and index of the device, as in `MemoryEvent.device`.
         before: address, size in bytes and category of the allocations that are older than the trace.
-        marks: for the number of each mark, the categories by address.
+        marks: number of each mark -> address -> category.
     """
     allocations = [Allocation(address, size, float("-inf"), category=category) for address, size, category in before]
     live = {allocation.address: allocation for allocation in allocations}
@@ -144,7 +145,7 @@ def _within(times: Sequence[Interval], moment: float) -> bool:
 def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timeline:
     """Sums the allocations by category.
 
-    Divides the time into POINTS intervals, and keeps of each interval only the moment with the highest total.
+    Divides the time into POINTS intervals, and keeps only the moment with the highest total in each interval.
     """
     start = min((begin for begin, _ in steps.values()), default=0.0)
     end = max((end for _, end in steps.values()), default=1.0)

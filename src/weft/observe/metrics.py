@@ -52,7 +52,7 @@ def encode(record: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the record of a line, with its NaN and infinities restored.
+    """Parses a line that `encode` returned, and restores NaN and infinities.
 
     Returns None if the line is not a JSON object with an integer `step`.
     """
@@ -71,7 +71,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a file; an empty list if the file does not exist.
 
-    An incomplete last line (its writer was killed, or is still writing) is left out.
+    An incomplete last line is left out: the process that wrote it was killed, or is still writing.
 
     Raises:
         UserError: another line is invalid, or the file cannot be read.
@@ -129,13 +129,15 @@ class JsonLines:
         """Appends a record; scalars of torch and numpy are converted to numbers.
 
         Raises:
-            ValueError: the step is before the last step in the file, or equal to it with `once`. Call `keep_until`
-                first.
+            ValueError: the record's step is less than the last step in the file, or equal to the last step although
+                `once` is true. Call `keep_until` first.
             UserError: the disk is full, or the file cannot be written.
         """
         step = int(record["step"])
         if self.last is not None and (step <= self.last if self.once else step < self.last):
-            raise ValueError(f"step {step} after step {self.last} in {self.path}; call keep_until first when resuming")
+            raise ValueError(
+                f"{self.path}: step {step} cannot follow step {self.last}; call keep_until first when resuming"
+            )
         line = encode(record)
         with self._writing():
             while line:  # an unbuffered write may be partial

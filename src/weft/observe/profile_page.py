@@ -1,4 +1,4 @@
-"""Makes the tables of a profile (`profile.json` as plain data) for the terminal, and `profile.html`."""
+"""Makes the tables of a profile for the terminal, and `profile.html`, from the content of `profile.json`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def tables(found: dict[str, Any], top: int = TOP) -> dict[str, Table]:
 
 
 def steps_table(found: dict[str, Any]) -> Table:
-    """Returns the table of milliseconds by step and rank, or by rank if there are many ranks, with their mean."""
+    """Returns a table of times in milliseconds, with one row per step and rank and a last row for the mean.
+
+    With more than SHOWN_RANKS ranks, the table has only the mean of each rank, and the mean of all ranks.
+    """
     ranks = found["per_rank"]
     if len(ranks) <= SHOWN_RANKS:
         steps = [(times["step"], report["rank"], times) for report in ranks for times in report["steps"]]
@@ -48,7 +51,7 @@ def steps_table(found: dict[str, Any]) -> Table:
 
 
 def shares_text(found: dict[str, Any]) -> str:
-    """Returns a text on how the mean step is divided into compute, exposed communication and idle time."""
+    """Returns a text with the percentages of compute, exposed communication and idle time in the mean step."""
     mean = _mean(_all_steps(found))
     total = mean["seconds"] or 1.0
     return (
@@ -58,7 +61,7 @@ def shares_text(found: dict[str, Any]) -> str:
 
 
 def operators_table(found: dict[str, Any], top: int) -> Table:
-    """Returns the table of time by operator: means over steps and ranks."""
+    """Returns a table of the `top` longest operators: calls and time per step, as means over steps and ranks."""
     steps = len(_all_steps(found)) or 1
     seconds = sum(times["seconds"] for times in _all_steps(found)) or 1.0
     rows = [
@@ -69,7 +72,10 @@ def operators_table(found: dict[str, Any], top: int) -> Table:
 
 
 def collectives_table(found: dict[str, Any], top: int) -> Table:
-    """Returns the table of time and input size by collective: means over steps and ranks."""
+    """Returns a table of the `top` longest collectives: calls, input size and time per step.
+
+    The numbers are means over steps and ranks.
+    """
     steps = len(_all_steps(found)) or 1
     rows = [
         [
@@ -85,7 +91,7 @@ def collectives_table(found: dict[str, Any], top: int) -> Table:
 
 
 def memory_table(found: dict[str, Any]) -> Table:
-    """Returns the table of each rank's peak memory, and its categories at the time of the peak."""
+    """Returns a table of each rank's peak memory, and of the memory of each category at the time of the peak."""
     peaks = [(report["rank"], report["memory"]) for report in found["per_rank"]]
     seen = [name for name in CATEGORIES if any(memory["at_peak_bytes"].get(name) for _, memory in peaks)]
     rows = [
@@ -139,7 +145,10 @@ def _ms(seconds: float) -> float:
 
 
 def _summed(found: dict[str, Any], key: str, top: int) -> list[tuple[str, Counter[str]]]:
-    """Sums the entries of all ranks by name. Returns the `top` longest-running entries, with long names truncated."""
+    """Sums the entries `found["per_rank"][...][key]` of all ranks by name. Returns the `top` entries with most seconds.
+
+    Long names are truncated.
+    """
     sums: dict[str, Counter[str]] = {}
     for work in (work for report in found["per_rank"] for work in report[key]):
         total = sums.setdefault(work["name"], Counter())

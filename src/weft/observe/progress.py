@@ -17,7 +17,7 @@ _IMPORTANCE = {"loss": 8, "tokens_per_second": 7.8}
 
 
 class Count:
-    """The amount of work done, the speed over about the last half minute, and the remaining time.
+    """Tracks the amount of work done, the speed over about the last half minute, and the remaining time.
 
     Args:
         total: number of units; None if unknown.
@@ -48,7 +48,10 @@ class Count:
 
     @property
     def rate(self) -> float | None:
-        """Units per second; None if unknown. Excludes the first unit (it may compile) after about half a minute."""
+        """Units per second over about the last half minute; None if unknown.
+
+        The first unit, which may include compilation, therefore counts only in the first half minute.
+        """
         (then, done_then), (now, done_now) = self._marks[0], self._marks[-1]
         return (done_now - done_then) / (now - then) if now > then and done_now > done_then else None
 
@@ -65,7 +68,7 @@ class Count:
         return formatting.progress(self.done, self.total, self.unit)
 
     def speed(self, average: bool = False) -> str | None:
-        """Returns the speed as text; None if a field is already a speed (tokens/s), or before anything is done.
+        """Returns the speed as text; None if a field already shows a speed (tokens/s), or if no unit is done yet.
 
         Args:
             average: return the mean speed since the start, instead of the current speed.

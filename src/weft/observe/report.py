@@ -54,7 +54,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def gather(run: Path) -> dict[str, Any]:
-    """Returns the values of the page's template, as plain data and charts."""
+    """Returns the values for the report's template, as plain data and charts."""
     metrics, manifest = read_metrics(run), read_manifest(run)
     sessions = manifest.get("sessions", [])
     resumes = [s["step"] for s in sessions if isinstance(s.get("step"), int) and s["step"] > 0]
@@ -163,7 +163,10 @@ def tiles(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[dict[
 
 
 def wall_seconds(manifest: dict[str, Any]) -> float | None:
-    """Returns the seconds of all sessions; None if a session has no end (it still runs, or was killed)."""
+    """Returns the total duration of all sessions in seconds; None if a session has no end.
+
+    A session has no end if it is still running or was killed.
+    """
     total = 0.0
     for session in manifest.get("sessions", []):
         try:
@@ -209,7 +212,7 @@ def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
 
 
 def facts(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the manifest as rows of dotted key and value, without the sessions, which have their own table."""
+    """Returns the manifest as (dotted key, value) rows, except the sessions, which have their own table."""
     rows: list[tuple[str, str]] = []
     for key, value in flat({key: value for key, value in manifest.items() if key != "sessions"}).items():
         if value is not None and value != []:

@@ -15,8 +15,8 @@ class RunInfo:
         path: the run directory; a tracker writes its files below this directory.
         name: the name of the run.
         config: the resolved config as plain data (`RunConfig.as_dict()`).
-        resumed_step: number of updates before this session, or None for a new run. The session repeats later steps that
-            were already logged.
+        resumed_step: number of updates before this session; None for a new run. If an earlier session already logged
+            later steps, this session repeats these steps.
     """
 
     path: Path
@@ -29,9 +29,9 @@ _SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seco
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a step by their names in trackers: train/loss, validation/loss, speed/mfu, ...
+    """Maps a step's metrics from their names in trackers (train/loss, validation/loss, speed/mfu, ...) to numbers.
 
-    Omits the step, text and missing values, but not NaN and infinities.
+    Omits the step, texts and None, but not NaN and infinities.
     """
     named = {}
     for name, value in metrics.items():

@@ -37,16 +37,16 @@ def connected() -> bool:
 
 
 def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
-    """Reports the start of work that lasts until the next report. Never blocks, and takes microseconds.
+    """Reports that this rank starts some work, which lasts until the next report. Never blocks; takes microseconds.
 
     The launcher considers a rank stuck if it receives no report for much longer than the rank's longest recent interval
     between reports.
 
     Args:
         what: a description of the work.
-        kind: the kind of the work. Intervals are kept for each kind, so that short intervals of one kind do not
-            displace the long intervals of another kind.
-        may_take: minimum number of seconds to allow, even if earlier work of this kind was shorter.
+        kind: the kind of the work. The last intervals of each kind are kept, so that many short intervals of one kind
+            do not displace the long intervals of another kind.
+        may_take: number of seconds that the launcher allows in any case, even if earlier intervals were shorter.
     """
     global _last
     if _pipe is None:
@@ -61,7 +61,7 @@ def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
 
 
 def alive() -> None:
-    """Reports that the current work makes progress."""
+    """Reports that the current work makes progress, by repeating the last report."""
     if _pipe is not None and _last is not None:
         with suppress(OSError):  # the launcher is busy, or gone
             os.write(_pipe, _last[2])

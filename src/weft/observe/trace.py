@@ -57,7 +57,8 @@ class Event(NamedTuple):
 class MemoryEvent(NamedTuple):
     """An allocation (`bytes` > 0) or a release (`bytes` < 0) of memory.
 
-    `time` is in microseconds. `device` is the type and index of the device; (0, -1) is the CPU.
+    `time` is in microseconds. `total` is the number of bytes that are allocated on the device afterwards. `device` is
+    the type and index of the device; (0, -1) is the CPU.
     """
 
     time: float
@@ -81,7 +82,7 @@ class Trace:
 
     @property
     def steps(self) -> dict[int, Interval]:
-        """Start and end of each step in microseconds, by the number of the step."""
+        """Maps the number of each step to the step's start and end in microseconds."""
         ranges = (e for e in self.events if e.category == "user_annotation" and e.name.startswith(STEP))
         return {int(e.name.removeprefix(STEP)): (e.start, e.end) for e in ranges}
 
@@ -107,8 +108,8 @@ class Work:
     """Totals of one operator, kernel or collective over the recorded steps of one rank.
 
     Attributes:
-        seconds: total duration; for operators on a CPU, without the operators that they call.
-        bytes: for collectives, the size of the rank's input; None if unknown.
+        seconds: total duration. For an operator on a CPU, the time in operators that it calls is left out.
+        bytes: for collectives, the total size of the rank's inputs; None if unknown.
         exposed: for collectives, the seconds during which this rank computes nothing.
     """
 
@@ -123,7 +124,7 @@ class Work:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges intervals that overlap or touch, and drops empty intervals."""
+    """Sorts intervals, merges intervals that overlap or touch, and drops empty intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -215,7 +216,7 @@ def is_compute(event: Event, on_device: bool) -> bool:
 
 
 def compute_times(trace: Trace) -> list[Interval]:
-    """Returns the intervals during which this rank computes, as a union."""
+    """Returns the intervals of time in which this rank computes, sorted and without overlaps."""
     if trace.on_device:
         return union((e.start, e.end) for e in trace.events if is_compute(e, True))
     work, waits = defaultdict(list), defaultdict(list)
@@ -232,7 +233,7 @@ def compute_times(trace: Trace) -> list[Interval]:
 
 
 def step_times(trace: Trace) -> list[StepTimes]:
-    """Returns the times of each step: compute, communication, exposed, idle and data."""
+    """Computes the `StepTimes` of each step in a trace."""
     on_device, compute = trace.on_device, compute_times(trace)
     communication = union((e.start, e.end) for e in trace.events if is_communication(e, on_device))
     data = union((e.start, e.end) for e in trace.events if e.category == "user_annotation" and e.name == DATA)
@@ -247,7 +248,10 @@ def step_times(trace: Trace) -> list[StepTimes]:
 
 
 def operators(trace: Trace) -> list[Work]:
-    """Returns the kernels of the steps, longest first. On a CPU, returns the operators with their self time instead."""
+    """Returns the GPU's kernels, copies and fills within the steps, longest total first.
+
+    Without a GPU, returns the operators instead, with the time that is not spent in operators that they call.
+    """
     on_device = trace.on_device
     windows = union(trace.steps.values())
     calls, seconds = Counter[str](), defaultdict[str, float](float)
@@ -279,7 +283,7 @@ def operator_name(event: Event) -> str:
 
 
 def collectives(trace: Trace) -> list[Work]:
-    """Returns the collectives of the backends (gloo, NCCL) within the steps, longest first.
+    """Returns the collectives of the backends (gloo, NCCL) within the steps, longest total first.
 
     Gloo implements reduce-scatter by all-reduce, so the trace contains an all-reduce in its place.
     """

@@ -28,7 +28,7 @@ class Tracker(Protocol):
         """Logs the metrics of one step: a line of metrics.jsonl."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Logs a text, such as a sample."""
+        """Logs a text, such as a sample, under a name."""
 
     def close(self) -> None:
         """Flushes and closes the tracker."""
@@ -54,12 +54,12 @@ class Tracking:
                 console.line(f"{name}: {place}")
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Calls `log` of each tracker."""
+        """Logs the metrics of one step with all trackers."""
         for tracker in self._trackers:
             tracker.call("log", step, metrics)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Calls `text` of each tracker."""
+        """Logs a text under a name with all trackers."""
         for tracker in self._trackers:
             tracker.call("text", step, name, text)
 

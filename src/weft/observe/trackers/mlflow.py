@@ -1,4 +1,4 @@
-"""The MLflow tracker (server or local database). Needs `pip install 'weft-train[mlflow]'`."""
+"""The tracker for MLflow (a server or a local database). Needs `pip install 'weft-train[mlflow]'`."""
 
 from __future__ import annotations
 

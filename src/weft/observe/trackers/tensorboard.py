@@ -1,4 +1,4 @@
-"""The TensorBoard tracker: event files in `<run>/tensorboard`. View them with `tensorboard --logdir runs`."""
+"""The tracker for TensorBoard, with event files in `<run>/tensorboard`. To view: `tensorboard --logdir runs`."""
 
 from __future__ import annotations
 

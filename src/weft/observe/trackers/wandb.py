@@ -1,4 +1,4 @@
-"""The Weights & Biases tracker (online or offline). Needs `pip install 'weft-train[wandb]'`."""
+"""The tracker for Weights & Biases (online or offline). Needs `pip install 'weft-train[wandb]'`."""
 
 from __future__ import annotations
 
