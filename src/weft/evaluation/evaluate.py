@@ -32,7 +32,7 @@ class Evaluation:
         model: path of the checkpoint; None if the model was a module that was not loaded from a checkpoint.
         stores: result of each token store.
         tasks: for each task, a dict with `questions`, `shots`, `version` and `scores`.
-        windows: the settings `sequence_length`, `stride` and `documents` that were used.
+        windows: the settings `sequence_length`, `stride` and `documents` that were used for the stores.
     """
 
     model: Path | None
@@ -136,7 +136,11 @@ def _run_data(checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _held_out_stores(checkpoint: Path | None) -> list[str]:
-    """Returns the token stores of a run's validation data. Raises UserError if there is none or a folder is missing."""
+    """Returns the paths of the token stores that are the validation data of a checkpoint's run.
+
+    Raises:
+        UserError: there is no validation data, it contains something other than token stores, or a store is missing.
+    """
     data = _run_data(checkpoint)
     if not data:
         raise UserError("this model has no validation data; set `store` to a token store", checkpoint)
@@ -145,7 +149,7 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
     named = [store for store in stores if isinstance(store, str)]
     if not named or len(named) < len(stores):
         raise UserError(
-            "this run's validation has no token store, or not only token stores; set `store` to a token store", run
+            "this run's validation data is not, or not only, token stores; set `store` to a token store", run
         )
     for store in named:
         if not Path(store).exists():
@@ -158,7 +162,7 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Returns the device `device`; None: a GPU if available. Raises UserError if the device does not exist."""
+    """Returns the given device, or for None a GPU if available. Raises UserError if the device does not exist."""
     if device is None:
         return local_device(Console())
     try:

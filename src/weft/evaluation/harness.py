@@ -1,4 +1,7 @@
-"""Adapts a model to EleutherAI's lm-evaluation-harness (Gao et al., 2023), which must be installed."""
+"""Adapts a model to the interface of EleutherAI's lm-evaluation-harness (Gao et al., 2023).
+
+Importing this module requires the harness.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,12 @@ class WeftLM(TemplateLM):
         return self._tokenizer.digest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encodes a text. By default, adds special tokens unless the text begins with the beginning-of-text token."""
+        """Encodes a text. By default, special tokens are added unless the text begins with the prefix token.
+
+        Args:
+            string: the text.
+            add_special_tokens: whether special tokens are added; None: the default.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode([self.prefix_token_id]))
         return self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -98,9 +106,10 @@ class WeftLM(TemplateLM):
         return text.source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Formats messages with the chat template. If the template refuses a system message, that message is left out.
+        """Formats messages with the chat template. If the template refuses the messages, system messages are left out.
 
         Args:
+            chat_history: the messages, with the keys `role` and `content`.
             add_generation_prompt: whether the text ends with the beginning of an answer. If False, the text ends after
                 the content of the last message, so that the model can continue it.
         """
@@ -144,9 +153,9 @@ class WeftLM(TemplateLM):
         return sums
 
     def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
-        """Scores requests (unused, context ids, continuation ids), with results like `loglikelihood`.
+        """Scores requests, each (unused, context ids, continuation ids). Returns the same values as `loglikelihood`.
 
-        Texts that differ only in the last token are computed only once.
+        The logits of texts that differ only in the last token are computed only once.
         """
         by_inputs: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
@@ -180,7 +189,7 @@ class WeftLM(TemplateLM):
             texts = texts[count:]
 
     def generate_until(self, requests, disable_tqdm: bool = True) -> list[str]:
-        """Returns the generated text for each (context, settings), up to the first stop string."""
+        """Returns the text generated for each request (context, settings), up to the first stop string."""
         self.requested = True
         by_settings: dict[str, list[int]] = defaultdict(list)
         for number, request in enumerate(requests):
@@ -240,7 +249,10 @@ class WeftLM(TemplateLM):
         return [postprocess_generated_text(self._decode(ids), stops, None) for ids in written]
 
     def _stopped(self, ids: Sequence[int], stops: list[str], reach: int) -> bool:
-        """Whether the ids contain a stop string. The last `reach` tokens are searched first, which is faster."""
+        """Whether the text of `ids` contains a stop string.
+
+        For speed, the text of the last `reach` tokens, which covers the longest stop string, is searched first.
+        """
         tail = self._decode(ids[-reach:])
         return any(stop in tail for stop in stops) and any(stop in self._decode(ids) for stop in stops)
 
@@ -252,7 +264,8 @@ def _score(logits: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
     """Scores a continuation.
 
     Args:
-        logits: logits `[seq, vocab]`, the last of which predict the continuation.
+        logits: `[seq, vocab]`; the last `len(continuation)` rows predict the continuation.
+        continuation: token ids.
 
     Returns:
         The continuation's log-probability, and whether each of its tokens has the highest logit.
@@ -263,7 +276,7 @@ def _score(logits: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:
 
 
 def _open_ended(text: str, last: str) -> str:
-    """Truncates a formatted conversation after the content of its last message."""
+    """Truncates `text`, a formatted conversation, after `last`, the content of the conversation's last message."""
     end = text.rfind(last.strip()) + len(last.strip())
     blanks = last[len(last.rstrip()) :]
     return text[:end] + (blanks if text[end:].startswith(blanks) else "")

@@ -29,7 +29,7 @@ class StoreResult:
 
     Attributes:
         store: path of the store; "all" for combined stores.
-        nats: negative log-probability of all predicted tokens, in nats.
+        nats: sum of the negative log-probabilities of all predicted tokens, in nats.
         tokens: number of predicted tokens. If the store has a loss mask, only tokens with mask 1 are counted.
         bytes: number of UTF-8 bytes of the predicted tokens' text, estimated by the store's mean bytes per token; None
             if unknown.
@@ -47,7 +47,7 @@ class StoreResult:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity, e^loss; infinity if it overflows."""
+        """The perplexity, e^loss; infinity if e^loss overflows."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
     @property
@@ -105,8 +105,8 @@ def perplexity(
         batch_size: number of sequences of full length per batch. Shorter sequences form larger batches. The batch size
             affects only rounding.
         max_tokens: maximum number of tokens to predict.
-        tokenizer: the model's tokenizer, which is compared with that of the store. If None, only the vocabulary sizes
-            are compared.
+        tokenizer: the model's tokenizer, which is compared with the tokenizer that the store was packed with. If None,
+            only the vocabulary sizes are compared.
 
     Raises:
         UserError: the store does not fit the model, a setting is out of range, the store has no token to predict, or
@@ -158,16 +158,14 @@ def evaluate_store(
         raise UserError("the model's loss is not finite; try --dtype float32, or use another checkpoint")
     if tokens == 0:
         raise UserError(
-            "no token to predict: the store's loss mask is 0 for all of them; pack it again, or use another store",
+            "no token to predict: the store's mask is 0 for all evaluated tokens; pack it again, or use another one",
             opened.path,
         )
     return StoreResult(str(opened.path), nats, int(tokens), text * each.mean if each is not None and text else None)
 
 
 def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:
-    """Checks that a store was packed with the model's tokenizer.
-
-    Warns if the store does not name its tokenizer.
+    """Checks that a store was packed with the model's tokenizer. Warns if the store does not name its tokenizer.
 
     Args:
         tokenizer: the model's tokenizer; if None, only the vocabulary sizes are compared.
@@ -193,11 +191,12 @@ def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None
     digest = read_tokenizer_header(tokenizer).digest
     if info.tokenizer_digest is None:
         warnings.warn(
-            f"{store.path} does not name its tokenizer; check that it was packed with the model's", stacklevel=3
+            f"{store.path} does not name its tokenizer; check that it was packed with the model's tokenizer",
+            stacklevel=3,
         )
     elif digest != info.tokenizer_digest:
         raise UserError(
             f"was packed with another tokenizer ({info.tokenizer_digest[:16]}) than the model's ({digest[:16]}, in "
-            f"{tokenizer}); pack the text with that one",
+            f"{tokenizer}); pack the text with the model's tokenizer",
             store.path,
         )

@@ -88,7 +88,8 @@ class Settings:
         """Raises UserError if a setting would have no effect.
 
         Args:
-            stores, tasks: whether the model is evaluated on stores and on tasks.
+            stores: whether the model is evaluated on stores.
+        tasks: whether the model is evaluated on tasks.
             loaded: whether the model is already loaded, so that `device` and `dtype` have no effect.
         """
         for names, used, needed in (

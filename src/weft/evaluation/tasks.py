@@ -22,7 +22,7 @@ DRAWS = 1000  # number of bootstrap samples for standard errors without a formul
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
     """Returns a TaskManager of the harness that contains all `tasks`.
 
-    Indexing the tasks of the harness takes seconds, so they are included only if one of them is needed.
+    Indexing the harness's own tasks takes seconds, so the TaskManager contains them only if `tasks` needs them.
 
     Args:
         tasks: names of tasks that the harness or the YAML files in `include_path` define.
@@ -46,9 +46,9 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         manager = TaskManager(include_path=None if include_path is None else str(include_path))
     for name in tasks:
         if name not in manager.all_tasks:
-            where = "" if include_path is None else f" nor in {include_path}"
+            where = "" if include_path is None else f" or in {include_path}"
             hint = did_you_mean(name, manager.all_tasks) or "; list the harness's tasks with `lm-eval ls tasks`"
-            raise UserError(f"no task {name!r} in the harness{where}{hint}")
+            raise UserError(f"there is no task {name!r} in the harness{where}{hint}")
     return manager
 
 
@@ -108,7 +108,7 @@ def evaluate_tasks(
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Prevents the harness from inspecting the machine (which takes seconds) and the git repository, in the block."""
+    """Within the block, prevents the harness from inspecting the machine (takes seconds) and the git repository."""
     from lm_eval import evaluator
 
     names = ("get_git_commit_hash", "add_env_info")
