@@ -130,6 +130,7 @@ class World:
         """Destroys the process group of a single-rank run after a failure. With more ranks, this could hang."""
         if dist.is_initialized() and self.ranks == 1:
             dist.destroy_process_group()
+            forget_groups()
 
 
 def local_device(console: Console) -> torch.device:
