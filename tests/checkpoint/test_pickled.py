@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ def test_what_is_more_than_tensors_is_never_read(tmp_path, capsys):
                 said = capsys.readouterr().err
                 assert expected in said, said
                 assert said.count("\n") == 1
+    assert str(file) not in Path("/proc/self/maps").read_text()  # no tensors of a refused file are kept
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 

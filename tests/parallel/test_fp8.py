@@ -1,5 +1,8 @@
 """Products in 8 bits: which, rounded how, and what training makes of them. torchao is an extra: skipped without it."""
 
+import logging
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,14 @@ from weft.models.initialize import initialize
 from weft.parallel.fp8 import raise_unless_usable, use_fp8
 
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def test_a_torchao_that_cannot_be_imported_leaves_logging_as_it_was(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ImportError):
+        use_fp8(torch.nn.Linear(2, 2), [])
+    assert logging.getLogger("weft").isEnabledFor(logging.ERROR)
+    assert logging.getLogger("weft").isEnabledFor(logging.WARNING)
 
 
 @pytest.fixture

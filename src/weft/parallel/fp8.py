@@ -51,12 +51,13 @@ def use_fp8(model: nn.Module, blocks: Iterable[nn.Module], *, ranks: int = 1, em
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torchao warns of optional libraries that it cannot load
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
-
-    logging.disable(before)
+    try:
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    finally:
+        logging.disable(before)
     inner = {module for block in blocks for module in block.modules() if module is not block}
 
     def fits(module: nn.Module, name: str) -> bool:

@@ -24,6 +24,7 @@ from weft.files import read_json
 from weft.observe.console import Console
 
 
+@pickled.released()
 def apply(
     base: str | Path,
     delta: str | Path,
@@ -70,7 +71,6 @@ def apply(
         contents = {name: read_json(others / name) for name in CHECKPOINT_FILES if (others / name).is_file()}
         tokenizer = others / "tokenizer" if (others / "tokenizer").is_dir() else None
         write_checkpoint(out, list(entries.values()), contents, tokenizer, [], "adding", console)
-    pickled.release()
     return len(entries), sum(entry.bytes for entry in entries.values())
 
 

@@ -56,6 +56,7 @@ class DeltaSize:
     model_bytes: int
 
 
+@pickled.released()
 def make(
     base: str | Path,
     model: str | Path,
@@ -113,7 +114,6 @@ def make(
         }
         manifest = Manifest(target.huggingface, tensors, removed, others)
         files.write_json(folder / MANIFEST, manifest_content(manifest))
-    pickled.release()
     same = sum(d.base == BaseTensor(d.dtype, d.shape, d.sha256) for d in tensors.values())
     return DeltaSize(len(tensors), same, sum(delta.bytes for delta in tensors.values()), total)
 

@@ -28,6 +28,7 @@ _BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attn|attention)\.(masked_)?bias
 _NAMED = 4
 
 
+@pickled.released()
 def apply_plain(
     base: str | Path,
     delta: str | Path,
@@ -74,7 +75,6 @@ def apply_plain(
     with new_huggingface_folder(out, shards, "adding", console, [warning]) as folder:
         copy_other_files(differences, folder)
         (folder / INDEX).unlink(missing_ok=True)
-    pickled.release()
     return len(entries), sum(entry.bytes for entry in entries)
 
 

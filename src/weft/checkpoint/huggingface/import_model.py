@@ -51,6 +51,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
+@pickled.released()
 def import_model(
     source: str | Path,
     out: str | Path,
@@ -91,5 +92,4 @@ def import_model(
     warnings = [f"{source}: {warning}" for warning in warnings]
     console = console or Console(speaks=False)
     number = write_checkpoint(out, entries, contents, tokenizer, warnings, "importing", console)
-    pickled.release()
     return WrittenModel(folder.section, len(entries), number, sum(entry.bytes for entry in entries))

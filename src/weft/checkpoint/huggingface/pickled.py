@@ -73,6 +73,10 @@ def _load(file: Path, modified: int) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
-def release() -> None:
-    """Frees the memory of the last `.bin` file that was read."""
-    _load.cache_clear()
+@contextlib.contextmanager
+def released() -> Iterator[None]:
+    """Context, or decorator of a function, that frees the memory of the last `.bin` file at its end."""
+    try:
+        yield
+    finally:
+        _load.cache_clear()
