@@ -8,6 +8,7 @@ import pytest
 from running import QUIET, SLOW, assert_same_weights, finish, losses, start, train, until_step
 
 from weft.checkpoint.load import checkpoints
+from weft.config.run import RunConfig
 from weft.train.run_directory import RunDirectory, claim
 
 
@@ -100,6 +101,14 @@ def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_l
     said = capsys.readouterr().err
     assert "run.seed" not in said
     assert "parallel." not in said
+
+
+def test_a_change_of_the_mesh_changes_no_result_but_compressed_gradients_do(run_yaml, tmp_path):
+    file, run = run_yaml(), RunDirectory(tmp_path / "runs" / "demo")
+    run.saved = RunConfig.load(file).as_dict()
+    now = RunConfig.load(file, ["parallel.dp_replicate=2", "parallel.compress={rank: 3, start_step: 1}"])
+    assert {key: new for key, (_, new) in run.changes(now).items()}["parallel.compress.rank"] == 3
+    assert not [key for key in run.changes(now) if not key.startswith("parallel.compress")]
 
 
 def test_a_run_directory_that_nothing_was_begun_in_goes_again(tmp_path):

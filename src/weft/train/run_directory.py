@@ -20,6 +20,7 @@ from weft.formatting import flat
 
 # Keys that do not affect results: a resumed run can change them without a warning.
 SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
+LOSSY = "parallel.compress"
 # Keys that decide which samples a step takes. After a change the new order continues at the same step.
 ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
 
@@ -145,7 +146,7 @@ class RunDirectory:
         return {
             key: (before.get(key), now.get(key))
             for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith(SILENT)
+            if before.get(key) != now.get(key) and (key.startswith(LOSSY) or not key.startswith(SILENT))
         }
 
     def write_config(self, config: RunConfig) -> None:
