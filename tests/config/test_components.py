@@ -309,13 +309,20 @@ def test_torch_is_read_but_not_imported():
 
 
 def test_load_class_finds_the_working_directory_first(monkeypatch):
-    write("class Thing(list):\n    pass\nclass Bare:\n    def __len__(self): return 1\n", "weft_test_own.py")
+    weight = "    def weight(self, batch): return 1.0\n"
+    whole = f"class Whole:\n{weight}    def compute(self, forward, batch): return 1.0\n"
+    half = f"class Half:\n{weight}    def inputs(self, batch): return {{}}\n"
+    bare = "class Thing(list):\n    pass\nclass Bare:\n    def __len__(self): return 1\n"
+    write(bare + whole + half, "weft_test_own.py")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(Path.cwd()))])
     assert load_class("weft_test_own:Thing", "dataset").__name__ == "Thing"
     with pytest.raises(
         UserError, match=r"^'weft_test_own:Bare': Bare has no method __getitem__, which every dataset needs"
     ):
         load_class("weft_test_own:Bare", "dataset")
+    assert load_class("weft_test_own:Whole", "objective").__name__ == "Whole"
+    with pytest.raises(UserError, match="Half has no method loss or compute, which every objective needs"):
+        load_class("weft_test_own:Half", "objective")
     with pytest.raises(UserError, match="has no class 'Think'"):
         load_class("weft_test_own:Think", "dataset")
     with pytest.raises(UserError, match="no module 'weft_test_other'"):

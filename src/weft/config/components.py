@@ -38,7 +38,7 @@ class ComponentKind:
         injected: names of the arguments that Weft passes by position, before the configuration keys.
         methods: name of a method -> names of the positional arguments that Weft passes. A custom class must have at
             least one of these methods.
-        needs: names of further methods; the class must have all of them.
+        needs: names of further methods; the class must have all of them. Alternatives are separated by " or ".
     """
 
     folder: str | None
@@ -58,7 +58,7 @@ _HOOKS = ("begin", "step", "saved", "validating", "validated", "ended")
 COMPONENT_KINDS = {
     "optimizer": ComponentKind("optim", ("params",), needs=("step", "zero_grad", "state_dict", "load_state_dict")),
     "schedule": ComponentKind("optim/schedules", ("total_steps",), needs=("__call__",)),
-    "objective": ComponentKind("objectives", needs=("inputs", "weight", "loss")),
+    "objective": ComponentKind("objectives", needs=("weight", "inputs or compute", "loss or compute")),
     "tracker": ComponentKind("observe/trackers", ("run",), needs=("log", "text", "close")),
     "callback": ComponentKind("train/callbacks", methods=dict.fromkeys(_HOOKS, ("state",))),
     "metric": ComponentKind(None, methods={"step": ("state",), "outputs": ("outputs", "batch")}),
@@ -294,7 +294,8 @@ def load_class(chosen: str | Component, kind: str) -> type:
         raise UserError(f"{type_!r} is a {type(found).__name__}, not a class; set type to the name of a class", place)
     if found is None:
         raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
-    if missing := [need for need in COMPONENT_KINDS[kind].needs if not callable(getattr(found, need, None))]:
+    needs = COMPONENT_KINDS[kind].needs
+    if missing := [need for need in needs if not any(callable(getattr(found, m, None)) for m in need.split(" or "))]:
         what = f"has no method {missing[0]}, which every {kind} needs; see docs/own-components.md"
         raise UserError(f"{type_!r}: {name} {what}", place)
     return found
