@@ -206,6 +206,11 @@ def test_an_exception_is_reported_with_the_users_line_and_the_key(short, capfd):
             "log.metrics[1] (my_callbacks:Again) logs 'likely', a name that is",
         ),
         ([], ["my_callbacks:Undeclared"], "logs 'likely', which is not in its `scalars`; add the name"),
+        (
+            [{"type": "early_stopping", "metric": "loss"}],
+            [],
+            "no metric 'loss'; use one of validation_loss, validation_bits_per_byte",
+        ),
         (["my_callbacks:Patient"], [], "callbacks: early_stopping needs validations; set data.validation"),
         ([], ["my_callbacks:Dies"], "`scalars` must list the names that"),
     ],

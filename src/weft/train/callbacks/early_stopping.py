@@ -37,11 +37,10 @@ class EarlyStopping(Callback):
 
     def validated(self, state: State) -> None:
         """Compares the metric with the best value so far. Stops the run if `patience` is exhausted."""
-        if self.metric not in state.metrics:
-            found = ", ".join(name for name in state.metrics if name.startswith("validation_"))
-            raise state.mistake(
-                f"callbacks: early_stopping.metric: validations have no metric {self.metric!r}; use one of {found}"
-            )
+        found = [name for name in state.metrics if name.startswith("validation_")]
+        if self.metric not in found:
+            what = f"early_stopping.metric: validations have no metric {self.metric!r}"
+            raise state.mistake(f"callbacks: {what}; use one of {', '.join(found)}")
         value = float(state.metrics[self.metric])
         if value < self.best - self.min_delta:
             self.best, self.waited = value, 0
