@@ -149,7 +149,8 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
     named = [store for store in stores if isinstance(store, str)]
     if not named or len(named) < len(stores):
         raise UserError(
-            "this run's validation data is not, or not only, token stores; set `store` to a token store", run
+            "this run has no token store for validation, or also validates on other data; set `store` to a token store",
+            run,
         )
     for store in named:
         if not Path(store).exists():
