@@ -160,7 +160,7 @@ def test_a_pair_of_files_is_replaced_only_by_its_kind(place, capsys):
 
 def test_what_came_meanwhile_is_not_replaced(place):
     make_store(place / ".new.partial", [2])
-    with pytest.raises(UserError, match=r"precious: was created meanwhile.*is not a token store"):
+    with pytest.raises(UserError, match=r"precious: was created while this command ran.*is not a token store"):
         publish(place / ".new.partial", Path("precious"))
     assert (place / "precious" / "thesis.md").read_bytes() == THESIS
 

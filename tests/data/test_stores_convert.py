@@ -89,7 +89,7 @@ def test_a_multimodal_index_and_broken_ones(tmp_path, megatron, capsys):
     for offset, form, value, told in (
         (17, "B", 7, "the dtype is float32"),
         (34 + 4 * count + 8, "<q", 0, "sequence 1 does not begin"),
-        (34 + 12 * count + 8, "<q", 9, "boundaries after number 0 decrease"),
+        (34 + 12 * count + 8, "<q", 9, "boundaries decrease after boundary 0"),
         (34 + 12 * count + 8 * count, "<q", 4, "have 4 sequences, but the header counts 5"),
         (18, "<Q", 4, "damaged"),
         (0, "B", 0, "MMIDIDX"),

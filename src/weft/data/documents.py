@@ -12,7 +12,8 @@ class Document(NamedTuple):
 
     Attributes:
         value: the text; with `Reading.records`, the record (a dict).
-        line: line number in the unit, from 1 (in tables: row number); None: the document is a complete file.
+        line: line number in the unit (a file, or a range of a file), from 1; in tables, the row number. None: the
+            document is a complete file.
     """
 
     value: Any
@@ -23,7 +24,8 @@ class Reject(NamedTuple):
     """A rejected document: a document that cannot be read or encoded.
 
     Attributes:
-        line: line number in the unit, from 1 (in tables: row number); None: the complete file or the rest of the file.
+        line: line number in the unit, from 1; in tables, the row number. None: the complete file, or the rest of the
+            file, is rejected.
         reason: a short fixed description, by which rejected documents are counted.
         hint: details about this document.
         on_purpose: whether the user asked to drop such documents. If so, the document never stops a pack.

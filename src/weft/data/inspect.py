@@ -1,4 +1,4 @@
-"""Describes a token store: counts, a histogram of lengths, decoded documents. Reads only samples of large stores."""
+"""Describes a token store: counts, a histogram of lengths, decoded documents. Reads large stores only in part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
     """Yields lines that describe the store at `path`.
 
     Args:
-        tokenizer: the tokenizer that decodes the samples; None: samples are shown as ids.
+        tokenizer: the tokenizer that decodes the documents to show; None: they are shown as ids.
         samples: number of documents to show.
 
     Raises:
@@ -68,7 +68,10 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
 
 
 def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Returns a copy of the array and True; for a large array, evenly spaced runs of its elements and False."""
+    """Returns elements of the array, and whether these are all elements.
+
+    From an array of more than SAMPLE_SIZE elements, returns RUNS evenly spaced runs, concatenated.
+    """
     if len(array) <= SAMPLE_SIZE:
         return np.array(array), True
     starts = np.linspace(0, len(array) - SAMPLE_SIZE // RUNS, RUNS).astype(int)
@@ -78,7 +81,7 @@ def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
 
 
 def _describe_origin(path: Path) -> Iterator[str]:
-    """Yields a line about the operation that created the store; no line for a packed store."""
+    """Yields a line about the operation that created the store; no line for a packed or merged store."""
     made = read_json(path / "store.json").get("made_from")
     if not isinstance(made, dict) or "operation" not in made:
         return
@@ -89,7 +92,7 @@ def _describe_origin(path: Path) -> Iterator[str]:
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Yields the lines of a histogram of document lengths, by powers of two."""
+    """Yields lines of text that show a histogram of document lengths. The bins end at powers of two."""
     if len(lengths) == 0:
         return
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)

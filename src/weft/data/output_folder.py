@@ -1,4 +1,4 @@
-"""Checks output folders before the work begins, and publishes folders atomically.
+"""Checks output folders before a command begins its work, and publishes folders atomically.
 
 A folder is written under a hidden name and renamed when it is complete. It replaces only a folder of the same kind.
 """
@@ -32,7 +32,7 @@ class Kind:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def marked(self, names: Collection[str]) -> bool:
-        """Whether a folder with the entries `names` is of this kind. Other entries are ignored."""
+        """Whether a folder with the entries `names` is of this kind, which means that it contains all `marks`."""
         return all(mark in names for mark in self.marks)
 
 
@@ -52,12 +52,12 @@ TOKENIZER = Kind(
 def check_out(
     out: Path, kind: Kind, inputs: Iterable[Path] = (), *, overwrite: bool = False, new: bool = False
 ) -> None:
-    """Checks, before any work, that `out` can be written and that only a folder of the same kind would be replaced.
+    """Checks, before any work, that `out` can be written, and that only a folder of kind `kind` would be replaced.
 
     Args:
         inputs: files and stores that are read; `out` must not be, contain or lie within one of them.
-        new: whether an existing `out` is an error without `overwrite`. If False, the caller checks whether the existing
-            folder can be reused.
+        new: if True, an existing `out` is an error unless `overwrite` is set. If False, the caller checks whether the
+            existing folder can be reused.
 
     Raises:
         UserError: `out` is not a valid name, overlaps an input, is not writable, or exists and must not be replaced.
@@ -109,9 +109,9 @@ def check_parent(out: Path) -> None:
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
-    """Returns the error for an existing `out`. It recommends --overwrite if `out` is of kind `kind`.
+    """Returns the error for an existing `out`. The message recommends --overwrite if `out` may be replaced.
 
-    `what`: text about `out` that is added to the message.
+    `what`: text about `out` that the message then adds after "exists already".
     """
     if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; choose another --out", out)
@@ -119,7 +119,7 @@ def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
 
 
 def why_not_replaceable(out: Path, kind: Kind) -> str:
-    """Returns why `out` must not be replaced; empty if it is an empty folder or a folder of this kind."""
+    """Returns the reason why `out` must not be replaced; "" if `out` is an empty folder or a folder of this kind."""
     if not os.path.isdir(out):
         return "is not a folder"
     try:
@@ -144,11 +144,11 @@ def publish(folder: Path, out: Path) -> None:
     """Syncs a complete folder to disk and renames it to `out`, replacing a folder of the same kind.
 
     Raises:
-        UserError: `out` was created meanwhile, and is not a folder of the same kind.
+        UserError: `out` was created while this command ran, and is not a folder of the same kind.
     """
     files.sync_tree(folder)
     names = os.listdir(folder)
     kind = next(kind for kind in (STORE, TOKENIZER) if kind.marked(names))
     if os.path.lexists(out) and (why := why_not_replaceable(out, kind)):
-        raise UserError(f"was created meanwhile and {why}; move it away, or choose another --out", out)
+        raise UserError(f"was created while this command ran, and {why}; move it away, or choose another --out", out)
     files.publish(folder, out, replace=True)

@@ -42,7 +42,7 @@ class Permutation:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """Returns hashes of uint64 numbers; each input bit affects each output bit.
+    """Returns a uint64 hash of each uint64 number in `x`. Each input bit affects each output bit.
 
     The hash is the finalizer of SplitMix64 (Steele, Lea & Flood, 2014).
     """

@@ -4,12 +4,14 @@ The hidden folder next to the store contains
 
     request.json      the request of the pack; only a pack with the same request resumes from this folder
     parts/            finished and unfinished parts of the workers
-    journal.jsonl     one line per appended part: its content, and the sizes and digests of the files after it
+    journal.jsonl     one line per appended part: the content of the part's `.json` file, and the sizes and digests of
+                      the store's files after the part was appended
     lengths           number of tokens of each document, int32
     store/            tokens.bin, loss_mask.bin and rejects.jsonl; at the end also tokens.idx and store.json
 
-A part's files are deleted when its journal line is written. To resume, the files are truncated to the sizes in the last
-journal line whose digests match. So data that was damaged or lost in a power failure does not get into a store.
+A part's files are deleted when its journal line is written. To resume, the store's files are truncated to the sizes in
+the last journal line whose digests match. So data that was damaged or lost in a power failure does not get into a
+store.
 """
 
 from __future__ import annotations
@@ -42,11 +44,14 @@ class HashedFile:
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def verify(self, states: list[tuple[int, str]], on_progress: Callable[[int], None] | None) -> list[Any]:
-        """Checks the digests of beginnings of the file; returns their sha256 objects, up to the first mismatch.
+        """Checks that the first `size` bytes of the file have the recorded digest, for several sizes.
 
         Args:
-            states: size and hexadecimal digest of each beginning, in order of size.
-            on_progress: called with the number of bytes that were checked.
+            states: each size and its hexadecimal sha256, ascending.
+            on_progress: called with the number of bytes that have been checked so far.
+
+        Returns:
+            The sha256 object of each size, up to the first size whose digest differs.
         """
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:
@@ -89,7 +94,8 @@ class Assembly:
     Args:
         folder: the hidden folder of the pack.
         mask: whether parts have loss masks.
-        lines_before: for a shard: returns the number of lines of the shard's first file that belong to earlier shards.
+        lines_before: function that returns the number of lines of the shard's first file that belong to earlier shards;
+            None if the pack is not a shard.
 
     Attributes:
         next: index of the part to append next.
@@ -100,7 +106,8 @@ class Assembly:
         sources: a dict per input file: its path, size, sha256, numbers of documents and rejected documents, and the
             reason if it was skipped. The digest of a file that was read in several units is the digest of the units'
             concatenated digests.
-        first_digests, last_digests: for a shard: digests of the units of the first and of the last input file.
+        first_digests: for a shard, digests of the units of its first input file.
+        last_digests: for a shard, digests of the units of its last input file.
     """
 
     def __init__(self, folder: Path, *, mask: bool, lines_before: Callable[[], int] | None = None):
@@ -117,9 +124,9 @@ class Assembly:
         self._files = {what: HashedFile(folder / path) for what, path in FILES.items() if mask or what != "mask"}
 
     def resume(self, plan: Plan, on_progress: Callable[[int], None] | None) -> None:
-        """Restores the state after the parts that an earlier process appended, up to the first damaged or changed part.
+        """Restores the work of an earlier process: the parts that it appended, up to the first damaged or changed part.
 
-        `on_progress`: called with the number of bytes of `tokens.bin` that were checked.
+        `on_progress`: called with the number of bytes of `tokens.bin` that have been checked so far.
         """
         entries = list(self._read_journal(plan))
         hashes = {
@@ -253,7 +260,7 @@ class Assembly:
                 }
 
     def finish(self, dtype: str) -> dict[str, str | None]:
-        """Closes the files and writes `tokens.idx`. Returns the sha256 of each file, by field of StoreInfo."""
+        """Closes the files and writes `tokens.idx`. Returns the files' sha256, keyed by field name of StoreInfo."""
         from weft.data.stores.indexed import write_index
 
         for file in self._files.values():

@@ -38,16 +38,15 @@ def encode_part(
     on_progress: Callable[[int, int], None] = lambda raw_bytes, tokens: None,
     on_document: Callable[[int, int | None, int], None] | None = None,
 ) -> None:
-    """Encodes a part's documents and writes its files.
+    """Encodes a part's documents and writes the part's files.
 
     Args:
         on_progress: called several times a second with the numbers of raw bytes and tokens since the last call.
-        on_document: called before each document, to locate a crash, with the position of its unit in the part, its line
-            in the unit, and the number of lines of the same file in earlier units of the part. If given, documents are
-            encoded one at a time.
+        on_document: called before each document is encoded, so that a crash can be located. The arguments are the
+            `unit`, `line` and `before` of `DocumentFailure`. If given, documents are encoded one at a time.
 
     Raises:
-        DocumentFailure: a document was rejected, and `job.fail` is set.
+        DocumentFailure: a document was rejected that the user did not ask to drop, and `job.fail` is set.
         WriteFailure: the part cannot be written, for example because the disk is full.
         UserError: an input changed, memory is exhausted, or an id is outside the vocabulary.
     """
@@ -72,8 +71,8 @@ def _writing() -> Iterator[None]:
 class _PartEncoder:
     """Encodes one part.
 
-    `_batch` contains the documents to encode next, and `_owners` the positions of their units. The rejected documents
-    in `_rejects` are written together with the batch, so that they stay in the order of the input.
+    `_batch` contains the documents to encode next, and `_owners` the index of each document's unit. The rejected
+    documents in `_rejects` are written together with the batch, so that they stay in the order of the input.
     """
 
     job: Job
@@ -116,7 +115,7 @@ class _PartEncoder:
         return part_path(self.job.folder, self.part.index, what)
 
     def read(self, number: int) -> None:
-        """Reads the documents of the unit at position `number` into batches, and encodes the full batches."""
+        """Reads the documents of the unit with index `number` into batches, and encodes each full batch."""
         records, batch, owners, rejects = self.job.reading.records, self._batch, self._owners, self._rejects
         self._record_bytes = 0
         for item in read(self.part.units[number], self.job.reading, self._counts[number], self._on_bytes):
@@ -193,7 +192,7 @@ class _PartEncoder:
             self._write_rejects()
 
     def _encode(self) -> tuple[Encoded, list[int]]:
-        """Encodes the batch; also returns the positions of the rejected documents in the batch."""
+        """Encodes the batch. Returns the result, and the positions in the batch of the rejected documents."""
         try:
             encoded = self.encoder.encode(self._batch)
         except FATAL:
@@ -259,7 +258,7 @@ class _PartEncoder:
         self._rejects.clear()
 
     def _lines_before(self, number: int) -> int:
-        """Returns the number of lines that precede a unit in its file and belong to earlier units of the part."""
+        """Returns the number of lines in earlier units of the part that belong to the same file as unit `number`."""
         units, path = self.part.units, self.part.units[number].path
         return sum(c.lines for u, c in zip(units[:number], self._counts, strict=False) if u.path == path)
 

@@ -29,7 +29,7 @@ MUST_MATCH = {  # field of StoreInfo -> what a store with a different value has
 def merge(
     inputs: Sequence[str | Path], out: str | Path, *, overwrite: bool = False, console: Console | None = None
 ) -> StoreInfo:
-    """Concatenates stores in the given order. The merged shards of a pack have the same bytes as a single pack.
+    """Concatenates stores in the given order. Merging all shards of a pack gives the same bytes as a pack without shards.
 
     Raises:
         UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, or `out` exists.
@@ -123,7 +123,7 @@ def _write_rejects(stores: Sequence[TokenStore], folder: Path) -> None:
 
 
 def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
-    """Concatenates the sources of stores; a file that was split between two shards becomes one source."""
+    """Joins adjacent sources that are parts of one file, which was split between shards. Keeps the other sources."""
     joined: list[SourceFile] = []
     for source in sources:
         last = joined[-1] if joined else None

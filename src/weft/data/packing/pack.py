@@ -102,7 +102,7 @@ def pack(
             only on the inputs.
         overwrite: replace an existing store (and nothing else), and the unfinished work of a different call.
         ray: address of the Ray cluster that encodes ("": the address in RAY_ADDRESS, or a new cluster on this machine).
-        range_bytes: approximate number of bytes of the units that workers read.
+        range_bytes: approximate number of bytes of a unit, the range of a file that a worker reads at a time.
 
     Raises:
         UserError: no input is found, a document cannot be read or encoded, `out` contains another store, or the disk is
@@ -156,7 +156,7 @@ class _PackJob:
             request = make_request(self.encoder, self.reading, self.shard, self.range_bytes, self.files)
             self._lock = lock_folder(self._folder, self.out, request, overwrite=self.overwrite, keep=not self._streams)
             if self.out.exists() and not self.overwrite:
-                raise UserError("was created by another process meanwhile; use --overwrite to replace it", self.out)
+                raise UserError("was created by another process while this command ran; use --overwrite to replace it", self.out)
             lines_before = partial(self._plan.lines_before, self.reading) if self.shard is not None else None
             assembly = Assembly(self._folder, mask=self.encoder.has_mask, lines_before=lines_before)
             self._resume(assembly)

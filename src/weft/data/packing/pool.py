@@ -67,7 +67,7 @@ class Pool:
     warnings: Sequence[str] = ()
 
     def has_room(self, remaining: int) -> bool:
-        """Whether a part can be submitted. `remaining`: number of parts that are not submitted yet."""
+        """Whether another part can be submitted now. `remaining`: number of parts that are not submitted yet."""
         raise NotImplementedError
 
     def submit(self, part: Part) -> None:
@@ -75,7 +75,10 @@ class Pool:
         raise NotImplementedError
 
     def wait(self, block: bool) -> list[Outcome]:
-        """Returns the parts that ended since the last call. `block`: whether to wait for a message of a worker."""
+        """Returns the outcomes of the parts that finished or failed since the last call.
+
+        `block`: whether to wait until a worker sends a message, which can also be about progress.
+        """
         raise NotImplementedError
 
     def dismiss(self) -> None:
@@ -111,7 +114,7 @@ class InProcess(Pool):
 
 
 class _Worker:
-    """A worker process, as seen by its parent.
+    """A worker process, and what its parent knows of it.
 
     Attributes:
         parts: parts that were sent and are not finished; the first one is in progress.
@@ -225,7 +228,7 @@ class LocalPool(Pool):
         code = worker.kill()
         how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
         if code == -signal.SIGKILL:
-            how += ", perhaps out of memory"
+            how += ", perhaps out of memory,"
         if not worker.parts:
             raise UserError(f"a worker {how} before it received any work; see its error message above")
         part = worker.parts.popleft()
@@ -236,9 +239,9 @@ class LocalPool(Pool):
             return
         if worker.at is not None:
             remedy = "remove the document, or use fewer --workers"
-            failure = DocumentFailure(*worker.at, f"a worker {how} while it encoded this document, twice; {remedy}")
+            failure = DocumentFailure(*worker.at, f"a worker {how} while it encoded this document; this happened twice; {remedy}")
         else:
-            failure = UserError(f"a worker {how} while it read this input, twice; use fewer --workers", str(part))
+            failure = UserError(f"a worker {how} while it read this input; this happened twice; use fewer --workers", str(part))
         outcomes.append((part.index, failure))
         self._replace(worker)
 
@@ -289,7 +292,7 @@ def serve(handle: int, parent: int) -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """Returns an error that can be pickled: an unexpected error becomes a RuntimeError with the traceback."""
+    """Returns an error that can be pickled: `error` or, if its type is unexpected, a RuntimeError with its traceback."""
     if isinstance(error, DocumentFailure | WriteFailure | UserError):
         return error
     return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error)))

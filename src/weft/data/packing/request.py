@@ -42,7 +42,7 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
     """Returns the content of the existing `store.json` at `out`.
 
     Raises:
-        UserError: the store was made from a different request, or a file has changed since.
+        UserError: the store was made from a different request, or an input file is newer than the store.
     """
     what = " and was made from other inputs or options"
     if (out / "store.json").exists():
@@ -58,7 +58,7 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
     """Locks the hidden folder, and prepares it for the request.
 
-    Input files can have changed since. This is checked separately, for each part.
+    Whether input files have changed since the earlier work is checked separately, for each part.
 
     Args:
         overwrite: whether to delete the work of another request.

@@ -98,7 +98,7 @@ class JsonLines:
         """Returns the bytes of a document's line and of the blank lines after it. `number` can be negative."""
         documents = len(self)
         if not -documents <= number < documents:
-            raise IndexError(f"document {number} of {documents}")
+            raise IndexError(f"document {number} is out of range: the file has {documents} documents")
         number %= documents
         begin = self.offsets.item(number)
         # Not a memory map: if the file is truncated meanwhile, a memory map would crash the process.
@@ -140,7 +140,7 @@ def _remedy(path: Path) -> str:
 
 
 def _read_documents(path: Path) -> int:
-    """Returns the number of documents in a file's index; raises UserError if it is missing or out of date."""
+    """Returns the number of documents in a file's index; raises UserError if the index is missing or out of date."""
     if not path.exists():
         raise UserError("no such file; check the path", path)
     if not _metadata_path(path).exists() or not index_path(path).exists():
@@ -154,13 +154,13 @@ def _read_documents(path: Path) -> int:
 
 
 def _header(length: int) -> bytes:
-    """Returns the header of a .npy file. Its size is constant, so that it can be replaced when the length is known."""
+    """Returns the header of a .npy file. All headers have one size, so one can be replaced when the length is known."""
     text = f"{{'descr': '<u8', 'fortran_order': False, 'shape': ({length},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
 def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Iterator[np.ndarray]:
-    """Yields uint64 arrays with the offsets of all non-blank lines in the first `end` bytes, and finally with `end`."""
+    """Yields the byte offsets of the non-blank lines in the first `end` bytes, and finally `end`, in uint64 arrays."""
     buffer, lines_are_long = bytearray(CHUNK), False
     view, array = memoryview(buffer), np.frombuffer(buffer, np.uint8)
     base = line = 0  # offsets of the chunk and of the unfinished line

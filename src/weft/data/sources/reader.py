@@ -54,7 +54,7 @@ def read(
         on_bytes: called with the number of bytes that were read from disk since the last call.
 
     Raises:
-        UserError: the file has become shorter, or a custom format raised an exception.
+        UserError: the size of the file has changed, or a custom format raised an exception.
     """
     tally, form = Tally(counts), source_format(unit.format)
     try:

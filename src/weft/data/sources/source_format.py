@@ -48,7 +48,7 @@ class Tally:
         return Reject(line, reason, hint, last=last)
 
     def extract(self, extract: Extractor, record: Any, line: int, size: int | None = None) -> Document | Reject:
-        """Creates a document from a record; a Reject if the record is an Unfit, or `extract` raises Unfit."""
+        """Returns a document with the value of `extract(record)`; a Reject if that raises Unfit or `record` is an Unfit."""
         try:
             if isinstance(record, Unfit):
                 raise record
@@ -107,7 +107,10 @@ class RecordFormat(SourceFormat):
 
 @cache
 def source_format(name: str) -> SourceFormat:
-    """Returns the format with a name or `module:Class`. Raises UserError if the format cannot be found or imported."""
+    """Returns a format. `name`: the name of a built-in or installed format, or `module:Class`.
+
+    Raises UserError if the format cannot be found or imported.
+    """
     try:
         found = plugins.find("source", name, formats, "Format")
     except UserError:
@@ -141,7 +144,10 @@ def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator
 
 
 def document_error(what: str, unit: Unit, line: int | None) -> UserError:
-    """Returns a UserError about a document. `line`: its line (row, record) in the file; None: the complete file."""
+    """Returns a UserError about a document.
+
+    `line`: number of the document's line (row, record) in the file; None: the document is the complete file.
+    """
     item = source_format(unit.format).item
     if line is None or item == "line":
         return UserError(what, unit.path, line)
@@ -155,13 +161,19 @@ def reject_message(reject: Reject) -> str:
 
 @cache
 def _by_suffix(packages: bool) -> dict[str, str]:
-    """Returns the format name of each suffix: of the built-in formats or, with `packages`, of installed packages."""
+    """Returns a mapping from file name suffix to format name.
+
+    `packages`: False for the built-in formats, True for the formats of installed packages.
+    """
     names = plugins.plugins("source") if packages else plugins.built_ins(formats, "Format")
     return {suffix: name for name in reversed(list(names)) for suffix in source_format(name).suffixes}
 
 
 def detect_format(path: Path, forced: str | None = None) -> tuple[str, str]:
-    """Returns the format (`forced`, if given) and the compression ("gz", "zst", "") of a file, by the file name."""
+    """Returns the format and the compression ("gz", "zst" or "") of a file, which the file name determines.
+
+    `forced`: the format to return regardless of the file name.
+    """
     stem, suffix = os.path.splitext(path.name.lower())
     compression = COMPRESSIONS.get(suffix, "")
     if compression:
@@ -173,7 +185,7 @@ def detect_format(path: Path, forced: str | None = None) -> tuple[str, str]:
 
 
 def contents_by_format(files: Sequence[Path], reading: Reading) -> dict[str, str]:
-    """Returns the names of the files' formats, each with what its files contain ("text", "rows" or "records")."""
+    """Returns a mapping from format name to content type ("text", "rows" or "records"), for the formats of `files`."""
     names = {detect_format(path, reading.format)[0] for path in files}
     return {name: source_format(name).holds for name in sorted(names)}
 

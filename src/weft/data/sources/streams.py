@@ -74,7 +74,7 @@ class UnitReader:
         return self.read(size)
 
     def count_to(self, position: int | None, *, complete: bool = True) -> None:
-        """Counts and hashes the bytes from the current file position to `position`, when another library parses them.
+        """Counts and hashes the bytes from the current file position to `position`. Used if another library parses them.
 
         Args:
             position: byte offset in the file; None: the end of the file.
@@ -271,7 +271,7 @@ def skip_reason(first: bytes) -> str:
 
 
 def split_lines(blocks: Iterator[bytes]) -> Iterator[bytes | None]:
-    """Yields bytes objects that contain one or more complete lines with line ends; None for a line over LONGEST bytes.
+    """Yields bytes objects of one or more complete lines with line ends; None in place of a line over LONGEST bytes.
 
     If `blocks` raises Broken, the unfinished line is dropped.
     """
@@ -305,8 +305,8 @@ def too_long() -> Unfit:
 def split_by(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
     """Splits the content at each separator, and yields lists of consecutive pieces.
 
-    If separators overlap, the content is split at the leftmost. None stands for a piece longer than LONGEST. A
-    separator at the end of the content adds no empty piece. If `blocks` raises Broken, the unfinished piece is dropped.
+    If separators overlap, the content is split at the leftmost. None stands for a piece over LONGEST bytes. A separator
+    at the end of the content adds no empty piece. If `blocks` raises Broken, the unfinished piece is dropped.
     """
     reach = len(separator) - 1  # number of bytes at the end of a block that can be the beginning of a separator
     unfinished: list[bytes] = []

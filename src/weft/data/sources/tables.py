@@ -57,7 +57,7 @@ def read(
     reading: Reading,
     tally: Tally,
 ) -> Iterator[Document | Reject]:
-    """Yields the documents of `rows` (`parquet_rows` or `arrow_rows`).
+    """Yields the documents and rejected documents that `rows` (`parquet_rows` or `arrow_rows`) reads from a file.
 
     Raises:
         UserError: the file is compressed or a pipe.

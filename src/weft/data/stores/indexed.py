@@ -149,7 +149,7 @@ def _append(file, digest, array: np.ndarray, dtype: np.dtype) -> None:
 
 
 def map_file(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray:
-    """Maps `count` numbers of a file, from the byte `offset` on, to a read-only array `[count]`."""
+    """Memory-maps the `count` numbers that begin at byte `offset` of a file. Returns a read-only array `[count]`."""
     if count == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     # A plain array: slicing a `memmap` creates another `memmap`, which takes three times as long.
@@ -157,7 +157,7 @@ def map_file(path: Path, dtype: Any, offset: int, count: int) -> np.ndarray:
 
 
 def release_pages(*arrays: np.ndarray | None) -> None:
-    """Frees the memory of the pages that were read from memory maps; other arrays and None are ignored."""
+    """Frees the memory pages of those `arrays` that are memory maps. Other arrays and None are ignored."""
     for array in arrays:
         while array is not None and not isinstance(array, np.memmap):
             array = array.base if isinstance(array, np.ndarray) else None

@@ -18,7 +18,8 @@ class PartialFile(BaseModel):
     """The part of an input file that one shard packed, for a file that is split between shards.
 
     Attributes:
-        before, after: whether earlier or later units of the file are in the previous or the next shard.
+        before: whether the previous shard packed earlier units of the file.
+        after: whether the next shard packed later units of the file.
         digests: digests of the file's units in this shard.
     """
 
@@ -36,7 +37,7 @@ class SourceFile(BaseModel):
         sha256: digest of the file's bytes, or of its units' digests if the file was read in several units.
         documents: number of documents packed from the file.
         rejected: number of rejected documents of the file.
-        skipped: reason for which the file was skipped (such as that it is not text); None if it was read.
+        skipped: reason why the file was skipped (such as "binary"); None if it was read.
         cut: which part of the file this shard packed; None if the shard packed the complete file.
     """
 
@@ -51,22 +52,23 @@ class SourceFile(BaseModel):
 
 
 class StoreInfo(BaseModel):
-    """Content of `store.json`. `documents + sum(rejected.values())` is the number of documents in the sources.
+    """Content of `store.json`.
 
-    The file also contains digests that only `weft data verify` reads: those of `store.json` itself, of the rejected
-    documents and of the duplicates.
+    `documents + sum(rejected.values())` is the number of documents in the sources. Packed
+    preferences are an exception, because each record becomes two documents. The file also contains digests of itself,
+    of `rejects.jsonl` and of `duplicates.jsonl`, which only `weft data verify` reads.
 
     Attributes:
-        kind: content of the documents: plain text, conversations with a loss mask, or preferences, in which a document
-            with the chosen answer alternates with one with the rejected answer.
+        kind: content of the documents: plain text, conversations with a loss mask, or preferences. Preferences are
+            pairs of documents: first the one with the chosen answer, then the one with the rejected answer.
         tokenizer_digest: digest of the tokenizer; None if the store was converted without naming a tokenizer.
         documents, tokens: number of documents and of tokens in the store.
         bytes: UTF-8 size of the documents' text, without end-of-document tokens; None if the bytes were not counted.
         empty_documents: number of packed documents without text.
         blank_lines: number of blank lines in JSON Lines files, which are not documents.
-        rejected: number of rejected documents by reason.
-        skipped_files: number of skipped files by reason.
-        notes: number of changed documents by kind of change, such as truncation.
+        rejected: reason -> number of documents that were rejected or, by an operation such as `filter`, left out.
+        skipped_files: reason -> number of skipped files.
+        notes: what was done to documents (such as "truncated to 512 tokens") -> number of documents.
         bin_sha256, idx_sha256, mask_sha256: digests of `tokens.bin`, `tokens.idx` and `loss_mask.bin`; `mask_sha256` is
             None if the store has no loss mask.
     """
@@ -98,7 +100,7 @@ class StoreInfo(BaseModel):
 
     @property
     def item_documents(self) -> int:
-        """Number of documents per item, which is never split: 2 for preferences (chosen and rejected), else 1."""
+        """Number of documents per item: 2 for preferences (chosen and rejected), else 1. An item is never split."""
         return 2 if self.kind == "preferences" else 1
 
 

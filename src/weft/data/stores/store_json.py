@@ -36,7 +36,7 @@ def to_bytes(content: dict[str, Any]) -> bytes:
 
 
 def content_digest(content: dict[str, Any]) -> str:
-    """Returns the sha256 of all keys except `digest`, as JSON with sorted keys and without spaces."""
+    """Returns the sha256 of `content` without the key `digest`, serialized with sorted keys and without spaces."""
     rest = {key: value for key, value in content.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

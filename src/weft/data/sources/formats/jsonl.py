@@ -33,7 +33,8 @@ class LineReader:
     """Reads lines in pieces of one or more lines. Lines can be pushed back, to be read again.
 
     Attributes:
-        single_until: the values on the lines up to this line number are parsed as single lines.
+        single_until: number of the last line that must be parsed separately from the next line, even if its value is
+            unfinished; 0: no line must.
     """
 
     def __init__(self, blocks: Iterator[bytes]):
@@ -51,7 +52,7 @@ class LineReader:
         return next(((piece, 0) for piece in self._pieces), None)
 
     def push_back(self, piece: bytes | None, at: int = 0) -> None:
-        """Pushes back the lines of a piece from offset `at` on. They are read next."""
+        """Pushes back the lines of `piece` that begin at or after offset `at`. They are read next."""
         if piece is None or at < len(piece):
             self._pushed.append((piece, at))
 
@@ -67,7 +68,7 @@ class LineReader:
 
 
 def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
-    """Returns the lines of a unit; None for a UTF-16 file. The first unit of the file counts the file as skipped."""
+    """Returns a reader of the unit's lines; None for a UTF-16 file, which its first unit counts as skipped."""
     if file.unit.start:
         return None if is_utf16(file.head(2)) else LineReader(file.line_blocks())
     first, blocks = file.content(2) if file.unit.stop is None else peek_blocks(file.line_blocks(), len(BOM))

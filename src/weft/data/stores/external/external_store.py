@@ -17,7 +17,7 @@ class ExternalStore:
 
     Attributes:
         format: name of the format, such as `megatron`.
-        path: file that error messages name.
+        path: file of the store, for error messages.
         tokens: number of tokens; -1 if the number is unknown before the data is read.
         documents: number of documents; None for a stream of tokens without document boundaries.
         largest: the largest id that the dtype can represent.

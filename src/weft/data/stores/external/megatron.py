@@ -51,7 +51,10 @@ def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
 
 
 def find_prefix(path: Path) -> Path:
-    """Returns the common prefix of a `.bin` and an `.idx` file.
+    """Returns the path of a dataset's `.bin` and `.idx` files, without these suffixes.
+
+    Args:
+        path: one of the files, the result itself, or a folder with one pair of these files.
 
     Raises:
         UserError: a folder does not contain exactly one `.idx` file.
@@ -100,7 +103,7 @@ def _count_tokens(index: Path, lengths, offsets, boundaries, itemsize: int) -> i
     for start in range(0, len(boundaries), BLOCK_DOCUMENTS):
         block = np.concatenate([[edge], boundaries[start : start + BLOCK_DOCUMENTS]])
         if (np.diff(block) < 0).any():
-            raise UserError(f"damaged: the document boundaries after number {start:,} decrease; copy it again", index)
+            raise UserError(f"damaged: the document boundaries decrease after boundary {start:,}; copy it again", index)
         edge = int(block[-1])
     if (len(boundaries) and int(boundaries[0]) != 0) or edge != count:
         raise UserError(

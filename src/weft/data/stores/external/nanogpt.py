@@ -40,7 +40,7 @@ def id_dtype(name: str) -> np.dtype:
     """Returns the little-endian integer dtype with this name.
 
     Raises:
-        UserError: the name is not that of an integer dtype.
+        UserError: no integer dtype has this name.
     """
     if name not in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
         raise UserError(f"dtype {name}: not a dtype of token ids; use one of int8 to int64 or uint8 to uint64")

@@ -22,7 +22,9 @@ HEAD = 12
 
 
 def open_pbin(path: Path) -> ExternalStore:
-    """Opens a `.pbin` and reads its index into memory: about 150 bytes per document while reading, then 16.
+    """Opens a `.pbin` and reads its index into memory.
+
+    The index takes about 150 bytes of memory per document while it is read, and 16 bytes afterwards.
 
     Raises:
         UserError: the file is not a `.pbin`, is damaged, or has an index that is not a list of pairs of integers.
@@ -65,14 +67,14 @@ def open_pbin(path: Path) -> ExternalStore:
 
 
 class _PlainValues(pickle.Unpickler):
-    """An unpickler of lists, tuples and numbers. Raises UnpicklingError for names that would be imported or called."""
+    """An unpickler of lists, tuples and numbers. Raises UnpicklingError instead of importing a class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"the name {module}.{name}")
 
 
 def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
-    """Reads a pickled list of pairs of integers, without executing code, as int64 `[pairs, 2]`.
+    """Reads a pickled list of pairs of integers, without executing code. Returns int64 `[pairs, 2]`.
 
     Raises:
         UserError: the pickle is truncated, or its content is not a list of pairs of integers.
@@ -94,10 +96,10 @@ def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
 
 
 def write_pairs(file: BinaryIO, lengths: Iterator[np.ndarray]) -> None:
-    """Writes Modalities' pickled list of (offset, length), in bytes.
+    """Writes the index of a `.pbin`: a pickled list with the (offset, length) of each document, in bytes.
 
-    Each number is a LONG1 of 8 bytes and each pair a TUPLE2. So all pairs have the same size, and the list is written
-    block by block.
+    Each number is pickled as a LONG1 of 8 bytes, and each pair as a TUPLE2. So all pairs have the same size, and the
+    list is written block by block.
 
     Args:
         lengths: blocks of the documents' lengths in bytes, int64.

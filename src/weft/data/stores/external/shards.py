@@ -39,7 +39,7 @@ def open_litdata(path: Path) -> ExternalStore:
         config, chunks = content["config"], content["chunks"]
         formats, compression = config["data_format"], config.get("compression")
         if config.get("encryption") or config.get("compression_level") not in (None, "chunk"):
-            raise UserError("encryption and compression per sample are not supported; write the chunks without", index)
+            raise UserError("encryption and compression per sample are not supported; write the chunks without them", index)
         kind, _, number = formats[0].partition(":")
         tables = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
         if len(formats) != 1 or kind not in tables or int(number) not in tables[kind]:
@@ -108,6 +108,11 @@ def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, 
     """Returns a function that extracts a column's ids from a sample.
 
     A sample begins with the sizes (uint32) of the columns of variable size. The columns follow.
+
+    Args:
+        sizes: size of each column in bytes; None for columns of variable size.
+        number: index of the column that contains the ids.
+        encoding: MDS encoding of this column, such as `ndarray:int32`.
     """
     kind, *details = encoding.split(":")
     if kind not in ("bytes", "ndarray"):
@@ -160,7 +165,7 @@ def _read(path: Path, compression: str | None) -> np.ndarray:
 
 
 def _documents(path: Path, data: np.ndarray, count: int, decode: Decode) -> Documents:
-    """Decodes the samples of a shard. Raises UserError if the shard is damaged."""
+    """Decodes the samples of a shard to documents. Raises UserError if the shard is damaged."""
     try:
         if int(data[:4].view("<u4")[0]) != count:
             raise ValueError("its number of samples differs from the index")

@@ -32,7 +32,8 @@ class Converted:
 
     Attributes:
         documents, tokens: number of documents and of tokens in the output.
-        closed: number of documents to which an end-of-document token was added.
+        closed: number of documents to which an end-of-document token was added; 0 if the input does not record its
+            number of tokens.
         linked: whether the files are hard links to the input, so that nothing was copied.
         mask_lost: whether the input had a loss mask, which the output format does not support.
     """
@@ -58,21 +59,21 @@ def convert(
 ) -> Converted:
     """Writes the documents of a store in another format.
 
-    In the format `weft`, every document ends with an end-of-document token, which is added where it is missing. Other
-    formats do not change the ids.
+    Conversion to `weft` adds an end-of-document token to each document that does not end with it. Other conversions do
+    not change the ids.
 
     Args:
         path: path of the input store.
         source: the same store, opened by `open_external_store`.
         output: settings; `output.path` is a folder (weft), the prefix of two files (megatron), or a file (nanogpt,
-            pbin). Existing files are replaced only if they have the format `to`.
+            pbin). Existing files are replaced only with `output.overwrite`, and only if they have the format `to`.
         to: output format: `weft`, `megatron`, `nanogpt` or `pbin`.
         vocabulary: required for `weft`; if its size is known, every id is checked against the size.
         recut: whether to ignore the input's document boundaries and split its tokens after each end-of-document token.
 
     Raises:
         UserError: an id is outside the vocabulary (the message names the document), the vocabulary is incomplete, or
-            the output path contains something else.
+            `output.path` exists and must not be replaced.
     """
     out, split = output.path, recut or source.documents is None
     info = TokenStore(path).info if source.format == "weft" else None
@@ -133,7 +134,12 @@ def _documents(
 
 
 def _check_ids(source: ExternalStore, ids: np.ndarray, lengths: np.ndarray, number: int, size: int | None) -> None:
-    """Raises UserError if an id of a block is not in the vocabulary. `number` is that of the block's first document."""
+    """Raises UserError if a block of documents contains an id outside the vocabulary.
+
+    Args:
+        number: index of the block's first document in the store, for the message.
+        size: size of the vocabulary; None if unknown.
+    """
     for start in range(0, len(ids), BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]
         lowest = int(block.min()) if block.dtype.kind == "i" else 0
@@ -169,7 +175,7 @@ def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documen
 
 
 def _split_stream(source: ExternalStore, eod_id: int | None) -> Iterator[Documents]:
-    """Splits a stream into documents after each `eod_id`. If `eod_id` is None, the stream is one document."""
+    """Splits a stream of ids into documents after each `eod_id`. If `eod_id` is None, the stream is one document."""
     waiting: list[np.ndarray] = []
     for ids, _ in source.blocks():
         ends = np.flatnonzero(ids == eod_id) + 1 if eod_id is not None else np.zeros(0, np.int64)
@@ -235,7 +241,10 @@ def _to_weft(
 
 
 def _link(source: ExternalStore, folder: Path) -> bool:
-    """Hard-links both files of a Megatron dataset, or copies them if that fails. Returns whether both were linked."""
+    """Hard-links both files of a Megatron dataset into `folder`; copies a file that cannot be linked.
+
+    Returns whether both files were linked.
+    """
     linked = True
     for end in (".bin", ".idx"):
         try:
@@ -283,7 +292,7 @@ def _write_ids(
 
     Args:
         tool: name of the tool that defines the format, for messages.
-        origin: file that messages name.
+        origin: file of the input store, for messages.
         lengths_file: file for the lengths, int64; None if they are not needed.
 
     Returns:

@@ -34,8 +34,8 @@ def dedup(
 ) -> WrittenStore:
     """Writes a store without duplicates, and `duplicates.jsonl`, which lists them.
 
-    A line of `duplicates.jsonl` has the removed `document`, the kept document that it is a `duplicate_of`, and their
-    `similarity`.
+    Each line of `duplicates.jsonl` has the keys `document` (index of the removed document in the input store),
+    `duplicate_of` (index of the document that is kept instead), and `similarity` (of the two documents).
 
     Args:
         near: whether to remove near duplicates too (`NearDuplicates`), not only documents with the same ids.
@@ -43,8 +43,8 @@ def dedup(
         ngram: number of tokens per n-gram, for near duplicates.
 
     Raises:
-        UserError: `path` is not a store, the output path contains something else, a number is out of range, or rensa is
-            not installed (for `near`).
+        UserError: `path` is not a store, `output.path` exists and must not be replaced, `threshold` or `ngram` is out of
+            range, or rensa is not installed (for `near`).
     """
     store = open_items(path)
     if near:
@@ -69,7 +69,7 @@ def dedup(
 
 
 def _find_exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Console) -> Similarity:
-    """Sets `first_of[i]` to the first item with the same ids as item `i`, for all items.
+    """Sets `first_of[i]` to the index of the first item with the same ids as item `i`, for all items.
 
     Returns:
         A function that returns the similarity of pairs, which is always 1.

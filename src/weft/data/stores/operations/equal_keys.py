@@ -13,8 +13,8 @@ BUCKET_ITEMS = 1 << 22  # maximum items sorted at a time: about 300 MB
 class Groups:
     """Finds the items whose keys occur more than once.
 
-    Keys are written to temporary files by their highest bits. So equal keys are in the same file, and every file is
-    small enough to be sorted in memory.
+    The highest bits of a key determine the temporary file to which the key is written. So equal keys are in the same
+    file, and every file is small enough to be sorted in memory.
 
     Args:
         folder: folder of the temporary files.
@@ -30,7 +30,7 @@ class Groups:
         self.files = [open(path, "wb") for path in self.paths]  # noqa: SIM115 (closed by equal)
 
     def add(self, keys: np.ndarray, first: int) -> None:
-        """Adds the keys `[items, columns]` of the items with the numbers `first`, `first + 1`, ..."""
+        """Adds the keys `[items, columns]` of the items with the indices `first`, `first + 1`, ..."""
         records = np.empty(len(keys), self.record)
         records["key"], records["number"] = keys, np.arange(first, first + len(keys))
         if self.bits == 0:
@@ -43,9 +43,9 @@ class Groups:
             file.write(records[start:end].data)
 
     def equal(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the items whose key occurs more than once, as item numbers and group numbers, both int64 `[items]`.
+        """Yields the items whose key occurs more than once: their indices and their group numbers, both int64 `[items]`.
 
-        The items of a group have equal keys; they are adjacent, with ascending numbers. A group is never split between
+        The items of a group have equal keys; they are adjacent, with ascending indices. A group is never split between
         two yielded arrays.
         """
         for file, path in zip(self.files, self.paths, strict=True):

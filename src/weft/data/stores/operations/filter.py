@@ -79,7 +79,10 @@ def filter_store(
 
 
 def _apply(predicate: Predicate, block: Block, candidates: np.ndarray) -> np.ndarray:
-    """Tests the documents for which `candidates` is true. Returns a bool array `[documents]`: False for failed ones."""
+    """Applies `predicate` to the documents for which `candidates` is true.
+
+    Returns a bool array `[documents]`, which is False for each document that the predicate rejects.
+    """
     passed = np.ones(len(block.lengths), bool)
     for number, ids in enumerate(block.documents()):
         if candidates[number]:
@@ -92,7 +95,7 @@ def _load(function: str, digest: str | None, tokenizer: str | Path | None) -> Pr
 
     Args:
         digest: digest of the store's tokenizer, which `tokenizer` must have.
-        tokenizer: tokenizer that decodes documents for a function of `text`.
+        tokenizer: tokenizer that decodes documents for a function whose argument is named `text`.
     """
     module, _, name = function.partition(":")
     if not module or not name:

@@ -1,7 +1,8 @@
 """Finds near duplicates with MinHash and locality-sensitive hashing.
 
 Broder, "On the resemblance and containment of documents", 1997; banding as in Leskovec, Rajaraman & Ullman, "Mining of
-Massive Datasets", chapter 3. rensa computes the signatures. Tables are files, so memory does not grow with the store.
+Massive Datasets", chapter 3. rensa computes the signatures. Signatures and hash tables are kept in files, so memory does
+not grow with the store.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ CANDIDATES = 1 << 15  # pairs of signatures compared at a time: 32 MB
 class NearDuplicates:
     """Finds documents whose sets of token n-grams have an estimated Jaccard similarity of at least `threshold`.
 
-    A signature is 128 numbers, divided into bands. Two documents are linked if their signatures agree in one band and
-    in at least the fraction `threshold` of all numbers (standard error of the estimate: 0.035 at 0.8). Clusters are
-    the connected components of these links.
+    A document's signature is 128 numbers, divided into bands. Two documents are linked if their signatures agree in all
+    numbers of one band, and in at least the fraction `threshold` of all 128 numbers (standard error of the estimate:
+    0.035 at 0.8). Clusters are the connected components of these links.
 
     Args:
         work: an empty folder for temporary files, 700 bytes per document.
@@ -75,7 +76,7 @@ class NearDuplicates:
         return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(_rensa().ALGORITHM_VERSION)}
 
     def find(self, first_of: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """Sets `first_of[i]` (int64 `[items]`) to the first item of the cluster of item `i`, for all items.
+        """Sets `first_of[i]` (int64 `[items]`) to the index of the first item in the cluster of item `i`, for all items.
 
         Returns:
             The method `similarity`.
@@ -130,9 +131,12 @@ class NearDuplicates:
         self.keys[:, first : first + len(rows)] = keys.T
 
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
-        """Links the items of each group that are similar to the group's first item.
+        """Links each item of a group to the group's first item, if the two are similar.
 
-        Repeats this with the items that are not linked, up to `LEADERS` times.
+        Repeats this with the remaining items of each group, up to `LEADERS` times.
+
+        Args:
+            numbers, group: items and their groups, as yielded by `Groups.equal`.
         """
         for _ in range(LEADERS):
             starts = np.concatenate([[True], group[1:] != group[:-1]])
@@ -160,7 +164,10 @@ def _rensa() -> Any:
 
 
 def rows_per_band(threshold: float) -> int:
-    """Returns the highest number of rows per band at which 99% of pairs with similarity `threshold` agree in a band."""
+    """Returns the number of rows (numbers of a signature) per band, at most 16.
+
+    It is the highest number with which 99% of the pairs with similarity `threshold` agree in at least one band.
+    """
     for rows in range(16, 1, -1):
         if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.99:
             return rows
@@ -168,14 +175,14 @@ def rows_per_band(threshold: float) -> int:
 
 
 def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes the n-grams of each item of a block, without the item's last id.
+    """Hashes the n-grams of token ids of each item in a block. The last id of an item (end of document) is left out.
 
     Args:
         step: number of documents per item.
-        table: a random uint64 number for each id.
+        table: a random uint64 number for each token id.
 
     Returns:
-        The concatenated hashes of all items (uint64), and the end of each item's hashes.
+        The concatenated hashes of all items (uint64), and the position in this array at which each item's hashes end.
     """
     lengths = block.lengths.reshape(-1, step).sum(1)
     tokens, sizes = block.tokens, np.minimum(lengths - 1, LONGEST)
@@ -201,7 +208,7 @@ def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np
 
 
 def _hash_ngrams(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
-    """Returns the hashes of the n-grams that begin at the `HASHED` tokens from `start` on.
+    """Returns the hashes of the n-grams that begin at the tokens `start` to `start + HASHED - 1`.
 
     N-grams that extend beyond the last token are padded with zeros.
     """

@@ -43,7 +43,7 @@ class Output:
 
 @dataclass(frozen=True)
 class WrittenStore:
-    """The store that an operation created. `seconds` is the duration, or None if the store existed already."""
+    """The store that an operation created. `seconds` is the operation's duration; None if the store existed already."""
 
     path: Path
     info: StoreInfo
@@ -51,7 +51,7 @@ class WrittenStore:
 
 
 def provenance(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
-    """Returns `made_from` of `store.json`: the operation, its arguments and the digests of the input store."""
+    """Returns the value of `made_from` in `store.json`: the operation, its arguments, and digests of the input store."""
     info = store.info
     digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
     return {"operation": operation, "input": digests, **arguments}
@@ -85,7 +85,7 @@ class StoreWriter:
             self.left_out[reason] += left
 
     def finish(self) -> StoreInfo:
-        """Writes the index. Returns the content of `store.json`, which it does not write."""
+        """Writes `tokens.idx`. Returns the content of `store.json`, which the caller writes."""
         writer, old = self.writer, self.source.info
         assert writer.documents + self.left_out.total() == old.documents, (
             "the numbers of written and removed documents do not add up"
@@ -118,7 +118,12 @@ def make_store(
     *,
     reusable: bool = True,
 ) -> WrittenStore:
-    """Creates one store from the store `source`; the arguments are those of `make_stores`."""
+    """Creates one store at `output.path` from the store `source` (see `make_stores`).
+
+    Args:
+        made_from: the new store's `provenance`.
+        fill: function that adds documents to the writer.
+    """
     outs = [(output.path, made_from)]
     return make_stores(source, output, outs, lambda writers: fill(writers[0]), reusable=reusable)[0]
 
@@ -133,7 +138,8 @@ def make_stores(
 ) -> list[WrittenStore]:
     """Creates stores from the store `source`.
 
-    The stores are renamed to their final names after all of them are on disk. If the creation fails, no store appears.
+    The stores are written to hidden folders, which are renamed when all stores are complete. So if `fill` or writing
+    fails, no store appears.
 
     Args:
         output: settings; `output.path` is not used.
@@ -142,7 +148,7 @@ def make_stores(
         reusable: whether an existing store with the same provenance is up to date.
 
     Raises:
-        UserError: something else exists at an output path, a store would be empty, or the disk is full.
+        UserError: an output path exists and must not be replaced, a store would be empty, or the disk is full.
     """
     tokenizer, overwrite = output.tokenizer, output.overwrite
     for number, (out, _) in enumerate(outs):

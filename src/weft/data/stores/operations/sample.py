@@ -31,7 +31,7 @@ def sample(
 
     Raises:
         UserError: `path` is not a store or has fewer documents, `documents` and `fraction` are both set or both None,
-            or the output path contains something else.
+            or `output.path` exists and must not be replaced.
     """
     store = open_items(path)
     step = store.info.item_documents
@@ -43,7 +43,11 @@ def sample(
     wanted = round(fraction * items) if fraction is not None else documents
     assert wanted is not None
     if not 0 < wanted <= items:
-        raise UserError(f"cannot draw {wanted:,} of {items:,}; choose a number from 1 to {items:,}", path)
+        raise UserError(
+            f"cannot draw {wanted:,} {'preference pairs' if step > 1 else 'documents'}: the store has {items:,}; "
+            f"choose a number from 1 to {items:,}",
+            path,
+        )
     order = Permutation(items, seed)
 
     def fill(writer: StoreWriter) -> None:

@@ -19,7 +19,7 @@ class Block:
     """A block of documents.
 
     Attributes:
-        first: number of the first document; -1 if the documents are not consecutive in the store.
+        first: index of the first document in the store; -1 if the documents are not consecutive in the store.
         lengths: number of tokens of each document `[documents]`.
         tokens: concatenated ids `[tokens]`.
         mask: loss mask, uint8 `[tokens]`; None if the store has no mask.

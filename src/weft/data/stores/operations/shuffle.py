@@ -26,7 +26,7 @@ def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> WrittenStore:
         seed: seed of the permutation.
 
     Raises:
-        UserError: `path` is not a store, or the output path contains something else.
+        UserError: `path` is not a store, or `output.path` exists and must not be replaced.
     """
     store = open_items(path)
     step = store.info.item_documents
@@ -48,10 +48,11 @@ def shuffle(path: str | Path, output: Output, *, seed: int = 0) -> WrittenStore:
 
 
 def _read_documents(store: TokenStore, files: list[BinaryIO], numbers: np.ndarray) -> Iterator[Block]:
-    """Yields the documents `numbers` of a store, in the order of `numbers`, in blocks.
+    """Yields blocks of a store's documents, in the order of `numbers`.
 
     Args:
-        files: the store's file of tokens and, if the store has a loss mask, its file of the mask.
+        files: `tokens.bin` and, if the store has a loss mask, `loss_mask.bin`, opened without buffering.
+        numbers: indices of the documents in the store.
     """
     lengths = np.asarray(store.lengths[numbers], np.int64)
     starts = np.asarray(store.offsets[numbers]) // store.tokens.dtype.itemsize

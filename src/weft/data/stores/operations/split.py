@@ -18,7 +18,7 @@ def split(
 ) -> list[WrittenStore]:
     """Splits a store into several stores. Assigns each document to a split by a keyed hash of its ids.
 
-    The assignment depends only on the document and the seed. So a document is in the same split if the store grows, and
+    The assignment depends only on the document and the seed. So a document stays in its split when the store grows, and
     copies of a document are in the same split. The sizes of the splits are close to the fractions, but not exact.
 
     Args:
@@ -28,7 +28,8 @@ def split(
         seed: key of the hash.
 
     Raises:
-        UserError: `path` is not a store, the fractions do not sum to 1, or a folder in `outs` contains something else.
+        UserError: `path` is not a store, the fractions do not sum to 1, or a path in `outs` exists and must not be
+            replaced.
     """
     if len(outs) != len(fractions) or len(set(outs)) != len(outs) or len(outs) < 2:
         raise UserError(f"{len(fractions)} fractions for {len(outs)} folders; set a different --out for each fraction")

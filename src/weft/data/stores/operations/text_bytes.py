@@ -14,7 +14,7 @@ from weft.headers import tokenizer_file
 
 
 class TextBytes:
-    """Counts the UTF-8 bytes of documents.
+    """Counts the UTF-8 bytes of the text of documents, which are given as token ids.
 
     For byte-level tokenizers it uses a table of bytes per token; for other tokenizers it decodes the documents.
 
@@ -22,7 +22,7 @@ class TextBytes:
         digest: digest of the store's tokenizer, which `tokenizer` must have; None to skip the check.
 
     Raises:
-        UserError: the tokenizer does not exist, or is not that of the store.
+        UserError: the tokenizer does not exist, or is not the store's tokenizer.
     """
 
     def __init__(self, tokenizer: str | Path, digest: str | None, vocab_size: int):
@@ -43,7 +43,7 @@ class TextBytes:
 
 
 def open_tokenizer(path: str | Path, digest: str | None) -> Tokenizer:
-    """Loads a tokenizer, and checks that its digest is `digest`, that of the store's tokenizer (None: no check).
+    """Loads a tokenizer, and checks that it is the store's tokenizer, which has the digest `digest` (None: no check).
 
     Raises:
         UserError: the tokenizer does not exist, or has another digest.

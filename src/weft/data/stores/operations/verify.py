@@ -25,7 +25,7 @@ class Problems(list[str]):
     """A list of a store's problems, one line each (`file: problem`); empty if the store has no problem.
 
     Attributes:
-        unchecked: what could not be checked, one line each, because older stores have fewer digests.
+        unchecked: what could not be checked because the store is old and lacks digests, one line each.
     """
 
     def __init__(self, lines: Iterable[str] = (), unchecked: Iterable[str] = ()):
@@ -110,7 +110,7 @@ class _Verification:
         return self.problems
 
     def _check_other_files(self, stored: dict[str, Any]) -> None:
-        """Compares the files of rejected documents and of duplicates with their digests in `store.json`."""
+        """Compares `rejects.jsonl` and `duplicates.jsonl` with their digests in `store.json`."""
         if "rejects_sha256" not in stored:
             return
         for key, name in FILE_DIGESTS.items():
@@ -177,9 +177,9 @@ class _Verification:
                 "its offset is not the end of the previous document", start, store.offsets[block] != begins
             )
             numbers = np.arange(start, block.stop)
-            self._add_documents("its boundary is not its document number", start, boundaries[block] != numbers)
+            self._add_documents("its boundary in the index is not its number", start, boundaries[block] != numbers)
             offset = int(ends[-1])
-        self._add_documents("its boundary is not its document number", count, boundaries[count:] != count)
+        self._add_documents("its boundary in the index is not its number", count, boundaries[count:] != count)
         with open(path, "rb") as file:
             self._compare("tokens.idx", hashlib.file_digest(file, "sha256").hexdigest(), store.info.idx_sha256)
         release_pages(store.lengths, store.offsets, boundaries)
@@ -202,10 +202,12 @@ class _Verification:
             self.places.setdefault(("tokens.bin", kind), []).extend(f"document {first + n:,} {kind}" for n in is_open)
 
     def _add_tokens(self, file, kind, first, lengths, positions, values=None) -> None:
-        """Adds a problem of several tokens.
+        """Adds a problem that several tokens of a block have.
 
         Args:
-            first: number of the block's first document.
+            file: name of the file with the problem.
+            kind: the problem, as the end of a message.
+            first: index of the block's first document in the store.
             lengths: number of tokens of each document of the block.
             positions: positions of the tokens in the block.
             values: the block's ids, to be named in the message.
