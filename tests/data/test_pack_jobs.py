@@ -285,7 +285,9 @@ def test_a_document_at_which_workers_die_is_named(tmp_path, tiny_tokenizer):
     texts = [f"document {number} " * 20 for number in range(60)]
     texts[47] = f"KILL {tmp_path}/mark"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    with pytest.raises(UserError, match=r"in.jsonl:48: a worker was killed by signal 9.*this document; this happened twice"):
+    with pytest.raises(
+        UserError, match=r"in.jsonl:48: a worker was killed by signal 9.*this document; this happened twice"
+    ):
         pack([path], tmp_path / "s", FailingEncoder(tiny_tokenizer), workers=2, range_bytes=RANGE)
     texts[47] += " KILL"
     path.write_text("".join(json.dumps({"text": text.replace("KILL", "kill")}) + "\n" for text in texts))

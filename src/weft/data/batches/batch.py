@@ -19,9 +19,10 @@ class Batch:
         labels: ids of the tokens to predict, int64 `[batch, seq]`.
         positions: position of each token in its document or sequence, int64 `[batch, seq]`.
         weight: weight of each label in the loss, float32 `[batch, seq]`; 0 for labels without loss and for padding.
-        segments: number of each token's document, int64 `[batch, seq]`; None if attention is not limited to documents.
-        samples: sample number of each sequence, counted over all epochs, int64 `[batch]`; -1 for padding. The sequences
-            of one sample are adjacent.
+        segments: index of each token's document in its sequence, int64 `[batch, seq]`; None if attention is not limited
+            to documents.
+        samples: number of the sample of each sequence, counted over all epochs, int64 `[batch]`; -1 for padding. The
+            sequences of one sample are adjacent.
         extra: values of the fields that the objective declares, each `[batch, ...]`.
         layout: the declared fields, and the number of sequences per sample.
         share: fraction of each sequence's tokens on this rank: 1, or 1 / cp with context parallelism.

@@ -17,8 +17,8 @@ class Field:
     """An extra field of a batch, such as a reward, an image or reference log-probabilities.
 
     Attributes:
-        seq_dim: dimension of a sequence's value that has one entry per token; None if no dimension has. The batch
-            dimension is not counted.
+        seq_dim: index of the dimension with one entry per token, in the value of one sequence (without the batch
+            dimension); None if there is no such dimension.
         dtype: name of the tensor's dtype in NumPy.
     """
 
@@ -30,7 +30,7 @@ class Field:
 
         Args:
             seq: number of tokens of the sample.
-            lead: dimensions before those of a sequence (`Layout.lead`).
+            lead: the leading dimensions of a sample's arrays (`Layout.lead`).
 
         Raises:
             ValueError: the value's shape or dtype does not match the declaration.
@@ -54,7 +54,7 @@ class Layout:
         fields: extra fields by name.
         sequences: number of sequences per sample: 2 for a pair, more for a group. The sequences are adjacent in a batch
             and never separated.
-        vocab_size: size of the vocabulary, below which all ids must be; None if unknown.
+        vocab_size: size of the vocabulary; None if unknown. All ids must be less than the size.
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Layout:
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The dimensions of a sample before those of a sequence: none, or the number of sequences."""
+        """The leading dimensions of a sample's arrays: `(sequences,)`, or `()` if a sample is one sequence."""
         return (self.sequences,) if self.sequences > 1 else ()
 
 

@@ -28,7 +28,7 @@ class BatchSource:
             samples than other ranks gets padding.
         seed: seed of the default order, which shuffles each epoch; None keeps the dataset's order.
         order: maps sample numbers to indices of the dataset.
-        length_warmup: sequence lengths of early steps, whose sequences are split.
+        length_warmup: schedule of shorter sequences in early steps; None: no step has shorter sequences.
         layout: contents of a sample.
     """
 
@@ -61,7 +61,7 @@ class BatchSource:
         return self.samples(step)[self.rank * self.samples_per_rank : (self.rank + 1) * self.samples_per_rank]
 
     def read(self, step: int) -> np.ndarray:
-        """Returns the sample numbers that this rank reads. A rank without samples reads one sample, as padding."""
+        """Returns the sample numbers that this rank reads for a step. A rank without samples reads one, as padding."""
         mine = self.rank_samples(step)
         return mine if len(mine) else self.samples(step)[:1]
 

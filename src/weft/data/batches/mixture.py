@@ -1,4 +1,7 @@
-"""Concatenates the datasets of a mixture, and maps the samples of a run to them. `weft.mixing` computes the shares."""
+"""Concatenates the datasets of a mixture, and maps each sample of a run to a sample of a dataset.
+
+`weft.mixing` computes the shares of the datasets.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class ConcatDataset:
         return {key: array[0] for key, array in self.read(np.array([index])).items()}
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns samples and their extra fields, stacked `[n, seq]` or `[n, sequences, seq]`.
+        """Returns the samples at `indices` with their extra fields, stacked `[n, seq]` or `[n, sequences, seq]`.
 
         If only some datasets have `segments`, each sequence of the other datasets is treated as one document.
 
@@ -62,7 +65,7 @@ class ConcatDataset:
         return result
 
     def sources(self, indices: np.ndarray) -> list[str]:
-        """Returns the names of the datasets that contain the samples `indices`, in the order of the datasets."""
+        """Returns the distinct names of the datasets that contain the samples at `indices`, sorted as in `names`."""
         return [self.names[source] for source in np.unique(self._sources_of(indices))]
 
     def where(self, index: int) -> str:
@@ -79,10 +82,10 @@ class ConcatDataset:
 class MixtureOrder:
     """The order of a mixture: maps each sample of a run to a sample of a `ConcatDataset`.
 
-    The phase of a block gives the number of samples of each source in the block (`Phase`). The samples of a source are
-    spread evenly over the block, each at a random position in its own interval. So shares are exact in each block, and
-    nearly exact in any short range of samples. The `k`-th sample of a source in the run is the `k`-th sample of that
-    source's shuffled epochs, independent of other sources.
+    The samples of a run are divided into blocks. Each block contains a fixed number of samples of each source (set by
+    the `Phase` of the block). The samples of a source are spread evenly over the block, each at a random position in
+    its own interval. So shares are exact in each block, and nearly exact in any short range of samples. The `k`-th
+    sample of a source in the run is the `k`-th sample of that source's shuffled epochs, independent of other sources.
 
     Args:
         dataset: the sources of the mixture.
@@ -109,7 +112,7 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample, and the sample's number among the source's samples in the run, both `[n]`.
+        """Returns, both `[n]`, each sample's source, and how many samples of this source precede the sample in the run.
 
         Raises:
             UserError: a sample lies beyond the last phase, because the sources are exhausted.
@@ -132,7 +135,7 @@ class MixtureOrder:
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each slot of a block, and the slot's number among that source's slots in the block."""
+        """Returns the source of each slot of a block, and how many earlier slots of the block have this source."""
         first = phase.start + block * phase.block
         if first not in self._blocks:
             if len(self._blocks) >= 4:
@@ -151,7 +154,7 @@ def interleave(counts: Sequence[int], *key: int) -> tuple[np.ndarray, np.ndarray
         key: seed of the random positions.
 
     Returns:
-        For each slot of the block, its source, and which item of that source it contains (0, 1, 2, ... in order); both
+        The source of each slot of the block, and the index of the slot's item among the items of this source; both
         int64 `[sum(counts)]`.
     """
     sources = np.repeat(np.arange(len(counts)), counts)

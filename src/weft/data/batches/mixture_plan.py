@@ -21,8 +21,8 @@ class MixturePlan:
         names: names of the sources.
         sizes: number of sequences in each source.
         length: number of tokens per sequence.
-        stages: for each stage that the run reaches, the number of the stage's first sample, and the number of samples
-            of each source.
+        stages: one entry for each stage that the run reaches: the index in the run of the stage's first sample, and the
+            number of samples of each source in the stage.
         block: number of sequences in a block, within which shares are exact; None if the sources are read as one
             dataset.
     """

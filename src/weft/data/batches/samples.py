@@ -52,9 +52,9 @@ def collate(
     """Reads samples, and stacks them to a batch of `batch_size` samples. Missing samples are padding.
 
     Args:
-        indices: indices of the dataset.
-        samples: number of each sample, counted over all epochs.
-        real: number of samples that are trained on; samples from this position on have weight 0.
+        indices: indices of the samples in the dataset.
+        samples: number of each sample in the run, counted over all epochs.
+        real: number of samples that are trained on. All samples after the first `real` samples get weight 0.
 
     Raises:
         UserError: a sample is invalid; the message names its index.
@@ -98,7 +98,7 @@ def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) 
 
 
 def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarray) -> None:
-    """Raises UserError if the arrays of two samples have different shapes. The message begins with `subject`."""
+    """Raises UserError if the arrays `key` of two samples have different shapes. The message begins with `subject`."""
     if array.shape == other.shape:
         return
     if key == "tokens":

@@ -40,8 +40,8 @@ def prefetch(source: Source, start: int, stop: int, workers: int) -> Iterator[Ba
     """Yields the batches of steps `start` to `stop - 1` in order, read by `workers` processes.
 
     Raises:
-        UserError: reading a batch raised a UserError, or a worker was killed; the message then names the signal and the
-            samples that the worker was reading.
+        UserError: reading a batch raised a UserError, or a worker died. If a worker died, the message names the signal
+            or exit code, and the samples that the worker was reading.
     """
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:  # the first batch would never arrive
         raise UserError(
@@ -169,7 +169,7 @@ def _initialize_worker(worker: int) -> None:
 
 
 def _exit_at_sigterm(trainer: int) -> None:
-    """Waits for a SIGTERM from the trainer, and exits. The trainer stops a worker that hangs in this way."""
+    """Exits when the trainer sends SIGTERM, by which it stops workers that hang. Ignores SIGTERM of other processes."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)

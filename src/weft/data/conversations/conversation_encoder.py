@@ -245,8 +245,8 @@ class ConversationEncoder:
         """Applies `max_tokens` and `overlong` to the documents in `encoded`.
 
         Args:
-            lines: line number of each record in its file.
-            sizes: size of each document's text in bytes.
+            lines: line number in the unit of each record in `encoded`.
+            sizes: number of bytes of each document's text.
 
         Returns:
             The sizes of the remaining documents.
@@ -286,12 +286,14 @@ class ConversationEncoder:
 
 
 def _find_start(base: str, before: str, text: str) -> int | None:
-    """Returns the start of an answer whose header is only partly in the text, or None if no line of the header is.
+    """Returns the position in `text` of an answer, after the lines of the answer's header that `text` contains.
 
-    Some templates end the header with the beginning of the reasoning, which is missing in answers without reasoning.
+    Returns None if `text` contains no line of the header. Some templates end the header with the beginning of the
+    reasoning, which is missing in answers without reasoning. So `text` can contain the header in part.
 
     Args:
-        base, before: rendered messages before the answer, without and with the answer's header.
+        base: rendered messages before the answer.
+        before: rendered messages before the answer, and the complete header of an answer.
         text: rendered conversation.
     """
     if not (text.startswith(base) and before.startswith(base)):

@@ -61,7 +61,7 @@ class RecordLayout:
 
     Attributes:
         name: name of the layout, a key of `LAYOUTS`.
-        keys: key in the records of each field of the layout.
+        keys: field of the layout -> key in the records.
     """
 
     name: str
@@ -192,7 +192,11 @@ def read_record(record: Record, layout: RecordLayout) -> list[Conversation]:
 
 
 def _learned(messages: list[dict], start: int) -> tuple[int, ...]:
-    """Returns the indices of the assistant messages from `start` on whose weight (as in OpenAI's format) is not 0."""
+    """Returns the indices of the assistant messages to train on.
+
+    These are the assistant messages at index `start` or later, without messages whose `weight` is 0 (as in OpenAI's
+    format). Raises Unfit if there is none.
+    """
     answers = [i for i in range(start, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
         raise Unfit("no assistant message" if start == 0 else "no assistant message after the prompt")

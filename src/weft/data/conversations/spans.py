@@ -104,13 +104,14 @@ class SpanEncoder:
 
 
 def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) -> int | None:
-    """Returns the index of a character's token, or of the next character's token if the tokenizer drops the character.
+    """Returns the index of a character's token. If the tokenizer drops the character, searches the next characters.
 
     Transformers behaves differently: it ignores the rest of the conversation if a span begins with a dropped character,
     and marks everything up to the end of the text if a span ends with a dropped character or in the first token.
 
     Args:
-        stop: position at which the search ends; the result is None if it is reached.
+        character: position of the character in the text.
+        stop: position at which the search ends. Returns None if the search reaches it.
         step: direction of the search, 1 or -1.
     """
     while character != stop:

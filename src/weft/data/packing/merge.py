@@ -29,7 +29,7 @@ MUST_MATCH = {  # field of StoreInfo -> what a store with a different value has
 def merge(
     inputs: Sequence[str | Path], out: str | Path, *, overwrite: bool = False, console: Console | None = None
 ) -> StoreInfo:
-    """Concatenates stores in the given order. Merging all shards of a pack gives the same bytes as a pack without shards.
+    """Concatenates stores in the given order. Merging all shards of a pack gives the bytes of a pack without shards.
 
     Raises:
         UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, or `out` exists.

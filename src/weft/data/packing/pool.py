@@ -239,9 +239,13 @@ class LocalPool(Pool):
             return
         if worker.at is not None:
             remedy = "remove the document, or use fewer --workers"
-            failure = DocumentFailure(*worker.at, f"a worker {how} while it encoded this document; this happened twice; {remedy}")
+            failure = DocumentFailure(
+                *worker.at, f"a worker {how} while it encoded this document; this happened twice; {remedy}"
+            )
         else:
-            failure = UserError(f"a worker {how} while it read this input; this happened twice; use fewer --workers", str(part))
+            failure = UserError(
+                f"a worker {how} while it read this input; this happened twice; use fewer --workers", str(part)
+            )
         outcomes.append((part.index, failure))
         self._replace(worker)
 
@@ -292,7 +296,7 @@ def serve(handle: int, parent: int) -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """Returns an error that can be pickled: `error` or, if its type is unexpected, a RuntimeError with its traceback."""
+    """Returns an error that can be pickled: `error`, or a RuntimeError with its traceback if its type is unexpected."""
     if isinstance(error, DocumentFailure | WriteFailure | UserError):
         return error
     return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error)))

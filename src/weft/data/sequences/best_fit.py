@@ -22,16 +22,16 @@ _Pattern = tuple["_Pattern | None", int, int]
 class Patterns:
     """Packed sequences, grouped by pattern. Sequences of one pattern contain the same number of items of each size.
 
-    A pattern has one entry for each size of item. The `b`-th sequence of pattern `p` contains, for each entry `t` in
-    `offsets[p] .. offsets[p + 1] - 1`, the items `firsts[t] + b * repeats[t]` to
-    `firsts[t] + (b + 1) * repeats[t] - 1` of size `sizes[t]`.
+    A pattern has one entry for each item size that occurs in it. The entries of pattern `p` are
+    `offsets[p] .. offsets[p + 1] - 1`. For each of these entries `t`, the `b`-th sequence of the pattern contains the
+    items `firsts[t] + b * repeats[t]` to `firsts[t] + (b + 1) * repeats[t] - 1` of size `sizes[t]`.
 
     Attributes:
         bins: number of sequences of each pattern, int64 `[patterns]`.
-        offsets: number of the first entry of each pattern, int64 `[patterns + 1]`.
+        offsets: index of the first entry of each pattern, and finally the number of entries, int64 `[patterns + 1]`.
         sizes: item size of each entry, int64 `[entries]`; descending within a pattern.
         repeats: number of items of that size per sequence, int64 `[entries]`.
-        firsts: number of the entry's first item among the items of that size, int64 `[entries]`.
+        firsts: index of the entry's first item among the items of that size, int64 `[entries]`.
     """
 
     bins: np.ndarray
@@ -93,7 +93,12 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
 
 
 def _number_items(patterns: list[tuple[_Pattern, int]], sizes: int) -> Patterns:
-    """Converts linked lists to `Patterns`. The items of each size are numbered in the order of the patterns."""
+    """Converts linked lists to `Patterns`. The items of each size are numbered in the order of the patterns.
+
+    Args:
+        patterns: the linked list of each pattern, and the number of its sequences.
+        sizes: largest item size + 1.
+    """
     offsets, entries, used = [0], [], [0] * sizes
     for pattern, bins in patterns:
         reverse = []

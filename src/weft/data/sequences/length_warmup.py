@@ -21,12 +21,12 @@ class LengthWarmup:
         steps: number of steps of the warm-up. Step `steps` (counted from 0) is the first one with full sequences.
 
     Attributes:
-        stages: ascending lengths, of which each divides the next; the last is `sequence_length`. If that is a power of
-            two, each length is twice the previous length.
+        stages: ascending lengths; each length divides the next, and the last is `sequence_length`. If `sequence_length`
+            is a power of two, each length is twice the previous length.
 
     Raises:
-        UserError: `start` or `steps` is out of range, or there is no length from `start` to `sequence_length` that
-            divides `sequence_length`.
+        UserError: `start` or `steps` is out of range, or no length from `start` to `sequence_length - 1` divides
+            `sequence_length`.
     """
 
     def __init__(self, sequence_length: int, start: int, steps: int):
@@ -42,7 +42,8 @@ class LengthWarmup:
             stages.insert(0, shorter)
         if len(stages) == 1 and start < sequence_length:
             raise UserError(
-                f"data.length_warmup.start: no length from {start} on divides data.sequence_length, {sequence_length}; "
+                f"data.length_warmup.start: no length from {start} to {sequence_length - 1} divides "
+                f"data.sequence_length ({sequence_length}); "
                 "lower the start, or set data.sequence_length to a power of two"
             )
         self.sequence_length, self.start, self.steps, self.stages = sequence_length, start, steps, stages

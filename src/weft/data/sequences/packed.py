@@ -20,8 +20,9 @@ class PackedDataset:
     tokens has n - 1 inputs, each with the next token as its label. Every token except the document's first is a label
     exactly once per epoch, even where a document is split. Documents of one token have no labels and are left out.
 
-    A sample has `segments` (the number of the document in the sequence; padding has the next number), and `positions`
-    that restart at each document or slice of a document. Padding is the end-of-document token, with weight 0.
+    A sample has `segments` (the index of each token's document in the sequence; padding has the next index), and
+    `positions` that restart at each document or slice of a document. Padding is the end-of-document token, with
+    weight 0.
 
     Args:
         store: a store of texts or conversations. The weight of a label is its token's loss mask, or 1 without a mask.

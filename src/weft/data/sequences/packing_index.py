@@ -40,12 +40,13 @@ class PackingIndex:
         documents: number of documents of the store.
         unlearnable: number of documents of at most one token, which are in no sequence.
         inputs: number of tokens in all sequences, without padding.
-        full, sequences: number of full-length slices, and number of all sequences.
-        long: numbers of the documents with full-length slices, int64.
-        long_firsts: number of slices before those of each document in `long`, int64.
-        order: numbers of the documents with a remainder, sorted by the remainder's size and then by number.
-        bin_firsts: number of each pattern's first sequence (counted from `full`), and the number of sequences with
-            remainders as the last item, int64.
+        full: number of sequences that are full-length slices.
+        sequences: number of all sequences.
+        long: indices in the store of the documents with full-length slices, int64.
+        long_firsts: for each document in `long`, the sequence that contains its first slice, int64.
+        order: indices in the store of the documents with a remainder, sorted by the remainder's size and then by index.
+        bin_firsts: for each pattern, its first sequence, counted from `full`; finally the number of sequences with
+            remainders, int64.
         patterns: the result of `best_fit_decreasing`, but with positions in `order` as `firsts`.
     """
 
@@ -61,11 +62,12 @@ class PackingIndex:
     patterns: Patterns
 
     def documents_of(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns the contents of a sequence.
+        """Returns the contents of sequence `sequence`, whose length is `length`.
 
         Returns:
-            The numbers of its documents; the number of inputs of each document in this sequence; and the slice number
-            if the sequence is a full-length slice, otherwise -1 (the inputs are then the last ones of each document).
+            The indices of its documents in the store; the number of inputs of each document in this sequence; and, if
+            the sequence is a full-length slice, the index of the slice in its document. Otherwise, the last result is
+            -1, and the inputs are the last inputs of each document.
         """
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1
@@ -84,8 +86,9 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
     """Opens the store's index for sequences of `length` tokens, and builds the index first if it does not exist.
 
     The index is written to `STORE/packing/best_fit-<length>`, or to the user's cache folder if the store is read-only.
-    It gets this name by a rename when it is complete. Of several processes, one builds the index and the others wait.
-    On a file system without locks, each process builds the same index, and the first index is kept.
+    It is built in a hidden folder, which is renamed when the index is complete. Of several processes, one builds the
+    index and the others wait. On a file system without locks, each process builds the same index, and the first index
+    is kept.
 
     Raises:
         UserError: the index cannot be written.
@@ -113,7 +116,7 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Waits for a file lock and holds it in the block. Yields whether the file system supports locks."""
+    """Waits for a file lock, and holds it in the `with` block. Yields whether the file system supports locks."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -127,7 +130,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
-    """Returns the index in `folder`, or None if it is missing, incomplete or that of another store."""
+    """Returns the index in `folder`, or None if the index is missing, incomplete or of another store."""
     try:
         about = json.loads((folder / "index.json").read_bytes())
         if (about["version"], about["store"], about["length"]) != (VERSION, store.info.idx_sha256, length):
@@ -220,8 +223,8 @@ def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarra
     """Splits the lengths of documents into full-length slices and remainders, in blocks.
 
     Yields:
-        The number of the block's first document; the remainder of each document; the positions of long documents in the
-        block; and the number of full-length slices of each long document.
+        The index of the block's first document in the store; the remainder of each document; the positions of long
+        documents in the block; and the number of full-length slices of each long document.
     """
     for start in range(0, store.num_documents, BLOCK):
         remainders = np.maximum(np.asarray(store.lengths[start : start + BLOCK], np.int32) - 1, 0)
@@ -232,7 +235,7 @@ def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarra
 
 
 class _DocumentsBySize:
-    """A file of document numbers sorted by the documents' sizes. It is filled block by block."""
+    """A file of document indices sorted by the documents' sizes. It is filled block by block."""
 
     def __init__(self, path: Path, dtype: str, count: int):
         self.path, self.dtype, self.count = path, dtype, count
@@ -244,11 +247,11 @@ class _DocumentsBySize:
                 file.truncate(size)
 
     def put(self, start: int, sizes: np.ndarray, begins: np.ndarray) -> None:
-        """Writes the numbers of the documents `start, start + 1, ...` to their positions in the file.
+        """Writes the document indices `start`, `start + 1`, ... to their positions in the file.
 
         Args:
             sizes: size of each document; documents of size 0 are left out.
-            begins: position of the next document of each size, which is advanced.
+            begins: for each size, the position in the file of the next document of this size. The call updates it.
         """
         if len(begins) <= 1 << 16:
             sizes = sizes.astype(np.uint16)  # radix sort, ten times faster

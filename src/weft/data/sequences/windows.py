@@ -17,9 +17,9 @@ class StoreDataset:
     The weight of a label is its token's loss mask, or 1 if the store has no mask.
 
     Args:
-        sequence_length: number of tokens of a window without its last label, `length` above.
+        sequence_length: `length` above, the number of inputs in a window.
         document_attention: whether attention is limited to documents. If so, samples also have `segments` (the
-            number of the document in the window, from 0), and positions restart at each document. The label of a
+            index of each token's document in the window), and positions restart at each document. The label of a
             document's last token, which is the first token of the next document, has weight 0. The pieces of a document
             in several windows are treated as separate documents, with positions from 0.
 
@@ -34,8 +34,8 @@ class StoreDataset:
         self.samples = (store.num_tokens - 1) // sequence_length
         if self.samples < 1:
             raise UserError(
-                f"{counted(store.num_tokens, 'token is', 'tokens are')} shorter than one sequence of "
-                f"{sequence_length} and the token after it; shorten data.sequence_length or pack more text",
+                f"the store has {counted(store.num_tokens, 'token')}, but one sequence and its last label need "
+                f"{sequence_length + 1}; shorten data.sequence_length or pack more text",
                 store.path,
             )
 

@@ -48,7 +48,10 @@ class Tally:
         return Reject(line, reason, hint, last=last)
 
     def extract(self, extract: Extractor, record: Any, line: int, size: int | None = None) -> Document | Reject:
-        """Returns a document with the value of `extract(record)`; a Reject if that raises Unfit or `record` is an Unfit."""
+        """Returns a document with the value `extract(record)`.
+
+        Returns a Reject if `record` is an Unfit, or if `extract` raises Unfit.
+        """
         try:
             if isinstance(record, Unfit):
                 raise record

@@ -74,7 +74,9 @@ class UnitReader:
         return self.read(size)
 
     def count_to(self, position: int | None, *, complete: bool = True) -> None:
-        """Counts and hashes the bytes from the current file position to `position`. Used if another library parses them.
+        """Counts and hashes the bytes from the current file position to `position`.
+
+        Called if another library parses the file.
 
         Args:
             position: byte offset in the file; None: the end of the file.

@@ -57,7 +57,7 @@ _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "p
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings with which the ids of gigatoken equal the ids of a tokenizer.json.
+    """The settings with which gigatoken returns the same ids for a tokenizer.json as `tokenizers`.
 
     Attributes:
         json: a tokenizer.json for gigatoken, reduced to the relevant fields and without added tokens.
@@ -127,12 +127,12 @@ def make_recipe(content: Any) -> Recipe | str:
 
 
 def spell_bytes(token: bytes) -> str:
-    """Returns the characters by which byte-level tokenizers represent bytes."""
+    """Returns the characters by which byte-level tokenizers represent the bytes of a token."""
     return "".join(map(_SPELLING.__getitem__, token))
 
 
 def _without_added(content: Any) -> list[str]:
-    """Returns the vocabulary without the added tokens, because the texts of these need not be byte-level."""
+    """Returns the vocabulary without the added tokens, whose texts need not be byte-level."""
     added = {token["content"] for token in content.get("added_tokens") or []}
     vocabulary = content["model"]["vocab"]
     # An added token in the vocabulary with the same bytes as another word would hide that word.
@@ -141,9 +141,9 @@ def _without_added(content: Any) -> list[str]:
 
 
 def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
-    """Returns, for BPE on words, the pre-tokenizer, no normalizer, and whether texts must be in NFC.
+    """Returns the settings of a `Recipe` for BPE on words, or the reason why gigatoken cannot be used.
 
-    If gigatoken cannot be used, returns the reason.
+    The settings are the pre-tokenizer, the normalizer (always None), and whether texts must be in NFC.
     """
     normalizer = content.get("normalizer")
     parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
@@ -171,9 +171,9 @@ def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
 
 
 def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
-    """Returns, for BPE on complete texts as in Llama 2, the pre-tokenizer, the normalizer and False.
+    """Returns the settings of a `Recipe` for BPE on complete texts, or the reason why gigatoken cannot be used.
 
-    If gigatoken cannot be used, returns the reason.
+    The settings are the pre-tokenizer, the normalizer, and whether texts must be in NFC (always False).
     """
     normalizer, given = content.get("normalizer"), content.get("pre_tokenizer")
     parts = normalizer["normalizers"] if normalizer and normalizer["type"] == "Sequence" else [normalizer]
@@ -194,7 +194,12 @@ def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
 def _match_order(
     added: list[Any], normalizes: bool, by_words: bool, pre_tokenizer: Any
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
-    """Returns `first`, `then` and `reference_only` of the recipe; or the reason why gigatoken cannot be used."""
+    """Returns `first`, `then` and `reference_only` of the recipe; or the reason why gigatoken cannot be used.
+
+    Args:
+        added: the added tokens, as in tokenizer.json.
+        normalizes: whether the tokenizer has a normalizer.
+    """
     texts = [token["content"] for token in added]
     if "" in texts:
         return "an added token is empty"
@@ -216,8 +221,9 @@ def _match_order(
 class CharacterCheck:
     """Finds texts with doubtful characters, which the two libraries possibly classify differently.
 
-    A character is settled if it is assigned in Python's Unicode tables, which are older than those of both libraries:
-    categories of assigned characters hardly ever change. Private use and blocks for pictographs are settled too.
+    A character is settled if it is assigned in Python's Unicode tables. They are older than the tables of both
+    libraries, and the categories of assigned characters hardly ever change. Private use and blocks for pictographs are
+    settled too.
     """
 
     _UNSEEN, _SETTLED, _DOUBTFUL = range(3)

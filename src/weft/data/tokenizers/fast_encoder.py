@@ -104,9 +104,9 @@ def one_thread() -> bool:
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Returns a pattern that matches one of `texts` as `tokenizers` does.
+    """Returns a regex that finds the `texts` in another text as `tokenizers` does.
 
-    The leftmost text matches; of several texts at one position, the longest.
+    It finds the leftmost match; if several of the texts match at this position, it finds the longest.
     """
     return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})")
 

@@ -91,7 +91,7 @@ def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
     if isinstance(vocabulary, dict):
         vocabulary |= free  # so that the tokens keep their ids even if these leave gaps
     elif free and sorted(free.values()) != list(range(header.vocab_size, header.vocab_size + len(free))):
-        raise UserError(f"--special: new ids must be consecutive, from {header.vocab_size} on", file)
+        raise UserError(f"--special: new ids must be consecutive and begin at {header.vocab_size}", file)
     return Imported(content, "a tokenizer.json", header.eod_token, "tokenizers", None)
 
 
@@ -119,7 +119,8 @@ def from_sentencepiece(file: Path) -> Imported:
         raise UserError("a word or character model; only BPE and unigram models can be imported", file)
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError(
-            "keeps blanks after words or unescaped, which tokenizer.json cannot express; import another model", file
+            "appends blanks to words or does not escape them, which tokenizer.json cannot express; use another model",
+            file,
         )
     unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)
     if unknown is None:  # an empty file parses as a model without pieces

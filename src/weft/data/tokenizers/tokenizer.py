@@ -90,7 +90,7 @@ class Tokenizer:
         return cls(Path(path), exact=exact, checked=checked)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the ids of a text. `add_special_tokens`: include those that the tokenizer adds, such as `<s>`."""
+        """Returns the ids of a text. `add_special_tokens`: include special tokens that the tokenizer adds, as `<s>`."""
         return self._reference.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -98,7 +98,7 @@ class Tokenizer:
         return self._reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a token; None if it is not in the vocabulary."""
+        """Returns the id of a token; None if the token is not in the vocabulary."""
         return self._reference.token_to_id(token)
 
     def encode_batch(self, texts: Sequence[str], *, close: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -145,7 +145,7 @@ class Tokenizer:
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
-        """The ids of the tokens `<0x00>` to `<0xFF>`, if the decoder combines these to characters (SentencePiece)."""
+        """The ids of the tokens `<0x00>` to `<0xFF>`; empty if the decoder does not combine them to characters."""
         if b"ByteFallback" not in tokenizer_file(self.path).read_bytes():
             return frozenset()
         return frozenset(id for token, id in self._reference.get_vocab().items() if BYTE.fullmatch(token))
@@ -224,7 +224,7 @@ class Tokenizer:
         )
 
     def _split_mixed(self, text: str, fast: FastEncoder) -> Iterator[str | np.ndarray]:
-        """Yields the pieces of a text: the piece as str if gigatoken can encode it, otherwise the ids of the piece."""
+        """Splits a text. Yields each piece as str if gigatoken can encode the piece; otherwise yields its ids."""
         is_doubtful = fast.characters.is_doubtful
         if fast.needs_reference(text):
             yield from self._encode_exact([text])

@@ -198,10 +198,10 @@ def is_running() -> bool:
 
 
 def subsample(texts: Iterable[str], most: int, total: int | None, progress: Callable[[], float]) -> Iterator[str]:
-    """Yields evenly spaced texts of a stream, which have about `most` UTF-8 bytes in total.
+    """Yields evenly spaced texts of `texts`, with about `most` UTF-8 bytes in total.
 
     Args:
-        total: number of bytes of the files that are read; None: unknown, and the first texts are taken.
+        total: number of bytes of the files that are read; None: unknown, so the first texts are yielded.
         progress: returns the fraction of the files that has been read.
     """
     seen = taken = 0

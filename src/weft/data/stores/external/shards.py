@@ -39,7 +39,9 @@ def open_litdata(path: Path) -> ExternalStore:
         config, chunks = content["config"], content["chunks"]
         formats, compression = config["data_format"], config.get("compression")
         if config.get("encryption") or config.get("compression_level") not in (None, "chunk"):
-            raise UserError("encryption and compression per sample are not supported; write the chunks without them", index)
+            raise UserError(
+                "encryption and compression per sample are not supported; write the chunks without them", index
+            )
         kind, _, number = formats[0].partition(":")
         tables = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
         if len(formats) != 1 or kind not in tables or int(number) not in tables[kind]:

@@ -43,8 +43,8 @@ def dedup(
         ngram: number of tokens per n-gram, for near duplicates.
 
     Raises:
-        UserError: `path` is not a store, `output.path` exists and must not be replaced, `threshold` or `ngram` is out of
-            range, or rensa is not installed (for `near`).
+        UserError: `path` is not a store, `output.path` exists and must not be replaced, `threshold` or `ngram` is out
+            of range, or rensa is not installed (for `near`).
     """
     store = open_items(path)
     if near:

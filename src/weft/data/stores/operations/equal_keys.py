@@ -43,7 +43,7 @@ class Groups:
             file.write(records[start:end].data)
 
     def equal(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the items whose key occurs more than once: their indices and their group numbers, both int64 `[items]`.
+        """Yields the items whose key occurs more than once: the items' indices and group numbers, both int64 `[items]`.
 
         The items of a group have equal keys; they are adjacent, with ascending indices. A group is never split between
         two yielded arrays.

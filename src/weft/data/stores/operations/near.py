@@ -1,8 +1,8 @@
 """Finds near duplicates with MinHash and locality-sensitive hashing.
 
 Broder, "On the resemblance and containment of documents", 1997; banding as in Leskovec, Rajaraman & Ullman, "Mining of
-Massive Datasets", chapter 3. rensa computes the signatures. Signatures and hash tables are kept in files, so memory does
-not grow with the store.
+Massive Datasets", chapter 3. rensa computes the signatures. Signatures and hash tables are kept in files, so memory
+does not grow with the store.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NearDuplicates:
         return {"permutations": PERMUTATIONS, "seed": SEED, "rensa": int(_rensa().ALGORITHM_VERSION)}
 
     def find(self, first_of: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """Sets `first_of[i]` (int64 `[items]`) to the index of the first item in the cluster of item `i`, for all items.
+        """Sets `first_of[i]` (int64 `[items]`) to the index of the first item in the cluster of item `i`, for all `i`.
 
         Returns:
             The method `similarity`.

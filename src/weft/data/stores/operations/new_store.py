@@ -51,7 +51,7 @@ class WrittenStore:
 
 
 def provenance(store: TokenStore, operation: str, **arguments: Any) -> dict[str, Any]:
-    """Returns the value of `made_from` in `store.json`: the operation, its arguments, and digests of the input store."""
+    """Returns `made_from`, a value in `store.json`: the operation, its arguments, and digests of the input store."""
     info = store.info
     digests = {"bin_sha256": info.bin_sha256, "idx_sha256": info.idx_sha256, "mask_sha256": info.mask_sha256}
     return {"operation": operation, "input": digests, **arguments}
