@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_last_good_weights(parts,
     file, run = parts("bad", objective={"type": "my_parts:Bad", "at": 4}, training={"micro_batch_size": 8})
     assert train(file, "training.steps=10", "checkpoint.every=10") == 1
     said = capsys.readouterr().err
-    for words in ("step 4", "not finite", "nan"):
+    for words in ("step 4", "not finite", "nan", "samples of this batch: 24 to 31"):
         assert words in said
     assert [step for step, *_ in losses(run)] == [1, 2, 3]
     assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000003"]

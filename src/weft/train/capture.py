@@ -117,7 +117,7 @@ class ProfilingRecorder(Recorder):
             self.profiler.step()
         return line
 
-    def not_finite(self, step: int, loss: float, norm: float, batch: Any) -> None:
+    def not_finite(self, step: int, loss: float, norm: float) -> None:
         """Warns that the loss or gradient norm is not finite, which ends the profile."""
         self.console.warning(
             f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite; lower optimizer.lr or "

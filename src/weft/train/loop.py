@@ -173,7 +173,7 @@ class Loop:
         scaling = self.scale.metrics(finite)
         if not (finite or self.scale.may_skip()):
             self.optimizer.zero_grad()
-            self.recorder.not_finite(step, loss, norm, batch)
+            self.recorder.not_finite(step, loss, norm)
             return False
         lr = self.set_learning_rate(step)
         if finite:

@@ -56,7 +56,8 @@ class Recorder:
 
     def __init__(self, job: Job, data: Data, model: nn.Module, step: int):
         self.job, self.config, self.world, self.console = job, job.config, job.world, job.console
-        self.length, config, world, path = data.length, job.config, job.world, job.run.path
+        self.length, self.source = data.length, data.source
+        config, world, path = job.config, job.world, job.run.path
         log_to_file(path, world.rank)
         self.speaks = world.rank == 0
         self.warned: set[str] = set()
@@ -250,14 +251,14 @@ class Recorder:
                 names, keep = ", ".join(path.name for path in removed), self.config.checkpoint.keep_last
                 self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
 
-    def not_finite(self, step: int, loss: float, norm: float, batch: Batch) -> None:
+    def not_finite(self, step: int, loss: float, norm: float) -> None:
         """Warns of a loss or gradient norm that is not finite, which ends the run."""
-        samples = [s for s in batch.samples.tolist() if s >= 0]
+        samples = self.source.samples(step)
         self.console.warning(
             f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not "
             f"made; the checkpoint of step {step} has the weights before it. Lower optimizer.lr, lengthen the warm-up "
             f"or lower training.grad_clip{', compute in bfloat16' if self.config.training.dtype == 'float16' else ''}, "
-            f"then run the same command again (samples of this batch: {samples[:1]} to {samples[-1:]})"
+            f"then run the same command again (samples of this batch: {samples[0]:,} to {samples[-1]:,})"
         )
 
     def skipped(self, step: int) -> None:
