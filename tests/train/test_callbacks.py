@@ -10,12 +10,15 @@ from running import QUIET, assert_same_weights, finish, losses, metrics, start, 
 from safetensors.torch import load_file
 
 import weft
-from weft.config.run import RunConfig
+from weft.config.run import CallbackSection, RunConfig
 from weft.errors import UserError
+from weft.train.hooks import Callbacks
 
 PARTS = '''
 import os
 import signal
+
+import torch
 
 from weft.train.callbacks.early_stopping import EarlyStopping
 
@@ -85,6 +88,28 @@ class Takes:
 
     def step(self, state):
         state.log({self.name: 1.0})
+
+
+class Remembers:
+    """Has a state with tensors in a dict, or in something else."""
+
+    def __init__(self, *, where: str = "dict"):
+        one = torch.arange(3.0)
+        self.state = {
+            "dict": {"a": {"b": one}, "best": {"lr/matrix": 1.0}, "list": [1, {"x": 2}]},
+            "list": {"a": [{"b": one}, {"b": one + 1}]},
+            "slash": {"a/b": {"c": one}},
+        }[where]
+
+    def begin(self, state):
+        pass
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["a"]["b"], self.state["a"]["b"])
+        assert state | {"a": 0} == self.state | {"a": 0}
 
 
 class Accuracy:
@@ -158,7 +183,7 @@ def test_hooks_are_called_in_the_order_of_the_list_and_their_numbers_are_logged(
 
 
 def test_a_callback_stops_the_run_and_it_goes_on_later(short, capsys):
-    file, run = short("asked", [{"type": "my_callbacks:Notes", "stop_at": 2}])
+    file, run = short("asked", [{"type": "my_callbacks:Notes", "stop_at": 2}, "my_callbacks:Remembers"])
     assert train(file) == 0
     assert "stopped early after step 2, saved: enough is enough" in capsys.readouterr().err
     assert (run / "checkpoints" / "step-00000002").is_dir()
@@ -227,6 +252,15 @@ def test_a_class_without_hooks_is_refused_when_the_file_is_checked(short, tmp_pa
     file, _ = short("refused", ["no_hooks:Nothing"])
     with pytest.raises(UserError, match=r"callbacks\[0\].type: .*Nothing.* begin\(state\).* step\(state\)"):
         RunConfig.load(file)
+
+
+@pytest.mark.parametrize(
+    ("where", "told"), [("list", "/a: a tensor in a list"), ("slash", "the key 'a/b' of a tensor contains '/'")]
+)
+def test_a_state_that_would_be_loaded_in_another_form_is_refused(short, where, told):
+    callbacks = Callbacks([CallbackSection(type="my_callbacks:Remembers", where=where)])
+    with pytest.raises(UserError, match=f"callback/my_callbacks:Remembers.*{told}"):
+        callbacks.state_dict()
 
 
 def test_metrics_look_at_outputs_and_at_the_state_in_training_and_validation(short):

@@ -115,18 +115,26 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Returns a callback's state without the tensors in it, and adds these tensors to `tensors` by path.
 
     Raises:
-        UserError: a value is neither a tensor in a dict nor a JSON value.
+        UserError: a value is neither a tensor in a dict nor a JSON value, or a key on a tensor's path contains "/".
     """
+    remedy = "keep numbers and strings in dicts and lists, and tensors in dicts"
     if isinstance(value, list | tuple):
-        return [_without_tensors(item, path, tensors) for item in value]
+        below: dict[str, Tensor] = {}
+        plain = [_without_tensors(item, path, below) for item in value]
+        if below:
+            raise UserError(f"{path}: a tensor in a list cannot be saved as state of a callback; {remedy}")
+        return plain
     if not isinstance(value, Mapping):
         if value is not None and not isinstance(value, bool | int | float | str):
             what = f"a {type(value).__name__} cannot be saved as state of a callback"
-            raise UserError(f"{path}: {what}; keep numbers and strings in dicts and lists, and tensors in dicts")
+            raise UserError(f"{path}: {what}; {remedy}")
         return value
-    tensors |= {f"{path}/{key}": item for key, item in value.items() if isinstance(item, Tensor)}
-    return {
-        str(key): _without_tensors(item, f"{path}/{key}", tensors)
-        for key, item in value.items()
-        if not isinstance(item, Tensor)
-    }
+    kept: dict[str, Any] = {}
+    for key, item in value.items():
+        found = {f"{path}/{key}": item} if isinstance(item, Tensor) else {}
+        if not found:
+            kept[str(key)] = _without_tensors(item, f"{path}/{key}", found)
+        if found and "/" in str(key):
+            raise UserError(f"{path}: the key {key!r} of a tensor contains '/'; rename the key")
+        tensors |= found
+    return kept
