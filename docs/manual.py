@@ -35,7 +35,7 @@ class ExamplesAsCode(griffe.Extension):
 
 @cache
 def package() -> griffe.Object | griffe.Alias:
-    """The package, read from its sources without an import."""
+    """The package, read from its source files without importing them."""
     return griffe.load("weft", search_paths=[SOURCES], resolve_aliases=True)
 
 

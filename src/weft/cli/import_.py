@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Reads config.json, safetensors files and the tokenizer of HF_DIR, tensor by tensor, and writes a checkpoint "
         "to the folder OUT. `weft generate`, `weft export`, weft.load_model and `model: {from: OUT}` accept OUT like "
         "the checkpoint of a run. No remote code is run, and no pickle is read without --allow-pickle. "
-        "`model: {from: HF_DIR}` in a run file reads HF_DIR directly, without an import."
+        "`model: {from: HF_DIR}` in a run file reads HF_DIR directly, without `weft import`."
     )
     parser.add_argument(
         "source", metavar="HF_DIR", help="a Hugging Face folder, as save_pretrained writes or the Hub provides"

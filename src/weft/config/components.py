@@ -114,7 +114,7 @@ def _built_in_class(kind: str, path: Path) -> ClassSource | None:
 
 
 def find_component(type_: str, kind: str) -> ComponentClass:
-    """Returns the class that a `type:` names, read from source without an import.
+    """Returns the class that a `type:` names. Reads the class from its source file, without importing it.
 
     Raises:
         UserError: the component does not exist, or Weft cannot call it. For an unknown name, the message lists the

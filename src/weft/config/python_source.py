@@ -1,4 +1,4 @@
-"""Finds and parses the source of modules and classes, without an import."""
+"""Finds and parses the source of modules and classes, without importing them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Component(BaseModel):
     """A component chosen by `type`: the short name of a built-in, or a custom `module:Class`.
 
     The other keys are keyword arguments of the class. They are checked against its signature, which is read from source
-    without an import, and completed with its defaults (`weft.config.components`).
+    without importing the class, and completed with its defaults (`weft.config.components`).
 
     Each kind of component has a subclass that sets `kind`. In a list field, such as `list[TrackerSection]`, a string
     stands for a mapping with this `type`.

@@ -84,7 +84,7 @@ def check_name(out: Path) -> None:
 
 
 def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
-    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: the noun for an input."""
+    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: noun for an input."""
     target = os.path.realpath(out)
     for path in inputs:
         real = os.path.realpath(path)

@@ -22,7 +22,7 @@ class ConcatDataset:
     """A dataset that concatenates several datasets, in order.
 
     Args:
-        names: names of the datasets, for messages and as keys of their shuffled orders.
+        names: names of the datasets, for messages and as part of the seed of each dataset's order.
         datasets: the datasets to concatenate.
         layout: contents of the samples.
     """

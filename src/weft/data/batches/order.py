@@ -26,7 +26,7 @@ class Epochs:
     """The order of shuffled epochs: sample `k` of the run is the `k % size`-th sample of epoch `k // size`.
 
     Args:
-        size: number of items of the dataset.
+        size: number of samples in the dataset.
         key: seed of the permutations; each epoch combines it with the epoch's number.
         shuffle: whether to shuffle each epoch; False keeps the order of the dataset.
     """

@@ -111,7 +111,7 @@ def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarra
 def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
     """Checks on the CPU that all ids are in the vocabulary, because an invalid id would crash a GPU kernel.
 
-    Also sets the weight of ignored labels to 0.
+    Also sets the weight of ignored labels (-100) to 0.
 
     Raises:
         UserError: an id is outside the vocabulary; the message names its sample.

@@ -1,4 +1,4 @@
-"""Converts records to messages. Layouts are OpenAI, ShareGPT, Alpaca, prompt and completion, and preferences.
+"""Converts records to messages. The layouts are OpenAI, ShareGPT, Alpaca, prompt and completion, and preferences.
 
 Invalid records raise `Unfit`.
 """
@@ -218,7 +218,7 @@ def _alpaca(record: Record, layout: RecordLayout) -> list[dict]:
 
 
 def _preferences(record: Record, layout: RecordLayout) -> list[tuple[list[dict], int]]:
-    """Returns the chosen and the rejected messages, each with the number of messages in the prompt."""
+    """Returns (messages, number of messages in the prompt) of the chosen and of the rejected conversation."""
     keys = layout.keys
     answers = [
         text_or_messages(required(record, keys[name]), "assistant", keys[name]) for name in ("chosen", "rejected")
@@ -269,7 +269,7 @@ def _tools(record: Record, layout: RecordLayout) -> list[Any] | None:
 
 
 def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[dict]:
-    """Returns the record's system message in a list, which is empty if `messages` already have a system message."""
+    """Returns the record's system message in a list; an empty list if it has none, or if `messages` begin with one."""
     key = layout.keys["system"]
     text = record.get(key)
     if text is None or text == "" or (messages and messages[0]["role"] in ("system", "developer")):

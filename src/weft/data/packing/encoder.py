@@ -28,7 +28,7 @@ class Encoded:
         lengths: number of tokens of each document `[documents]`; the sum is `len(ids)`.
         mask: loss mask `[tokens]`, uint8, 1 for tokens that are trained on; None: all tokens are trained on.
         rejects: documents that cannot be encoded, identified by `line`; they have no entry in `lengths`.
-        notes: what was done to kept documents (such as "cut to 512 tokens") -> number of documents.
+        notes: what was done to kept documents (such as "truncated to 512 tokens") -> number of documents.
         bytes: number of UTF-8 bytes of the text to which records were converted, without end-of-document tokens; None
             for texts.
     """
@@ -73,7 +73,7 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Encodes texts with a tokenizer, and appends an end-of-document token to each.
+    """Encodes texts with a tokenizer, and appends an end-of-document token to each text.
 
     Args:
         tokenizer: a tokenizer, the path of its folder, or the path of its tokenizer.json.

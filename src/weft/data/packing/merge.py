@@ -32,7 +32,8 @@ def merge(
     """Concatenates stores in the given order. Merging all shards of a pack gives the bytes of a pack without shards.
 
     Raises:
-        UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, or `out` exists.
+        UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, only some have a
+            loss mask, or `out` exists and must not be replaced.
     """
     console, out = console or Console(speaks=False), Path(out)
     stores = [TokenStore(path) for path in inputs]

@@ -34,7 +34,7 @@ BLOCK = 1 << 22  # documents processed at a time: about 200 MB
 class PackingIndex:
     """A memory-mapped packing index.
 
-    Sequences `0 .. full - 1` are full-length slices of long documents; sequences from `full` on contain remainders.
+    Sequences `0 .. full - 1` are full-length slices of long documents. The other sequences contain remainders.
 
     Attributes:
         documents: number of documents of the store.
@@ -220,7 +220,7 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console) -> No
 
 
 def _remainders(store: TokenStore, length: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Splits the lengths of documents into full-length slices and remainders, in blocks.
+    """Computes the number of full-length slices and the remainder of each document, in blocks of documents.
 
     Yields:
         The index of the block's first document in the store; the remainder of each document; the positions of long

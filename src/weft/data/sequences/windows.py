@@ -98,7 +98,7 @@ def document_starts(store: TokenStore, begin: int, end: int) -> np.ndarray:
 
 
 def first_at_or_after(values: np.ndarray, least: int) -> int:
-    """Returns the index of the first of the ascending `values` that is at least `least`.
+    """Returns the index of the first of the ascending `values` that is at least `least`; `len(values)` if none is.
 
     `np.searchsorted` would first copy the entire memory map, because the numbers in an index file are not aligned.
     """

@@ -19,7 +19,9 @@ RANGE_BYTES = 64 << 20
 
 
 def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES) -> list[Unit]:
-    """Splits files into units, in order and deterministically. Reads only file sizes and Parquet footers.
+    """Splits files into units, in order and deterministically.
+
+    Reads only file sizes, Parquet footers, and the first MiB of large `.json` files (for built-in formats).
 
     Args:
         range_bytes: approximate number of bytes of a unit, for formats that can be split.
@@ -54,7 +56,8 @@ def read(
         on_bytes: called with the number of bytes that were read from disk since the last call.
 
     Raises:
-        UserError: the size of the file has changed, or a custom format raised an exception.
+        UserError: the size of the file has changed, the format does not support the compression or a pipe, or a custom
+            format raised an exception.
     """
     tally, form = Tally(counts), source_format(unit.format)
     try:

@@ -54,9 +54,9 @@ class SourceFile(BaseModel):
 class StoreInfo(BaseModel):
     """Content of `store.json`.
 
-    `documents + sum(rejected.values())` is the number of documents in the sources. Packed
-    preferences are an exception, because each record becomes two documents. The file also contains digests of itself,
-    of `rejects.jsonl` and of `duplicates.jsonl`, which only `weft data verify` reads.
+    `documents + sum(rejected.values())` is the number of documents in the sources. Packed preferences are an exception,
+    because each record becomes two documents. The file also contains digests of itself, of `rejects.jsonl` and of
+    `duplicates.jsonl`, which only `weft data verify` reads.
 
     Attributes:
         kind: content of the documents: plain text, conversations with a loss mask, or preferences. Preferences are

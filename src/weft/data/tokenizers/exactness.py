@@ -219,7 +219,7 @@ def _match_order(
 
 
 class CharacterCheck:
-    """Finds texts with doubtful characters, which the two libraries possibly classify differently.
+    """Finds texts with doubtful characters, which gigatoken and `tokenizers` possibly classify differently.
 
     A character is settled if it is assigned in Python's Unicode tables. They are older than the tables of both
     libraries, and the categories of assigned characters hardly ever change. Private use and blocks for pictographs are
@@ -249,7 +249,7 @@ class CharacterCheck:
 
 
 def is_settled(code: int) -> bool:
-    """Whether all versions of both libraries classify a code point equally."""
+    """Whether all versions of gigatoken and `tokenizers` classify a code point equally."""
     if code == 0x295:  # a lower-case letter until Unicode 17, where it has no case
         return False
     return unicodedata.category(chr(code)) != "Cn" or 0x1F000 <= code <= 0x1FAFF or 0x1FC00 <= code <= 0x1FFFD

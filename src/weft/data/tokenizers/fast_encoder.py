@@ -115,7 +115,7 @@ def concatenate_ids(rows: list[list[np.ndarray]], eod: int | None = None) -> tup
     """Returns the concatenated ids of all texts, and the number of ids of each text.
 
     Args:
-        rows: the ids of each text, as a list of pieces.
+        rows: for each text, arrays that together are its ids.
         eod: id to append to each text; None: no id is appended.
     """
     if eod is not None:
