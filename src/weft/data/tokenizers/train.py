@@ -152,7 +152,7 @@ def write_folder(
 
 
 def _run_in_thread(work: Callable[[Iterator[str]], None], texts: Iterable[str]) -> None:
-    """Reads texts in this thread and runs `work` on them in another, so that Ctrl-C need not wait for the library."""
+    """Reads texts in this thread and runs `work` on them in another thread, so that Ctrl-C does not wait for `work`."""
     errors: list[BaseException] = []
     texts_queue: queue.Queue[str | None] = queue.Queue(256)
     canceled = threading.Event()

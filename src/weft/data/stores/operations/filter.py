@@ -41,8 +41,8 @@ def filter_store(
             read-only array `[tokens]`.
 
     Raises:
-        UserError: `path` is not a store, the function does not exist or fails (the message names the document), or no
-            document passes.
+        UserError: `path` is not a store, the function does not exist or fails (the message names the document), no
+            document passes, or `output.path` exists and must not be replaced.
     """
     store = open_items(path)
     step = store.info.item_documents

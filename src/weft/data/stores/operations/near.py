@@ -59,7 +59,7 @@ class NearDuplicates:
         """Checks the arguments of the constructor, and that rensa is installed.
 
         Raises:
-            UserError: a number is out of range, or rensa is not installed.
+            UserError: an argument is out of range, or rensa is not installed.
         """
         if not 0.3 <= threshold <= 1:
             raise UserError(f"--threshold {threshold:g}: must be from 0.3 to 1")
