@@ -90,7 +90,7 @@ def test_a_prompt_of_no_text_begins_a_document(their_folder, capsys):
     ("words", "said"),
     [
         ([], "no prompt was given; give a PROMPT, - for standard input, or --prompts FILE"),
-        (["-", "-"], "only once; use - once"),
+        (["-", "-"], "only once; give '-' once"),
         (["a", "--top-p", "0"], "top_p is 0.0; set it to a number above 0, at most 1"),
         *(
             (

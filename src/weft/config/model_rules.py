@@ -115,7 +115,7 @@ def _rotary(model: ModelSection) -> Iterator[ModelMistake]:
         yield ModelMistake("partial_rotary_factor", what)
     mistake = model.rope_scaling and model.rope_scaling.mistake(rotated)
     if mistake:
-        yield ModelMistake("rope_scaling", f"{mistake}; set it")
+        yield ModelMistake("rope_scaling", mistake)
 
 
 def _experts(model: ModelSection, moe: ExpertsSection) -> Iterator[ModelMistake]:

@@ -187,14 +187,14 @@ class RopeScaling(Section):
         None.
         """
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
-            return f"{self.rope_type} requires original_max_position_embeddings, the original sequence length"
+            return f"{self.rope_type} requires original_max_position_embeddings, the original sequence length; set it"
         if self.rope_type == "dynamic" and rotary_dim < 4:
-            return "dynamic requires at least 4 rotated dimensions per head"
+            return "dynamic requires at least 4 rotated dimensions per head; set larger heads, or another rope_type"
         if self.rope_type == "longrope":
             for key in ("short_factor", "long_factor"):
                 factors = getattr(self, key) or []
                 if len(factors) != rotary_dim // 2 or not all(factor > 0 for factor in factors):
-                    return f"{key} has {len(factors)} numbers; longrope requires {rotary_dim // 2}, all above 0"
+                    return f"{key} has {len(factors)} numbers; longrope requires {rotary_dim // 2}, all above 0; set it"
             if self.original_max_position_embeddings == 1:
-                return "longrope requires original_max_position_embeddings above 1"
+                return "longrope requires original_max_position_embeddings above 1; set it"
         return None
