@@ -14,6 +14,13 @@ LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's pro
 STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listening socket for its store
 
 
+def usable_cores() -> int:
+    """Returns the number of cores that this process is allowed to use: its affinity, or all cores on other systems than
+    Linux.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def die_with(parent: int) -> None:
     """Makes the kernel kill this process when its parent, the process `parent`, ends or is killed (Linux only)."""
     if not sys.platform.startswith("linux"):

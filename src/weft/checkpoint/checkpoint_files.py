@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.files import remove
+from weft.processes import usable_cores
 
 FOLDER = "checkpoints"
 CHECKSUMS = "checksums.json"
@@ -187,7 +188,7 @@ def threads() -> int:
 
     One thread hashes 1 to 2 GB per second.
     """
-    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    return min(8, usable_cores())
 
 
 def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_size: int = 1) -> Damage | None:

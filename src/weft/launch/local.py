@@ -18,7 +18,7 @@ from weft.errors import UserError
 from weft.formatting import first_few
 from weft.launch.failures import EXIT_BY_SIGNAL, EXIT_LOST, print_error, report_failed_ranks, resume_hint
 from weft.observe import status
-from weft.processes import LAUNCHER, STORE_SOCKET, die_with, signal_handler
+from weft.processes import LAUNCHER, STORE_SOCKET, die_with, signal_handler, usable_cores
 
 POLL = 0.1  # seconds between two checks of the processes
 STOP_SECONDS = 30.0  # after a signal, ranks are killed if they make no progress for this time
@@ -198,7 +198,7 @@ def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket
     """
     reading, writing = os.pipe()
     environment = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // nproc)),
         **os.environ,
         "RANK": str(number),
         "LOCAL_RANK": str(number),

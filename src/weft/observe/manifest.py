@@ -18,6 +18,7 @@ from typing import Any
 import weft
 from weft.errors import UserError
 from weft.files import replace_file, report_write_errors
+from weft.processes import usable_cores
 
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "tokenizers", "gigatoken", "safetensors", "pydantic", "triton", "transformers")
@@ -142,13 +143,12 @@ def hardware() -> dict[str, Any]:
     import psutil
     import torch
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "system": platform.platform(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "cores_usable": usable,
+        "cores_usable": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [],
     }

@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure
 from weft.errors import UserError
-from weft.processes import die_with
+from weft.processes import die_with, usable_cores
 
 Outcome = tuple[int, BaseException | None]  # the index of a part, and its error (None: it is finished)
 OnProgress = Callable[[int, int], None]  # called with the numbers of new raw bytes and tokens
@@ -29,8 +29,7 @@ OnProgress = Callable[[int, int], None]  # called with the numbers of new raw by
 
 def available_cores() -> int:
     """Returns the number of cores that this process is allowed to use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *_quotas()])
+    return min([usable_cores(), *_quotas()])
 
 
 def _quotas() -> Iterator[int]:
