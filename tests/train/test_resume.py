@@ -111,6 +111,13 @@ def test_a_change_of_the_mesh_changes_no_result_but_compressed_gradients_do(run_
     assert not [key for key in run.changes(now) if not key.startswith("parallel.compress")]
 
 
+def test_what_was_chosen_for_the_last_session_is_kept_but_not_its_threads(run_yaml, tmp_path):
+    config, run = RunConfig.load(run_yaml(training={"dtype": "auto", "threads": None})), RunDirectory(tmp_path)
+    run.saved = {"training": {"dtype": "bfloat16", "threads": 64}}
+    training = run.with_dtype(config).training
+    assert (training.dtype, training.threads) == ("bfloat16", None)
+
+
 def test_a_run_directory_that_nothing_was_begun_in_goes_again(tmp_path):
     refused, begun = tmp_path / "runs" / "refused", tmp_path / "runs" / "begun"
     RunDirectory(refused, claim(refused, fresh=False)).release()

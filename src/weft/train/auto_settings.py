@@ -1,6 +1,6 @@
-"""Settings that Weft chooses once per run: dtype, CPU threads, and the behavior of the memory allocator.
+"""Settings that Weft chooses for a session: dtype, CPU threads, and the behavior of the memory allocator.
 
-Dtype and threads change results in the last bits, so both are saved in the config of the run and reused on resume.
+The dtype changes results, so a resumed run reuses it. The number of threads follows the ranks and cores of the session.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 import torch
 
 from weft.config.training import TrainingSection
+from weft.processes import usable_cores
 
 DTYPES = {
     "float64": torch.float64,
@@ -25,7 +26,7 @@ def choose(training: TrainingSection, device: torch.device) -> TrainingSection:
     """Returns `training` with values for this device in place of `dtype: auto` and of missing `threads`."""
     threads, given = training.threads, os.environ.get("OMP_NUM_THREADS", "")
     if threads is None and device.type == "cpu":
-        share = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        share = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         threads = int(given) if given.isdigit() else share
     dtype = training.dtype
     if dtype == "auto":

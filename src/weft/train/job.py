@@ -33,7 +33,7 @@ def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -
     path = config.run_directory
     lock = world.agree(lambda: claim(path, fresh=fresh), only_first=True)
     run = RunDirectory(path, lock if world.rank == 0 else None)
-    config = run.with_choices(config)
+    config = run.with_dtype(config)
     chosen = world.agree(lambda: choose(config.training, world.device).model_dump(), only_first=True)
     config = config.model_copy(update={"training": TrainingSection(**chosen)})
     apply_choices(config.training)

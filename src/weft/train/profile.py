@@ -176,7 +176,7 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
         UserError: the run cannot start (see `Trainer.fit`), the run has fewer steps than requested, or the output
             folder exists or cannot be written.
     """
-    config = RunDirectory(config.run_directory).with_choices(config)
+    config = RunDirectory(config.run_directory).with_dtype(config)
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # one for each rank
         trainer = Trainer(scratch_config(config, scratch), console=console)
         trainer.compared, trainer.loop = config, ProfiledLoop

@@ -19,7 +19,16 @@ from weft.files import hidden_folder, lock_exclusively, publish, replace_file, r
 from weft.formatting import flat
 
 # Keys that do not affect results: a resumed run can change them without a warning.
-SILENT = ("run.name", "run.directory", "log.", "checkpoint.", "samples.", "parallel.", "data.workers")
+SILENT = (
+    "run.name",
+    "run.directory",
+    "log.",
+    "checkpoint.",
+    "samples.",
+    "parallel.",
+    "data.workers",
+    "training.threads",
+)
 LOSSY = "parallel.compress"
 # Keys that decide which samples a step takes. After a change the new order continues at the same step.
 ORDER, NO_ORDER = ("run.seed", "data.", "training.batch_tokens"), ("data.validation", "data.document_attention")
@@ -124,15 +133,12 @@ class RunDirectory:
             os.close(self.lock)
             self.lock = None
 
-    def with_choices(self, config: RunConfig) -> RunConfig:
-        """Returns `config` with the last session's values in place of `dtype: auto` and of missing `threads`."""
-        training, before = config.training, (self.saved or {}).get("training", {})
-        kept: dict[str, Any] = {}
-        if training.dtype == "auto" and before.get("dtype"):
-            kept["dtype"] = before["dtype"]
-        if training.threads is None and before.get("threads"):
-            kept["threads"] = before["threads"]
-        return config.model_copy(update={"training": training.model_copy(update=kept)})
+    def with_dtype(self, config: RunConfig) -> RunConfig:
+        """Returns `config` with the last session's dtype in place of `dtype: auto`."""
+        training, before = config.training, (self.saved or {}).get("training", {}).get("dtype")
+        if training.dtype != "auto" or not before:
+            return config
+        return config.model_copy(update={"training": training.model_copy(update={"dtype": before})})
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Returns the config keys that affect results and whose values changed since the last session.
