@@ -173,7 +173,8 @@ class LocalRanks:
         elif self.received and quiet > TELL_SECONDS and not self.warned:
             self.warned = True
             print_error(
-                f"waiting for {shown}; killed in {most - quiet:.0f} s if they make no progress (Ctrl-C again: kill now)"
+                f"waiting for {shown}; the launcher kills them in {most - quiet:.0f} s if they make no progress (press "
+                "Ctrl-C again to kill them now)"
             )
 
     def exit_code(self) -> int:

@@ -69,7 +69,7 @@ def error_on_all_ranks(text: str) -> UserError:
 
 
 def distinct_values(value: Any) -> list[Any]:
-    """Returns the distinct JSON values of all ranks. Sends only digests if all values are equal, which is usual."""
+    """Returns the distinct values among all ranks' JSON values. If all are equal, ranks communicate only digests."""
     digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
     digests = all_gather_object(digest)
     if len(set(digests)) == 1:
