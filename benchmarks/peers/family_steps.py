@@ -16,9 +16,10 @@ WARMUP, LEAST = 3, 3  # steps that are not measured; steps that are, however lon
 
 def work(asked: dict) -> None:
     """Train for some steps; prints what was measured as the last line."""
-    from weft.launch.threads import wait_briefly
+    from weft.launch.threads import use_huge_pages, wait_briefly
 
     wait_briefly()  # before torch loads
+    use_huge_pages()
     import torch
 
     from weft.train.auto_settings import keep_freed_memory

@@ -21,9 +21,10 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 def work(asked: dict) -> None:
     """Train for some steps; the first rank prints what was measured as the last line."""
-    from weft.launch.threads import wait_briefly
+    from weft.launch.threads import use_huge_pages, wait_briefly
 
     wait_briefly()  # before torch loads
+    use_huge_pages()
     import torch
     import torch.distributed as dist
 

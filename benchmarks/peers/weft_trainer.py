@@ -5,9 +5,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weft.launch.threads import wait_briefly
+from weft.launch.threads import use_huge_pages, wait_briefly
 
 wait_briefly()  # as `weft train` does, before torch loads
+use_huge_pages()
 
 from common import BETAS, CLIP, LEARNING_RATE, SHAPES, WEIGHT_DECAY, Clock, report, windows  # noqa: E402
 

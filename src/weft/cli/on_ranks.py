@@ -46,9 +46,10 @@ def run_on_ranks(
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig
-    from weft.launch.threads import wait_briefly
+    from weft.launch.threads import use_huge_pages, wait_briefly
 
     wait_briefly()
+    use_huge_pages()
     if "RANK" in os.environ:
         from weft.launch.local import join_launcher
 

@@ -70,7 +70,6 @@ def keep_freed_memory() -> bool:
         Whether glibc accepted the settings; False for another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch requests huge pages: fewer faults and table walks
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
