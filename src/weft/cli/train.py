@@ -6,7 +6,6 @@ import argparse
 from typing import TYPE_CHECKING
 
 from weft.cli.on_ranks import add_run_arguments, run_on_ranks
-from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
@@ -49,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.fresh and args.from_last_good:
-        raise UserError("--fresh starts over, but --from-last-good resumes; use only one of the two options")
     options = ["--fresh"] * args.fresh + ["--from-last-good"] * args.from_last_good
     return run_on_ranks(args, "train", lambda config: fit(config, args), lambda config: (config.run_directory, options))
 

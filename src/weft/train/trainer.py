@@ -16,6 +16,7 @@ from weft.config.legal_mesh import check_mesh
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.config.warnings import warnings
+from weft.errors import UserError
 from weft.formatting import counted
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
@@ -71,9 +72,14 @@ class Trainer:
         from_last_good: bool = False,
         console: Console | None = None,
     ):
+        rank = int(os.environ.get("RANK", 0))
+        if fresh and from_last_good:
+            error = UserError("fresh starts over, but from_last_good resumes; use only one of the two options")
+            error.quiet = rank != 0  # raised on all ranks
+            raise error
         self.config, self.fresh, self.from_last_good = config, fresh, from_last_good
         self.compared = config  # the user's config, equal on all ranks; `weft profile` trains with a variant of it
-        self.console = console or Console(speaks=int(os.environ.get("RANK", 0)) == 0)
+        self.console = console or Console(speaks=rank == 0)
 
     def fit(self) -> Outcome:
         """Trains to the end of the run, or until a signal or a callback stops the run.
