@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 
 import pytest
@@ -9,7 +10,9 @@ from running import QUIET, SLOW, assert_same_weights, finish, losses, start, tra
 
 from weft.checkpoint.load import checkpoints
 from weft.config.run import RunConfig
+from weft.errors import UserError
 from weft.train.run_directory import RunDirectory, claim
+from weft.train.trainer import Trainer
 
 
 def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, monkeypatch):
@@ -58,7 +61,7 @@ def test_a_killed_and_a_stopped_run_go_on_to_the_same_bits(run_yaml, tmp_path, m
 
 
 def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_left_alone(
-    run_yaml, tmp_path, monkeypatch, capsys
+    run_yaml, tiny_tokenizer, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     short = {"training": {"steps": 2}, "schedule": {"warmup_steps": 1}, "data": {"validation": None}}
@@ -80,7 +83,10 @@ def test_what_changed_since_the_run_last_trained_is_told_and_a_finished_run_is_l
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
 
     changed = ("run.seed=9", "data.sequence_length=32", "data.workers=1", "optimizer.lr=1e-3")
-    assert train(file, "training.steps=3", *changed) == 0
+    changed_tokenizer = shutil.copytree(tiny_tokenizer, tmp_path / "changed")
+    (changed_tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert train(file, "training.steps=3", f"tokenizer={changed_tokenizer}", *changed) == 0
+    assert (run / "tokenizer" / "chat_template.jinja").exists()  # the run's copy is what generates and evaluates
     said = capsys.readouterr().err
     for words in ("run.seed: 7 -> 9", "data.sequence_length: 64 -> 32", "optimizer.lr: 0.003 -> 0.001"):
         assert f"changed since the run last trained: {words}" in said
@@ -154,6 +160,8 @@ def test_a_damaged_newest_checkpoint_and_an_emptied_file_of_metrics(run_yaml, tm
     assert "`weft train --from-last-good`" in line
     assert train(file, "--from-last-good", "--fresh") == 2
     assert "use only one of the two options" in capsys.readouterr().err
+    with pytest.raises(UserError, match="use only one of the two options"):
+        Trainer(RunConfig.load(file), fresh=True, from_last_good=True)
 
     assert train(file, "--from-last-good") == 0
     said = capsys.readouterr().err

@@ -25,7 +25,7 @@ class Job:
 def prepare(config: RunConfig, world: World, console: Console, *, fresh: bool) -> Job:
     """Locks the run directory, and applies the automatic settings.
 
-    The automatic settings are chosen once per run, and are equal on all ranks.
+    The automatic settings are equal on all ranks.
 
     Args:
         fresh: whether to move the content of the run directory aside.

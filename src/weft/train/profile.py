@@ -170,7 +170,7 @@ class _Stopped(Exception):
 def profile(config: RunConfig, request: Request, console: Console | None = None) -> Outcome:
     """Runs the first steps of a run and records some of them. Creates `request.out` if the outcome is "finished".
 
-    The run directory is only read, for the automatic settings of the run.
+    The run directory is only read, for the dtype of the run.
 
     Raises:
         UserError: the run cannot start (see `Trainer.fit`), the run has fewer steps than requested, or the output

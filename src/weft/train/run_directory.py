@@ -164,10 +164,10 @@ class RunDirectory:
         into = self.path / "tokenizer"
         with report_write_errors(self.path, "free space or set run.directory, and run the same command again"):
             replace_file(self.path / "config.yaml", dump_yaml(config))
-            if config.tokenizer and not into.exists():
+            if config.tokenizer:  # copied in each session, because it may have changed
                 with hidden_folder(into) as made:
                     copy_tokenizer(config.tokenizer, made)
-                    publish(made, into)
+                    publish(made, into, replace=True)
 
     def tokenizer(self) -> Tokenizer | None:
         """Returns the tokenizer of the run; None if the run has no tokenizer."""
