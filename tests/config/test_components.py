@@ -27,6 +27,7 @@ Mode = Literal["slow", "fast"]
 raise RuntimeError("this module was imported")
 
 class Plain:
+    step = zero_grad = None
     def __init__(self, params, lr: float, mode: Mode = "slow", *, steps: int = 3, rate: float = RATE, name=None,
                  pair: tuple[int, int] = (1, 2), maybe: "Optional[int]" = None,
                  either: Union[float, torch.Tensor] = 1e-3, bounded: Annotated[float, Ge(0), at.Le(1)] = 0.5,
@@ -52,6 +53,7 @@ class Unknown(enum.Enum):
 
 @dataclass
 class Data:
+    __call__ = None
     total_steps: int
     factor: float
     names: list[str] = field(default_factory=list)
@@ -64,13 +66,16 @@ class MoreData(Data):
     power: float = 2.0
 
 class NoPosition:
+    step = zero_grad = None
     def __init__(self, *, lr: float = 1.0): ...
 
 class Starred:
+    step = zero_grad = None
     def __init__(self, *args, **kwargs): ...
 
 if True:
     class Nested:
+        step = zero_grad = None
         def __init__(self, params, inside: bool = False): ...
 
 Renamed = Plain
@@ -87,7 +92,7 @@ nothing: object = None
 def make(params): ...
 table = {"a": 1}
 """
-ROOT = "class Root:\n    def __init__(self, params, depth: int): ...\n"
+ROOT = "class Root:\n    step = zero_grad = None\n    def __init__(self, params, depth: int): ...\n"
 
 
 @pytest.fixture
@@ -245,7 +250,7 @@ def test_a_name_that_may_be_a_class_is_taken_for_one(own):
     write(
         "try:\n    from package.inner import Root\nexcept ImportError:\n    Root = None\n"
         "Other = None\nif True:\n    from package.inner import Root as Other\n"
-        "class Kept:\n    def __init__(self, params, depth: int): ...\n"
+        "class Kept:\n    step = zero_grad = None\n    def __init__(self, params, depth: int): ...\n"
         "if not Root:\n    Kept = None\nMade = type('Made', (), {})\n",
         "maybe.py",
     )
@@ -269,7 +274,7 @@ def test_names_may_have_hyphens(monkeypatch):
 def test_models_and_datasets_of_the_users_own():
     write(
         "from torch import nn\nclass Net(nn.Module):\n    def __init__(self, width: int, depth: int = 2): ...\n"
-        "class Lines:\n    def __init__(self, path: str): ...\n",
+        "class Lines:\n    __len__ = __getitem__ = None\n    def __init__(self, path: str): ...\n",
         "own.py",
     )
     text = """\
@@ -327,6 +332,30 @@ def test_load_class_finds_the_working_directory_first(monkeypatch):
         load_class("weft_test_own:Think", "dataset")
     with pytest.raises(UserError, match="no module 'weft_test_other'"):
         load_class("weft_test_other:Thing", "dataset")
+
+
+@pytest.mark.parametrize(
+    ("methods", "missing"),
+    [
+        ("weight = inputs = loss", None),
+        ("weight = compute", None),
+        ("inputs = loss", "weight"),
+        ("weight = loss", "inputs or compute"),
+        ("weight = inputs", "loss or compute"),
+    ],
+)
+def test_missing_methods_are_found_by_config_check_and_by_the_import(methods, missing):
+    module = f"weft_test_{methods.replace(' = ', '_')}"
+    write(f"class Loss:\n    {methods} = print\n", f"{module}.py")
+    type_ = f"{module}:Loss"
+    text = f"{SHORT}objective: {{type: '{type_}'}}\n"
+    if missing is None:
+        assert load_class(load(text).objective, "objective").__name__ == "Loss"
+        return
+    (found,) = problems(text)
+    assert shows(found, f"run.yaml:4: objective.type: ... Loss (weft_test_... has no method {missing}; add it")
+    with pytest.raises(UserError, match=f"has no method {missing}, which every objective needs"):
+        load_class(type_, "objective")
 
 
 def test_what_only_the_import_shows_is_told_with_the_place_of_its_key():

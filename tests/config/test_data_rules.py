@@ -158,7 +158,7 @@ def test_best_fit_keeps_documents_apart_and_is_for_stores():
     assert load(SINGLE).data.document_attention is False
     found = one(SINGLE, "data.packing=best_fit", "data.document_attention=false")
     assert shows(found, "data.document_attention: ... best_fit ... set true, or remove the key")
-    write("class Rows:\n    def __init__(self): ...\n", "mine.py")
+    write("class Rows:\n    __len__ = __getitem__ = None\n    def __init__(self): ...\n", "mine.py")
     own = SINGLE.replace("train: a", "train: {type: 'mine:Rows'}")
     assert "data.train has none" in one(own, "data.packing=best_fit")
     assert "have the dataset return segments" in one(own, "data.document_attention=true")
@@ -173,7 +173,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_told():
 
 
 def test_datasets_of_the_users_own_join_a_mixture():
-    write("class Rows:\n    def __init__(self, *, rows: int = 3): ...\n", "mine.py")
+    write("class Rows:\n    __len__ = __getitem__ = None\n    def __init__(self, *, rows: int = 3): ...\n", "mine.py")
     text = changed("{store: a, weight: 0.7}", "{type: 'mine:Rows', weight: 0.7, rows: 4}")
     source = load(text).data.train[0]
     assert (source.label, source.weight, source.arguments) == ("Rows", 0.7, {"rows": 4})
@@ -228,7 +228,7 @@ def test_pairs_of_answers_are_not_learned_as_text():
     )
     single = SINGLE.replace("train: a", "train: a, validation: b")
     assert shows(one(single, data=True), "run.yaml:2: data.validation: b is a store of preference pairs")
-    write("class Pairs:\n    def __init__(self): ...\n", "mine.py")
+    write("class Pairs:\n    weight = inputs = loss = None\n    def __init__(self): ...\n", "mine.py")
     load(MIX + "objective: {type: 'mine:Pairs'}\n", data=True)
     make_store("c", 5000, kind="conversations")
     load(SINGLE.replace("train: a", "train: c"), data=True)
@@ -281,7 +281,7 @@ def test_what_is_known_of_a_mixture_with_a_dataset_of_the_users_own_is_shown():
     from weft.cli.config.check import facts
 
     make_store("a", 64 * 40 + 1)
-    write("class Rows:\n    def __init__(self): ...\n", "mine.py")
+    write("class Rows:\n    __len__ = __getitem__ = None\n    def __init__(self): ...\n", "mine.py")
     text = SINGLE.replace("train: a", "train: [{store: a, weight: 3}, {type: 'mine:Rows', weight: 1, max_epochs: 2}]")
     told = facts(load(text, data=True), open_data=True)["data"].splitlines()
     assert "2 sources in sequences of 64" in told[0]

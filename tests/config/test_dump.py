@@ -55,7 +55,11 @@ def test_saved_data_differ_from_a_config_only_in_what_is_not_set(text):
 
 
 def test_own_parts_read_back():
-    write("class Net:\n    def __init__(self, width: int, pair: tuple[int, int] = (1, 2), other=None): ...\n", "own.py")
+    write(
+        "class Net:\n    __len__ = __getitem__ = None\n"
+        "    def __init__(self, width: int, pair: tuple[int, int] = (1, 2), other=None): ...\n",
+        "own.py",
+    )
     config = load(
         "model: {type: 'own:Net', width: 3}\ndata: {train: {type: 'own:Net', width: 4}}\ntraining: {steps: 1}\n"
     )

@@ -430,7 +430,7 @@ def test_early_stopping_needs_validations():
 def test_the_same_tracker_twice():
     (found,) = problems(SHORT + "log: {trackers: [tensorboard, mlflow, tensorboard]}\n")
     assert shows(found, "run.yaml:4: log.trackers[2]: tensorboard is in the list twice; remove one")
-    write("class T:\n    def __init__(self, run, where: str = 'x'): ...\n", "mine.py")
+    write("class T:\n    log = text = close = None\n    def __init__(self, run, where: str = 'x'): ...\n", "mine.py")
     twice = "log: {trackers: [{type: 'mine:T', where: a}, {type: 'mine:T', where: b}]}\n"
     assert len(load(SHORT + twice).log.trackers) == 2
     assert shows(problems(SHORT + twice.replace("where: b", "where: a"))[0], "mine:T is in the list twice; remove one")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 
 from weft.config.python_source import ClassSource, Module, ModuleMissing, NotFound, find_class
 from weft.config.section import Component, Section
-from weft.config.signature import MISSING, Argument, method_signature, signature
+from weft.config.signature import MISSING, Argument, has_attribute, method_signature, signature
 from weft.config.suggest import did_you_mean
 from weft.errors import UserError
 from weft.plugins import plugins, unknown_kind_hint
@@ -56,7 +56,7 @@ def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
 
 _HOOKS = ("begin", "step", "saved", "validating", "validated", "ended")
 COMPONENT_KINDS = {
-    "optimizer": ComponentKind("optim", ("params",), needs=("step", "zero_grad", "state_dict", "load_state_dict")),
+    "optimizer": ComponentKind("optim", ("params",), needs=("step", "zero_grad")),
     "schedule": ComponentKind("optim/schedules", ("total_steps",), needs=("__call__",)),
     "objective": ComponentKind("objectives", needs=("weight", "inputs or compute", "loss or compute")),
     "tracker": ComponentKind("observe/trackers", ("run",), needs=("log", "text", "close")),
@@ -147,6 +147,8 @@ def _component_class(source: ClassSource, type_: str, kind: str) -> ComponentCla
             f"{type_!r}: Weft calls {name}({expected}, ...), but __init__ takes {', '.join(injected) or 'no argument'} "
             f"by position; define it as __init__(self, {expected}, ...)"
         )
+    if missing := _missing_method(kind, lambda method: has_attribute(source, method) is not False):
+        raise UserError(f"{type_!r}: {name} ({source.place}) has no method {missing}; add it")
     _check_methods(type_, source, chosen.methods)
     arguments = {key: argument for key, argument in takes.arguments.items() if key not in injected}
     return ComponentClass(source.module.name, name, arguments, injected, takes.accepts_any, source.doc)
@@ -202,6 +204,11 @@ def _as_type(default: Any, kind: Any) -> Any:
         return TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(default)
     except ValidationError:
         return default
+
+
+def _missing_method(kind: str, has: Callable[[str], bool]) -> str | None:
+    """Returns the first entry of the kind's `needs` of which a class has no method; None if there is none."""
+    return next((need for need in COMPONENT_KINDS[kind].needs if not any(map(has, need.split(" or ")))), None)
 
 
 def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
@@ -294,9 +301,8 @@ def load_class(chosen: str | Component, kind: str) -> type:
         raise UserError(f"{type_!r} is a {type(found).__name__}, not a class; set type to the name of a class", place)
     if found is None:
         raise UserError(f"{type_!r}: the module {module!r} has no class {name!r}; check the name", place)
-    needs = COMPONENT_KINDS[kind].needs
-    if missing := [need for need in needs if not any(callable(getattr(found, m, None)) for m in need.split(" or "))]:
-        what = f"has no method {missing[0]}, which every {kind} needs; see docs/own-components.md"
+    if missing := _missing_method(kind, lambda method: callable(getattr(found, method, None))):
+        what = f"has no method {missing}, which every {kind} needs; see docs/own-components.md"
         raise UserError(f"{type_!r}: {name} {what}", place)
     return found
 
