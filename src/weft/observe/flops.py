@@ -43,35 +43,35 @@ class Peak:
     origin: str
 
 
-# Published dense TFLOP/s in bfloat16, float16, float32 (TF32 on tensor cores that have TF32; Weft enables TF32), fp8
-# and float64. None: unsupported or unpublished, so the peak is measured. The first pattern that matches torch's name of
-# the device wins.
+# Published dense TFLOP/s in bfloat16, float16, float32, fp8 and float64. float32 is not TF32, which Weft does not enable.
+# None: unsupported or unpublished, so the peak is measured. The first pattern that matches torch's name of the device
+# wins.
 # Consumer cards: with float32 accumulation, as in training.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float64)
 _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
-    ("NVIDIA GB300", r"\bGB300\b", (2500, 2500, 1250, 5000, None)),
-    ("NVIDIA B300", r"\bB300\b", (2250, 2250, 1125, 4500, None)),
-    ("NVIDIA GB200", r"\bGB200\b", (2500, 2500, 1250, 5000, 40)),
-    ("NVIDIA B200", r"\bB200\b", (2250, 2250, 1125, 4500, 37)),
-    ("NVIDIA H200 NVL", r"\bH200 NVL\b", (835.5, 835.5, 417.7, 1671, 60)),
-    ("NVIDIA H200 SXM", r"\bH200\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
-    ("NVIDIA GH200", r"\bGH200\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
-    ("NVIDIA H100 PCIe", r"\bH100 PCIe\b", (756.5, 756.5, 378, 1513, 51.2)),
-    ("NVIDIA H100 NVL", r"\bH100 NVL\b", (835.5, 835.5, 417.7, 1671, 60)),
-    ("NVIDIA H100 SXM", r"\bH100\b", (989.4, 989.4, 494.7, 1978.9, 66.9)),
-    ("NVIDIA H800", r"\bH800\b(?!.*PCIe)", (989.4, 989.4, 494.7, 1978.9, None)),
-    ("NVIDIA H20", r"\bH20\b", (148, 148, 74, 296, None)),
-    ("NVIDIA A100", r"\bA100\b", (312, 312, 156, None, 19.5)),
-    ("NVIDIA A800", r"\bA800\b", (312, 312, 156, None, None)),
-    ("NVIDIA A30", r"\bA30\b", (165, 165, 82, None, 10.3)),
-    ("NVIDIA A40", r"\bA40\b", (149.7, 149.7, 74.8, None, None)),
-    ("NVIDIA A10", r"\bA10\b", (125, 125, 62.5, None, None)),
-    ("NVIDIA A10G", r"\bA10G\b", (70, 70, 35, None, None)),
-    ("NVIDIA L40S", r"\bL40S\b", (362, 362, 183, 733, None)),
+    ("NVIDIA GB300", r"\bGB300\b", (2500, 2500, None, 5000, None)),
+    ("NVIDIA B300", r"\bB300\b", (2250, 2250, None, 4500, None)),
+    ("NVIDIA GB200", r"\bGB200\b", (2500, 2500, 80, 5000, 40)),
+    ("NVIDIA B200", r"\bB200\b", (2250, 2250, 75, 4500, 37)),
+    ("NVIDIA H200 NVL", r"\bH200 NVL\b", (835.5, 835.5, 60, 1671, 60)),
+    ("NVIDIA H200 SXM", r"\bH200\b", (989.4, 989.4, 66.9, 1978.9, 66.9)),
+    ("NVIDIA GH200", r"\bGH200\b", (989.4, 989.4, 66.9, 1978.9, 66.9)),
+    ("NVIDIA H100 PCIe", r"\bH100 PCIe\b", (756.5, 756.5, 51.2, 1513, 51.2)),
+    ("NVIDIA H100 NVL", r"\bH100 NVL\b", (835.5, 835.5, 60, 1671, 60)),
+    ("NVIDIA H100 SXM", r"\bH100\b", (989.4, 989.4, 66.9, 1978.9, 66.9)),
+    ("NVIDIA H800", r"\bH800\b(?!.*PCIe)", (989.4, 989.4, 66.9, 1978.9, None)),
+    ("NVIDIA H20", r"\bH20\b", (148, 148, 44, 296, None)),
+    ("NVIDIA A100", r"\bA100\b", (312, 312, 19.5, None, 19.5)),
+    ("NVIDIA A800", r"\bA800\b", (312, 312, 19.5, None, None)),
+    ("NVIDIA A30", r"\bA30\b", (165, 165, 10.3, None, 10.3)),
+    ("NVIDIA A40", r"\bA40\b", (149.7, 149.7, 37.4, None, None)),
+    ("NVIDIA A10", r"\bA10\b", (125, 125, 31.2, None, None)),
+    ("NVIDIA A10G", r"\bA10G\b", (70, 70, None, None, None)),
+    ("NVIDIA L40S", r"\bL40S\b", (362, 362, 91.6, 733, None)),
     ("NVIDIA L40", r"\bL40\b", (181, 181, 90.5, 362, None)),
-    ("NVIDIA L4", r"\bL4\b", (121, 121, 60, 242, None)),
-    ("NVIDIA RTX 6000 Ada", r"\bRTX 6000 Ada\b", (364.2, 364.2, 182.1, 728.5, None)),
-    ("NVIDIA RTX A6000", r"\bRTX A6000\b", (154.8, 154.8, 77.4, None, None)),
+    ("NVIDIA L4", r"\bL4\b", (121, 121, 30.3, 242, None)),
+    ("NVIDIA RTX 6000 Ada", r"\bRTX 6000 Ada\b", (364.2, 364.2, 91.1, 728.5, None)),
+    ("NVIDIA RTX A6000", r"\bRTX A6000\b", (154.8, 154.8, 38.7, None, None)),
     ("NVIDIA RTX 5090", r"\bRTX 5090$", (209.5, 209.5, 104.8, 419, None)),
     ("NVIDIA RTX 4090", r"\bRTX 4090$", (165.2, 165.2, 82.6, 330.3, None)),
     ("NVIDIA RTX 3090", r"\bRTX 3090$", (71, 71, 35.6, None, None)),
