@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 
 import pytest
 
@@ -100,6 +101,40 @@ def test_mlflow_keeps_one_value_a_step(tmp_path, monkeypatch):
     assert (
         tmp_path / "mlflow-artifacts" / run.info.run_id / "artifacts" / "samples" / "step-00000008-a-b.txt"
     ).exists()
+
+
+def test_mlflow_sends_the_metrics_of_a_failed_request_again(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from weft.observe.trackers.mlflow import MLflow
+
+    sent, failing = [], [False, True]
+
+    class Client:
+        get_experiment_by_name = set_terminated = lambda self, _: SimpleNamespace(experiment_id="1")
+
+        def __init__(self, tracking_uri):
+            self.create_run = lambda *_, **__: SimpleNamespace(info=SimpleNamespace(run_id="2"))
+
+        def log_batch(self, run_id, params=(), metrics=()):
+            if metrics and failing.pop(0):
+                raise ConnectionError
+            sent.extend(metric[3] for metric in metrics)
+
+    contents = {
+        "mlflow.entities": {"Metric": lambda *values: values, "Param": lambda *_: None},
+        "mlflow.exceptions": {"MlflowException": OSError},
+        "mlflow.tracking": {"MlflowClient": Client},
+    }
+    for name, members in {"mlflow": {}, **contents}.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    tracker = MLflow(RunInfo(tmp_path, "demo", {}), flush_seconds=0)
+    tracker.log(1, {"loss": 1.0})
+    with pytest.raises(ConnectionError):
+        tracker.log(2, {"loss": 0.5})
+    failing.append(False)
+    tracker.close()
+    assert sent == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -93,6 +93,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
     def _send(self) -> None:
-        waiting, self._waiting, self._sent = self._waiting, [], time.monotonic()
-        for start in range(0, len(waiting), _BATCH):
-            self._client.log_batch(self._id, metrics=waiting[start : start + _BATCH])
+        self._sent = time.monotonic()
+        while self._waiting:
+            self._client.log_batch(self._id, metrics=self._waiting[:_BATCH])
+            del self._waiting[:_BATCH]  # after the request, so that metrics of a failed request are sent again
