@@ -91,7 +91,7 @@ class CallbackSection(Component):
 
 
 class MetricSection(Component):
-    """A custom metric, which is computed at each step for `metrics.jsonl` and the trackers."""
+    """A custom metric, which is computed at each logged step for `metrics.jsonl` and the trackers."""
 
     kind: ClassVar[str] = "metric"
 

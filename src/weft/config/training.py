@@ -62,7 +62,7 @@ class TrainingSection(Section):
     other parameters are frozen. Use it to train newly added tokens. Default: all parameters are trained.
     """
     threads: int | None = Field(None, ge=1)
-    """Number of CPU threads per rank. Default: the fastest number in a short measurement."""
+    """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""
 
 
 class ValidationSection(Section):
