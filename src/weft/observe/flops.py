@@ -43,9 +43,8 @@ class Peak:
     origin: str
 
 
-# Published dense TFLOP/s in bfloat16, float16, float32, fp8 and float64. float32 is not TF32, which Weft does not enable.
-# None: unsupported or unpublished, so the peak is measured. The first pattern that matches torch's name of the device
-# wins.
+# Published dense TFLOP/s in bfloat16, float16, float32 (not TF32, which Weft does not enable), fp8 and float64. None:
+# unsupported or unpublished, so the peak is measured. The first pattern that matches torch's name of the device wins.
 # Consumer cards: with float32 accumulation, as in training.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float64)
 _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
