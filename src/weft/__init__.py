@@ -14,7 +14,9 @@ Each public name is imported when it is first used, so `import weft` itself is f
 from typing import TYPE_CHECKING
 
 __all__ = [
+    "Engine",
     "RunConfig",
+    "Sampling",
     "Tokenizer",
     "Trainer",
     "UserError",
@@ -38,11 +40,15 @@ if TYPE_CHECKING:
     from weft.evaluation.evaluate import evaluate
     from weft.evaluation.perplexity import perplexity
     from weft.export.export_model import export_model
+    from weft.generation.engine import Engine
+    from weft.generation.settings import Sampling
     from weft.generation.text import generate
     from weft.train.trainer import Trainer
 
 _MODULES = {
+    "Engine": "weft.generation.engine",
     "RunConfig": "weft.config.run",
+    "Sampling": "weft.generation.settings",
     "Tokenizer": "weft.data.tokenizers.tokenizer",
     "Trainer": "weft.train.trainer",
     "UserError": "weft.errors",

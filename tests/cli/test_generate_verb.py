@@ -114,21 +114,21 @@ def test_mistakes_are_one_line(their_folder, tmp_path, monkeypatch, capsys, word
 
 def test_another_models_tokenizer(their_folder, capsys):
     line = mistake(capsys, their_folder(vocab_size=40), "Kalo mi", "--max-new-tokens", 3)
-    assert "the model's last token is 39; " in line
+    assert "the model has ids 0 to 39; " in line
 
 
 @pytest.mark.parametrize("prompts", [["Kalo mi"], ["Kalo mi", "Ka"]])
 def test_what_is_written_before_ctrl_c_is_shown(their_folder, monkeypatch, capsys, prompts):
     from weft.generation import text
 
-    def interrupted(*args, **kwargs):
-        steps = generate_steps(*args, **kwargs)
-        yield from (next(steps) for _ in range(3))
+    def interrupted(engine, prompts, *args, **kwargs):
+        pieces = stream_pieces(engine, prompts, *args, **kwargs)
+        yield from (next(pieces) for _ in range(3 * len(prompts)))
         raise KeyboardInterrupt
 
-    generate_steps, folder = text.generate_steps, their_folder()
+    stream_pieces, folder = text.stream_pieces, their_folder()
     three = written(capsys, folder, *prompts, "--max-new-tokens", 3)
-    monkeypatch.setattr(text, "generate_steps", interrupted)
+    monkeypatch.setattr(text, "stream_pieces", interrupted)
     assert main(["generate", str(folder), *prompts, "--max-new-tokens", "9"]) == 130
     assert capsys.readouterr().out == three
 

@@ -5,9 +5,11 @@ import torch
 from test_families import pair, texts
 
 from weft.config.model import ModelSection
-from weft.generation import sample
-from weft.generation.cache import KVCache, sliding_windows
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.cache import BLOCK
+from weft.generation.engine import Engine
+from weft.generation.runners import PagedRunner, Work
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 
@@ -36,35 +38,46 @@ def expected(theirs, prompts, **settings):
 
 
 def greedy(ours, prompts, max_new_tokens, **settings):
-    """What each prompt gets; None behind its end."""
-    steps = generate_steps(ours, prompts, Sampling(max_new_tokens, temperature=0.0), **settings)
-    return [list(row) for row in zip(*steps, strict=True)]
+    return generate_ids(ours, prompts, Sampling(max_new_tokens, temperature=0.0), **settings)
+
+
+def forward(runner, tokens, start, end):
+    """The logits of a piece of each row, whose blocks lie between those of the other rows."""
+    rows, blocks = len(tokens), -(-tokens.shape[1] // BLOCK)
+    if runner.cache.blocks == 0:
+        runner.cache.grow(rows * blocks)
+    works = [
+        Work(row, ids, start, end, 0, end - start, list(range(row, rows * blocks, rows)))
+        for row, ids in enumerate(tokens.tolist())
+    ]
+    return torch.stack(runner.forward(works))
+
+
+def in_pieces(model, tokens, pieces):
+    """The logits of a text that the model gets in pieces of these lengths."""
+    runner, ends = PagedRunner(model), torch.tensor(pieces).cumsum(0).tolist()
+    return torch.cat([forward(runner, tokens, e - n, e) for n, e in zip(pieces, ends, strict=True)], dim=1)
 
 
 @every
-def test_long_after_the_window_has_passed(family, shape, monkeypatch):
+def test_long_after_the_window_has_passed(family, shape):
     theirs, ours = pair(family, shape)
     wanted = expected(theirs, PROMPTS, max_new_tokens=40)
     assert greedy(ours, PROMPTS, max_new_tokens=40) == wanted
     assert greedy(ours, PROMPTS, max_new_tokens=40, cache=False) == wanted
-    monkeypatch.setattr(sample, "CHUNK", 4 * len(PROMPTS))  # the prompts go in by four tokens
-    assert greedy(ours, PROMPTS, max_new_tokens=40) == wanted
+    assert greedy(ours, PROMPTS, max_new_tokens=40, max_step_tokens=5) == wanted
+    assert greedy(ours, PROMPTS, max_new_tokens=40, max_cache_tokens=70) == wanted  # computed again when it is full
+    assert greedy(ours, PROMPTS, max_new_tokens=40, batch_invariant=True) == wanted
 
 
 @every
 @torch.no_grad()
 def test_logits_of_a_text_in_pieces(family, shape):
-    """Pieces that fit the buffer, that fill it to the last slot, that are longer than it; one by one between them."""
     theirs, ours = pair(family, shape)
     tokens = texts(2, 60)
     wanted = theirs(tokens).logits
     for pieces in ([1] * 60, [7, 1, 8, 1, 1, 1, 20, 2, 19], [30, 6, 6, 6, 1, 1, 10], [60]):
-        cache, got = KVCache(60, windows=sliding_windows(ours)), []
-        for piece in tokens.split(pieces, dim=1):
-            got.append(ours(piece, cache=cache))
-        assert (torch.cat(got, 1) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
-    with pytest.raises(ValueError, match="60 tokens is too small for 61"):
-        ours(tokens[:, :1], cache=cache)
+        assert (in_pieces(ours, tokens, pieces) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
@@ -79,40 +92,31 @@ def test_slopes_in_a_window(window):
     initialize(model, 1)
     model.eval()
     tokens = torch.randint(0, 50, (2, 30))
-    cache = KVCache(30, windows=sliding_windows(model))
-    got = [model(piece, cache=cache) for piece in tokens.split([2, 1, 1, 5, 1, 1, 1, 1, 12, 1, 4], dim=1)]
-    torch.testing.assert_close(torch.cat(got, 1), model(tokens))
+    got = in_pieces(model, tokens, [2, 1, 1, 5, 1, 1, 1, 1, 12, 1, 4])
+    torch.testing.assert_close(got, model(tokens))
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12], [13, 14]]
     assert greedy(model, prompts, max_new_tokens=20) == greedy(model, prompts, max_new_tokens=20, cache=False)
 
 
-def test_a_layer_with_a_window_holds_little_more_than_it(monkeypatch):
-    """200 tokens, a window of 16: 20 slots for it."""
-    made = []
-
-    class Watched(KVCache):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(sample, "KVCache", Watched)
+def test_a_window_in_all_layers_needs_no_more_blocks_than_the_window():
     shape = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    small = {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    for window, slots in (({}, 4 * 202), ({"sliding_window": 16}, 4 * 20), ({"sliding_window_pattern": 4}, 262)):
-        window = {"sliding_window": 16} | window if window else window
-        model = build_model(ModelSection(**shape, **small, **window))
-        initialize(model, 0)
-        list(generate_steps(model, [[1, 2, 3], [4]], Sampling(200, temperature=0.0)))
-        # Batch 2, 2 heads of 8 numbers, keys and values, 4 bytes each.
-        assert made[-1].nbytes == slots * 2 * 2 * 8 * 2 * 4
+    small = {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 16}
+    model = build_model(ModelSection(**shape, **small))
+    initialize(model, 0)
+    engine = Engine(model, max_cache_tokens=1024)
+    most = 0
+    for _ in engine.submit([1, 2, 3], Sampling(200, temperature=0.0)):
+        most = max(most, len(engine.blocks) - engine.blocks.free)
+    assert 2 <= most <= 3
+    # 64 blocks, 4 layers, 2 heads of 8 numbers, keys and values, 4 bytes each
+    assert engine.runner.cache.nbytes == 64 * BLOCK * 4 * 2 * 8 * 2 * 4
 
 
 def test_latent_attention_holds_the_latents_alone():
     _, ours = pair("DeepseekV3", "as is")
-    cache = KVCache(50, windows=sliding_windows(ours))
-    with torch.no_grad():
-        ours(texts(3, 5), cache=cache)
-    assert cache.nbytes == 4 * 3 * 50 * (16 + 8) * 4  # layers, batch, slots, kv_lora_rank + qk_rope_head_dim, bytes
+    runner = PagedRunner(ours)
+    forward(runner, texts(3, 5), 0, 5)
+    assert runner.cache.nbytes == 4 * 3 * BLOCK * (16 + 8) * 4  # layers, blocks, kv_lora_rank + qk_rope_head_dim, bytes
 
 
 @pytest.mark.parametrize(("family", "shape"), [("Mistral", "window"), ("DeepseekV3", "as is")])
@@ -122,8 +126,9 @@ def test_rows_end_by_themselves(family, shape):
     stops = {free[0][3], free[1][9], free[3][14]}
     wanted = expected(theirs, PROMPTS, max_new_tokens=30, eos_token_id=sorted(stops))
     got = greedy(ours, PROMPTS, max_new_tokens=30, stop_ids=stops)
-    assert len({row.index(None) for row in got if None in row}) > 1
-    assert [[0 if token is None else token for token in row] for row in got] == wanted
+    assert len({len(row) for row in got}) > 1
+    width = max(map(len, wanted))
+    assert [row + [0] * (width - len(row)) for row in got] == wanted
 
 
 @every

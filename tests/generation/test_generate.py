@@ -5,8 +5,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.config.model import ModelSection
+from weft.data.tokenizers.tokenizer import Prompt
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.engine import Engine
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 
@@ -28,14 +31,9 @@ def model():
     return model.eval()
 
 
-def steps_of(model, prompts, **settings):
-    how = {key: settings.pop(key) for key in list(settings) if key in Sampling.__dataclass_fields__}
-    return generate_steps(model, prompts, Sampling(**{"max_new_tokens": 12, "temperature": 0.0, **how}), **settings)
-
-
 def tokens(model, prompts, **settings):
-    steps = list(steps_of(model, prompts, **settings))
-    return [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
+    how = {key: settings.pop(key) for key in list(settings) if key in Sampling.__dataclass_fields__}
+    return generate_ids(model, prompts, Sampling(**{"max_new_tokens": 12, "temperature": 0.0, **how}), **settings)
 
 
 def test_greedy_equals_transformers_generate():
@@ -100,20 +98,22 @@ def test_learned_positions_end_somewhere():
 def test_the_first_token_is_one_of_those_allowed(model):
     free = tokens(model, [[1, 2, 3]], max_new_tokens=1)[0][0]
     allowed = {(free + 1) % 97, (free + 2) % 97}
-    assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[0][0] in allowed
-    assert tokens(model, [[1, 2, 3], [1, 2, 3]], first=[allowed, None])[1][0] == free
+    found = generate_ids(model, [Prompt("", [1, 2, 3], frozenset(allowed)), [1, 2, 3]], Sampling(1, temperature=0))
+    assert found[0][0] in allowed
+    assert found[1][0] == free
 
 
 def test_a_prompt_once_more_gets_another_text(model):
     three = tokens(model, [[1, 2]] * 3, temperature=1.0)
     assert len(set(map(tuple, three))) == 3
-    assert tokens(model, [[1, 2]], temperature=1.0, copies=[2])[0] == three[2]
+    stream = Engine(model).submit([1, 2], Sampling(12, temperature=1.0), copy=2)
+    assert [piece.token for piece in stream] == three[2]
 
 
 @pytest.mark.parametrize(
     ("prompts", "settings", "said"),
     [
-        ([[1, 97]], {}, "token 97, but the model's last token is 96"),
+        ([[1, 97]], {}, "token id 97, but the model has ids 0 to 96"),
         ([[1], []], {}, "has no tokens"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ([[1]], {"temperature": float("nan")}, "temperature is nan"),
@@ -121,17 +121,23 @@ def test_a_prompt_once_more_gets_another_text(model):
         ([[1]], {"temperature": -0.5}, "temperature is -0.5"),
         ([[1]], {"top_p": 0.0}, "top_p is 0.0"),
         ([[1]], {"top_k": 0}, "top_k is 0"),
+        ([[1]], {"min_p": 1.5}, "min_p is 1.5"),
+        ([[1]], {"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ([[1]], {"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ([[1]], {"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ([[1]], {"stop": ("",)}, "stop string is empty"),
+        ([[1]], {"stop": ("a",)}, "need a tokenizer"),
+        ([[1]], {"top_k": 5}, "top_k has no effect with temperature 0"),
+        ([[1] * 9], {"max_cache_tokens": 16}, "9 prompt tokens and 12 new tokens do not fit .* 16 tokens"),
     ],
 )
 def test_mistakes_are_told_at_the_call(model, prompts, settings, said):
     with pytest.raises(UserError, match=said):
-        steps_of(model, prompts, **settings)
+        tokens(model, prompts, **settings)
 
 
-def test_the_model_trains_on_as_before_when_the_reader_leaves(model):
+def test_the_model_trains_on_as_before(model):
     model.train()
-    steps = generate_steps(model, [[1, 2]], Sampling(max_new_tokens=9))
-    next(steps)
-    assert not model.training
-    steps.close()
+    stream = Engine(model).submit([1, 2], Sampling(max_new_tokens=9))
+    next(stream)
     assert model.training

@@ -7,7 +7,6 @@ from weft.config.components import COMPONENT_KINDS, built_ins, load_class
 from weft.kernels.attention import attention
 from weft.kernels.masks import (
     attention_mask,
-    cached_pattern_mask,
     pattern_block_mask,
     pattern_mask,
     sparse_block_mask,
@@ -103,25 +102,6 @@ def test_a_pattern_is_what_its_paper_says_also_within_documents(literal, keys):
     assert ours.shape == (2, 1, SEQ, SEQ)
     for row, (_, starts) in enumerate(rows):
         assert torch.equal(ours[row, 0], expected(literal, keys, starts))
-
-
-@each
-@pytest.mark.parametrize("new", [1, 6])
-def test_beside_a_cache_it_is_the_masks_last_rows(literal, keys, new):
-    """For a row without padding, and one whose document begins after 9 slots of it."""
-    pattern = made(literal, keys)
-    positions = torch.stack([torch.arange(SEQ), (torch.arange(SEQ) - 9).clamp(min=0)])[:, SEQ - new :]
-    padding = torch.tensor([0, 9]).view(2, 1, 1, 1)
-    keys_, queries = torch.arange(SEQ), torch.arange(SEQ - new, SEQ).unsqueeze(1)
-    ours = cached_pattern_mask(pattern, positions, SEQ, (keys_ <= queries) & (keys_ >= padding))
-    assert torch.equal(ours[0, 0], expected(literal, keys, [0] * SEQ)[-new:])
-    assert torch.equal(ours[1, 0], expected(literal, keys, documents(9, SEQ - 9)[1])[-new:])
-    assert torch.equal(cached_pattern_mask(pattern, positions[:1], SEQ)[0], ours[0])
-
-
-def test_a_row_of_padding_still_sees_itself():
-    rows = cached_pattern_mask(made(sliding, {"window": 1}), torch.zeros(1, 3, dtype=torch.int64), 3)
-    assert rows[0, 0].diagonal().all()
 
 
 def test_random_blocks_are_distinct_seeded_and_the_same_at_any_length():

@@ -17,7 +17,8 @@ from weft.config.huggingface_config import model_keys
 from weft.config.model import ModelSection
 from weft.errors import UserError
 from weft.families import family_of
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models import huggingface_weights as huggingface
 from weft.models.build import build_model
 
@@ -222,7 +223,8 @@ def test_logits_and_gradients(family, shape):
     tokens = texts(3, 41)
     expected = theirs(tokens, labels=tokens)
     near(ours(tokens), expected.logits, 1e-5)
-    near(ours(tokens, last_only=True), expected.logits[:, -1:], 1e-5)
+    kept = torch.tensor([0, tokens.shape[1] - 1])
+    near(ours(tokens, logits_to_keep=kept), expected.logits[:, kept], 1e-5)
     expected.loss.backward()
     (-ours(tokens[:, :-1], labels=tokens[:, 1:]).mean()).backward()
     wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()} | saved_buffers(theirs)
@@ -262,9 +264,9 @@ def test_greedy_generation_with_and_without_a_cache(family, shape):
     padded = torch.tensor([[0] * (widest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (widest - len(p)) + [1] * len(p) for p in prompts])
     expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
-    expected = expected[:, widest:].T.tolist()
+    expected = expected[:, widest:].tolist()
     for cache_ in (True, False):
-        assert list(generate_steps(ours, prompts, Sampling(14, temperature=0.0), cache=cache_)) == expected
+        assert generate_ids(ours, prompts, Sampling(14, temperature=0.0), cache=cache_) == expected
 
 
 @every

@@ -11,7 +11,8 @@ from torch import nn
 
 from weft.config.model import ModelSection
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models.build import build_model
 from weft.models.huggingface_weights import to_config_json
 from weft.models.initialize import initial_value, initialize
@@ -106,8 +107,7 @@ def test_generation_with_a_cache_is_that_without(choice):
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9], [7, 8]]
 
     def greedy(prompts, **settings):
-        steps = list(generate_steps(model, prompts, Sampling(12, temperature=0.0), **settings))
-        return [[step[i] for step in steps] for i in range(len(prompts))]
+        return generate_ids(model, prompts, Sampling(12, temperature=0.0), **settings)
 
     together = greedy(prompts)
     assert together == greedy(prompts, cache=False)

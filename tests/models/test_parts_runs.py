@@ -10,7 +10,8 @@ from running import QUIET, assert_same_weights, finish, losses, start, train
 
 import weft
 from weft.cli.main import main
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models.initialize import initial_value
 from weft.models.roles import parameter_roles
 
@@ -97,7 +98,7 @@ def test_the_page_on_parts_tells_the_truth(run, tmp_path):
     assert losses(path)[-1][1] < losses(path)[0][1]
     loaded = weft.load_model(path)
     how = Sampling(9, temperature=0)
-    greedy = [list(generate_steps(loaded, [[1, 2, 3], [4]], how, cache=c)) for c in (True, False)]
+    greedy = [generate_ids(loaded, [[1, 2, 3], [4]], how, cache=c) for c in (True, False)]
     assert greedy[0] == greedy[1]
     roles = parameter_roles(loaded)
     assert roles["layers.0.attention_norm.alpha"] == "norm"

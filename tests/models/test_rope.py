@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weft.config.huggingface_config import model_keys
 from weft.config.model import ModelSection
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models import huggingface_weights as huggingface
 from weft.models.build import build_model
 from weft.models.layers.rope import rotary_cos_sin
@@ -94,25 +95,20 @@ def test_generation_across_the_first_context(cached):
     prompts = [texts(1, length, seed=length)[0].tolist() for length in (11, 7)]
     for prompt in prompts:
         expected = greedy(theirs, torch.tensor([prompt]))
-        new = list(generate_steps(ours, [prompt], GREEDY, cache=cached))
-        assert [token for (token,) in new] == expected[0, len(prompt) :].tolist()
-    together = list(generate_steps(ours, prompts, GREEDY, cache=cached))
-    assert [pair[0] for pair in together][-1] is not None
-    for place, prompt in enumerate(prompts):
-        alone = list(generate_steps(ours, [prompt], GREEDY, cache=cached))
-        assert [step[place] for step in together] == [token for (token,) in alone]
+        new = generate_ids(ours, [prompt], GREEDY, cache=cached)
+        assert new == [expected[0, len(prompt) :].tolist()]
+    together = generate_ids(ours, prompts, GREEDY, cache=cached)
+    assert together == [generate_ids(ours, [prompt], GREEDY, cache=cached)[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("keys", [("Phi3", LONGROPE), ("Llama", {**DYNAMIC, "max_position_embeddings": 24})], ids=str)
-def test_long_prompts_are_rotated_as_one(keys, monkeypatch):
-    """Other models take a prompt in pieces; the length of all of it is not known from one."""
-    monkeypatch.setattr("weft.generation.sample.CHUNK", 8)
+def test_chunks_of_a_prompt_are_rotated_by_the_length_of_the_prompt(keys):
     theirs, ours = pair(*keys)
     prompt = texts(1, 30)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        new = list(generate_steps(ours, prompt.tolist(), GREEDY))
-    assert [token for (token,) in new] == greedy(theirs, prompt)[0, 30:].tolist()
+        new = generate_ids(ours, prompt.tolist(), GREEDY, max_step_tokens=8)
+    assert new == greedy(theirs, prompt)[:, 30:].tolist()
 
 
 def test_generation_with_a_base_that_grows():
@@ -120,8 +116,8 @@ def test_generation_with_a_base_that_grows():
     prompt = texts(1, 10)
     expected = greedy(theirs, prompt)
     with pytest.warns(UserWarning, match="trained for 16"):
-        new = list(generate_steps(ours, prompt.tolist(), GREEDY))
-    assert [token for (token,) in new] == expected[0, 10:].tolist()
+        new = generate_ids(ours, prompt.tolist(), GREEDY)
+    assert new == expected[:, 10:].tolist()
 
 
 @pytest.mark.parametrize("keys", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])

@@ -12,7 +12,8 @@ from weft.checkpoint.huggingface.transformers_files import fill_transformers_mod
 from weft.checkpoint.tensors import model_tensors
 from weft.config.transformers_model import TransformersModelSection, folder_config
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.models.roles import parameter_roles
 from weft.models.transformers_model import build_transformers_model, materialize, missing_capability
 
@@ -156,8 +157,8 @@ def test_it_writes_what_transformers_writes(pair):
         for prompt in prompts
     ]
     for cache in (True, False):
-        steps = generate_steps(ours, prompts, Sampling(8, temperature=0), cache=cache)
-        assert [list(new) for new in zip(*steps, strict=True)] == [new.tolist() for new in expected]
+        new = generate_ids(ours, prompts, Sampling(8, temperature=0), cache=cache)
+        assert new == [ids.tolist() for ids in expected]
 
 
 def test_what_would_be_saved_is_what_was_read(pair, folder):

@@ -14,8 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues each PROMPT with the model of a run's newest checkpoint, of one checkpoint or of a Hugging Face "
         "folder. If tokens of the tokenizer begin with a blank, a blank at the end of a prompt becomes part of the "
-        "next word. The text of a single prompt is printed while it is generated. Several prompts are continued in "
-        "batches of up to 16, and each text is printed when it is complete."
+        "next word. The text of a single prompt is printed while it is generated. Several prompts are continued "
+        "at once, and each text is printed when it is complete, in the order of the prompts."
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run directory, a checkpoint, or a Hugging Face folder"
@@ -35,6 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from the tokens whose probability is at least P times the highest probability",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divide positive logits, and multiply negative logits, of earlier tokens by R (default: 1, no penalty)",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; can be given several times"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed; the same seed and prompt give the same text (default: 0)"
@@ -57,35 +73,40 @@ def run(args: argparse.Namespace) -> int:
 
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model
-    from weft.generation.sample import Sampling
-    from weft.generation.text import stop_ids_of, stream_text, tokenizer_of
+    from weft.generation.engine import Engine
+    from weft.generation.settings import Sampling
+    from weft.generation.text import stop_ids_of, stream_pieces, tokenizer_of
     from weft.observe.console import Console
     from weft.parallel.world import local_device
 
     # Arguments are checked before the model is loaded.
-    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    settings = {name: getattr(args, name) for name in names}
+    sampling = Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
     texts = _read_prompts(args)
     checkpoint = resolve(args.source)
     tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
     model = load_model(checkpoint, local_device(Console()), getattr(torch, args.dtype) if args.dtype else None)
     prompts = [tokenizer.prompt(text) for text in texts]
     written = [prompt.text for prompt in prompts]
-    begun, shown, single = 0, 0, len(prompts) == 1
+    engine = Engine(model, tokenizer, stop_ids=stop_ids, cache=not args.no_cache)
+    begun, shown, single = False, 0, len(prompts) == 1
+    ended = [False] * len(prompts)
     try:
-        pieces = stream_text(model, tokenizer, prompts, sampling, stop_ids=stop_ids, cache=not args.no_cache)
-        for number, piece, last in pieces:
+        for number, piece in stream_pieces(engine, prompts, sampling):
             if single:
-                _write(piece if begun else written[0] + piece)
-            elif last:
-                _show(number, written[number] + piece)
-                shown = number + 1
-            begun = max(begun, number + 1)
-            written[number] += piece
+                _write(piece.text if begun else written[0] + piece.text)
+            begun = True
+            written[number] += piece.text
+            ended[number] = piece.finish is not None
+            while not single and shown < len(prompts) and ended[shown]:  # texts are printed in the order of the prompts
+                _show(shown, written[shown])
+                shown += 1
     finally:  # also after Ctrl-C
         if single and begun:
             _write("\n")
-        elif not single:
-            for number in range(shown, begun):
+        elif begun:
+            for number in range(shown, len(prompts)):
                 _show(number, written[number])
     return 0
 

@@ -51,8 +51,7 @@ class Draft:
         values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
             is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
         origins: origin of each value by dotted key.
-        meant: correct dotted keys of misspelled keys. These correct keys are not reported as missing, and get no
-            default.
+        meant: correct dotted keys of misspelled keys. They are not reported as missing, and get no default.
         config: the validated configuration; None if a value is not valid.
     """
 
@@ -168,13 +167,8 @@ class Draft:
         return replace(node, value=content)
 
     def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
-        """Returns an item of a list of sections. A string becomes a mapping, unless it can be a component's short name.
-
-        Args:
-            required: the required key of the section, at which the mapping has the string.
-            names: class of the component whose short names can be items; None if items must be mappings.
-            key: dotted key of the item.
-        """
+        """Returns an item of a list of sections. A string becomes a mapping that has it at the key `required`, unless
+        it is a short name of the component `names`."""
         if not isinstance(item.value, str):
             return item
         if names is None or ":" in item.value:
@@ -247,10 +241,7 @@ class Draft:
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Returns pydantic's error with its place in the file.
-
-        Pydantic's location of an error consists of keys, indices and names of union branches.
-        """
+        """Returns pydantic's error with its place in the file, found by keys, indices and names of union branches."""
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []

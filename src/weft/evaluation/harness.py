@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from weft.data.conversations.template import ChatTemplate, find_template, specia
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.engine import Engine
+from weft.generation.settings import Sampling
+from weft.generation.text import stream_pieces
 from weft.models.forward import forward_of
 from weft.observe.console import Console
 
@@ -207,11 +209,9 @@ class WeftLM(TemplateLM):
                     )
                 prompts = {n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers}
                 numbers = sorted(numbers, key=lambda n: (-len(prompts[n]), prompts[n]))
-                for start in range(0, len(numbers), self.batch_size):
-                    batch = numbers[start : start + self.batch_size]
-                    for number, text in zip(batch, self._generate([prompts[n] for n in batch], settings), strict=True):
-                        answers[number] = text
-                    done += len(batch)
+                for index, text in self._generate([prompts[n] for n in numbers], settings):
+                    answers[numbers[index]] = text
+                    done += 1
                     bar.update(done)
         return answers
 
@@ -226,38 +226,21 @@ class WeftLM(TemplateLM):
         settings["until"] = handle_stop_sequences(settings["until"], eos=self._tokenizer.decode([self.eot_token_id]))
         return settings
 
-    def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> list[str]:
-        stops = [stop for stop in settings["until"] if stop]
-        reach = max(len(stop.encode()) for stop in stops)  # a stop string has at most one token per byte
+    def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
+        """Yields (index of the prompt, generated text), in the order in which the texts end."""
+        stops = tuple(stop for stop in settings["until"] if stop)
+        sampling = Sampling(settings["max_gen_toks"], temperature=0.0, stop=stops)
+        if settings.get("do_sample", False) and settings.get("temperature") != 0:
+            drawn = {key: settings[key] for key in ("temperature", "top_k", "top_p") if key in settings}
+            sampling = Sampling(settings["max_gen_toks"], **drawn, stop=stops)
+        engine = Engine(self.model, self._tokenizer, stop_ids={self.eot_token_id}, max_batch=self.batch_size)
         written: list[list[int]] = [[] for _ in prompts]
-        open_rows = set(range(len(prompts)))
-        sampling = Sampling(settings["max_gen_toks"], temperature=0.0)
-        if settings.get("do_sample", False):
-            drawn = (settings.get("temperature", 1.0), settings.get("top_k"), settings.get("top_p"))
-            sampling = Sampling(settings["max_gen_toks"], *drawn)
-        for new in generate_steps(self.model, prompts, sampling, stop_ids={self.eot_token_id}):
-            for row in sorted(open_rows):
-                token = new[row]
-                if token is None or token == self.eot_token_id:
-                    open_rows.discard(row)
-                    continue
-                written[row].append(token)
-                if self._stopped(written[row], stops, reach):
-                    open_rows.discard(row)
-            if not open_rows:
-                break
-        return [postprocess_generated_text(self._decode(ids), stops, None) for ids in written]
-
-    def _stopped(self, ids: Sequence[int], stops: list[str], reach: int) -> bool:
-        """Whether the text of `ids` contains a stop string.
-
-        For speed, the text of the last `reach` tokens, which covers the longest stop string, is searched first.
-        """
-        tail = self._decode(ids[-reach:])
-        return any(stop in tail for stop in stops) and any(stop in self._decode(ids) for stop in stops)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        for index, piece in stream_pieces(engine, prompts, sampling):
+            if piece.token is not None and piece.token != self.eot_token_id:
+                written[index].append(piece.token)
+            if piece.finish is not None:
+                text = self._tokenizer.decode(written[index], skip_special_tokens=True)
+                yield index, postprocess_generated_text(text, list(stops), None)
 
 
 def _score(logits: torch.Tensor, continuation: list[int]) -> tuple[float, bool]:

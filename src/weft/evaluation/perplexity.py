@@ -17,7 +17,8 @@ from weft.errors import UserError
 from weft.evaluation.bits import bits_per_byte, bytes_per_token
 from weft.evaluation.scoring_windows import count_predictions, scoring_batches, scoring_windows
 from weft.evaluation.settings import Settings
-from weft.generation.sample import check_length, eval_mode
+from weft.generation.limits import check_length
+from weft.generation.runners import eval_mode
 from weft.headers import read_tokenizer_header
 from weft.models.forward import forward_of
 from weft.observe.console import Console

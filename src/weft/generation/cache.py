@@ -1,119 +1,190 @@
-"""Defines the key-value cache of generation."""
+"""Defines the paged key/value cache of generation (Kwon et al., 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from weft.config.model import ModelSection
+from weft.kernels.masks import Pattern
+from weft.models.decoder import Decoder
+
+BLOCK = 16  # tokens per block
 
 
-class KVCache:
-    """A key-value cache of all layers.
-
-    Each layer has one contiguous buffer for keys and one for values, which are allocated at the first write. The
-    buffers of a layer with full attention have `capacity` slots. Those of a layer with a sliding window have at most
-    `window + window // 4` slots; when all are full, the latest `window - 1` tokens move to the front. Keys and values
-    can have different sizes. Latent attention caches one short vector and one rotary key per token.
-
-    Args:
-        capacity: maximum number of tokens per sequence, including padding.
-        starts: number of padding tokens at the beginning of each sequence, `[batch]`; None: no padding.
-        windows: window size of each layer, counting the query itself; None in the list: full attention. If `windows` is
-            None, all layers keep all tokens.
+class Chunk(NamedTuple):
+    """Consecutive tokens of one sequence that a forward pass computes.
 
     Attributes:
-        length: number of tokens per sequence in the cache, which is the same for all sequences.
+        blocks: the blocks of the sequence, in order, at least until `end`. Blocks that no layer needs can be -1.
+        start: position of the first token of the chunk.
+        end: position after the last token of the chunk.
     """
 
-    def __init__(self, capacity: int, starts: torch.Tensor | None = None, windows: Sequence[int | None] | None = None):
-        self.capacity, self.windows = capacity, windows
-        self.starts = torch.zeros(1, dtype=torch.long) if starts is None else starts
-        self.length = 0
-        self._padding = int(self.starts.max())  # from this column on no sequence has padding
-        self._layers: dict[int, _Layer] = {}
+    blocks: Sequence[int]
+    start: int
+    end: int
+
+
+class _Group(NamedTuple):
+    """Chunks of equal length, which attention computes together.
+
+    Attributes:
+        chunks: the chunks.
+        begin: index of the group's first token in the forward pass.
+        end: index after the group's last token in the forward pass.
+    """
+
+    chunks: list[Chunk]
+    begin: int
+    end: int
+
+
+class _View(NamedTuple):
+    """What the queries of a group see in layers with one window size.
+
+    Attributes:
+        blocks: `[chunks, blocks]`, the blocks of each sequence from its first visible key on, padded at the end.
+        first: index of the first visible key in the first block, if the group has one chunk.
+        keys: number of keys of each sequence, from `first` on.
+        mask: bool `[chunks, 1, seq, keys]`; None: causal.
+    """
+
+    blocks: torch.Tensor
+    first: int
+    keys: int
+    mask: torch.Tensor | None
+
+
+class PagedCache:
+    """The keys and values of many sequences, in blocks of `BLOCK` tokens that sequences can share.
+
+    Each layer has a pool of blocks for keys and one for values, which are allocated at the first write. A forward pass
+    computes chunks of several sequences, whose tokens follow one another in one row without padding.
+
+    Args:
+        windows: sliding window size of each layer, counting the query itself; None in the list: full attention.
+        pattern: sparse attention pattern of the layers with full attention, or None.
+        apart: whether attention is computed for each sequence alone.
+    """
+
+    def __init__(self, windows: Sequence[int | None], pattern: Pattern | None = None, apart: bool = False):
+        self.windows, self.pattern, self.apart = list(windows), pattern, apart
+        self.blocks = 0
+        self._pools: dict[int, list[torch.Tensor]] = {}
+        self._groups: list[_Group] = []
+        self._views: dict[tuple[int, int | None], _View] = {}
+        self._slots = torch.empty(0, dtype=torch.long)
 
     @property
     def nbytes(self) -> int:
         """The allocated memory in bytes."""
-        return sum(buffer.nbytes for layer in self._layers.values() for buffer in layer.buffers)
+        return sum(pool.nbytes for pools in self._pools.values() for pool in pools)
 
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values `[batch, kv_heads, seq, head_dim]` to a layer.
+    def grow(self, blocks: int) -> None:
+        """Increases the number of blocks of each pool. The contents of the present blocks are kept."""
+        self.blocks = blocks
+        for pools in self._pools.values():
+            for i, pool in enumerate(pools):
+                pools[i] = pool.new_zeros(blocks, *pool.shape[1:])
+                pools[i][: len(pool)] = pool
+
+    def begin(self, chunks: Sequence[Chunk], device: torch.device) -> list[int]:
+        """Prepares a forward pass that computes chunks of several sequences.
 
         Returns:
-            The keys and values of the layer, in order, including the new ones. With a sliding window, at most
-            `window - 1` earlier tokens are included. The tensors are valid until the next call.
+            The order in which the tokens of the chunks must follow one another, as indices of `chunks`.
         """
-        if self.length + k.shape[2] > self.capacity:
-            raise ValueError(f"a cache of {self.capacity} tokens is too small for {self.length + k.shape[2]} tokens")
-        if layer not in self._layers:  # with the dtype and device of the first write
-            window = None if self.windows is None else self.windows[layer]
-            self._layers[layer] = _Layer(k, v, self.capacity, window)
-        return self._layers[layer].append(k, v)
+        # Chunks of equal length are computed together if their numbers of keys are similar, which limits padding.
+        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].end - chunks[i].start, -chunks[i].end))
+        self._groups, self._views, row = [], {}, 0
+        for i in order:
+            chunk, group = chunks[i], self._groups[-1].chunks if self._groups else []
+            length = chunk.end - chunk.start
+            same = group and not self.apart and group[0].end - group[0].start == length
+            if same and group[0].end <= 2 * chunk.end + 64 and length <= BLOCK:
+                group.append(chunk)
+                self._groups[-1] = self._groups[-1]._replace(end=row + length)
+            else:
+                self._groups.append(_Group([chunk], row, row + length))
+            row += length
+        slots = [
+            c.blocks[p // BLOCK] * BLOCK + p % BLOCK for g in self._groups for c in g.chunks for p in range(*c[1:])
+        ]
+        self._slots = torch.tensor(slots, device=device)
+        return order
 
-    def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
-        """Returns a bool mask `[batch or 1, 1, seq, keys]` for the next `seq` queries; None if it is purely causal.
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Implements `weft.models.decoder.Cache.attend`."""
+        if layer not in self._pools:  # with the dtype and device of the first write
+            self._pools[layer] = [x.new_zeros(self.blocks, BLOCK, x.shape[1], x.shape[3]) for x in (k, v)]
+        pools = self._pools[layer]
+        for pool, new in zip(pools, (k, v), strict=True):
+            pool.flatten(0, 1).index_copy_(0, self._slots, new[0].transpose(0, 1).to(pool.dtype))
+        outputs = []
+        for index, (chunks, begin, end) in enumerate(self._groups):
+            many = len(chunks)
+            if many == 1 and chunks[0].start == 0:  # no earlier keys
+                keys, values = k[:, :, begin:end], v[:, :, begin:end]
+                view = self._view(index, layer, q.device)
+            else:
+                view = self._view(index, layer, q.device)
+                keys, values = (
+                    pool[view.blocks.flatten()].unflatten(0, (many, -1)).flatten(1, 2)[:, view.first :][:, : view.keys]
+                    for pool in pools
+                )
+                keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+            queries = q[0, :, begin:end].unflatten(1, (many, -1)).transpose(0, 1)  # [chunks, heads, seq, head_dim]
+            out = attention(queries, keys, values, view.mask)
+            outputs.append(out.transpose(0, 1).flatten(1, 2))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(0)
 
-        Args:
-            window: window size of the layer, counting the query itself; None: full attention. The keys are those that
-                `update` returns for a layer with this window.
-        """
-        end = self.length + seq
-        first = 0  # the column of the first key
-        if window is not None and self.windows is not None and window in self.windows:
-            first = max(0, self.length - window + 1)
-        slides = window if window is not None and first < end - window else None
-        padded = first < self._padding
-        if slides is None and not padded:
-            return None
-        keys = torch.arange(first, end, device=device)
-        queries = keys[self.length - first :].unsqueeze(1)  # [seq, 1]
-        visible = (keys <= queries).unsqueeze(0)  # [batch or 1, seq, keys]
-        if padded:
-            visible = visible & (keys >= self.starts.to(device).view(-1, 1, 1))
-        if slides is not None:
-            visible = visible & (keys > queries - slides)
-        # A padding query attends to itself, because a query without keys would give NaN.
-        return (visible | (keys == queries)).unsqueeze(1)
+    def _view(self, index: int, layer: int, device: torch.device) -> _View:
+        """Returns the view of a group in a layer. Layers with equal windows share it."""
+        window = self.windows[layer]
+        if (index, window) not in self._views:
+            self._views[index, window] = self._new_view(self._groups[index].chunks, window, device)
+        return self._views[index, window]
 
-    def advance(self, seq: int) -> None:
-        """Increases `length` by `seq`. Must be called after `update` was called for all layers."""
-        self.length += seq
-
-
-class _Layer:
-    """The buffers of one layer. Their first `filled` slots contain the latest keys and values."""
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, capacity: int, window: int | None):
-        # With a quarter of the window to spare, about four tokens are moved per new token.
-        slots = capacity if window is None else min(capacity, window + window // 4)
-        self.buffers = [x.new_zeros(*x.shape[:2], slots, x.shape[3]) for x in (k, v)]
-        self.slots, self.kept, self.filled = slots, capacity if window is None else window - 1, 0
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        earlier = min(self.filled, self.kept)
-        begin, end = self.filled - earlier, self.filled + k.shape[2]
-        if end <= self.slots:
-            for buffer, new in zip(self.buffers, (k, v), strict=True):
-                buffer[:, :, self.filled : end] = new
-            self.filled = end
-            keys, values = (buffer[:, :, begin:end] for buffer in self.buffers)
-            return keys, values
-        # The new queries need more keys than there are slots; later queries need only the last keys.
-        pairs = zip(self.buffers, (k, v), strict=True)
-        full = [torch.cat((buffer[:, :, begin : self.filled], new), dim=2) for buffer, new in pairs]
-        self.filled = min(self.kept, end - begin)
-        for buffer, x in zip(self.buffers, full, strict=True):
-            buffer[:, :, : self.filled] = x[:, :, end - begin - self.filled :]
-        return full[0], full[1]
+    def _new_view(self, chunks: list[Chunk], window: int | None, device: torch.device) -> _View:
+        seq, pattern = chunks[0].end - chunks[0].start, self.pattern if window is None else None
+        starts = [0 if window is None else max(0, chunk.start - window + 1) for chunk in chunks]
+        if len(chunks) == 1:
+            (start,), end = starts, chunks[0].end
+            blocks = torch.tensor([chunks[0].blocks[start // BLOCK : -(-end // BLOCK)]], device=device)
+            view = _View(blocks, start % BLOCK, end - start, None)
+            if pattern is None and (window is None or end - start <= window):
+                return view
+            keys = torch.arange(start, end, device=device).unsqueeze(0)
+        else:
+            tables = [c.blocks[start // BLOCK : -(-c.end // BLOCK)] for c, start in zip(chunks, starts, strict=True)]
+            width = max(map(len, tables))
+            blocks = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], device=device)
+            view = _View(blocks, 0, width * BLOCK, None)
+            first = torch.tensor([start // BLOCK * BLOCK for start in starts], device=device)
+            keys = first.unsqueeze(1) + torch.arange(width * BLOCK, device=device)
+        begin = torch.tensor([chunk.start for chunk in chunks], device=device)
+        queries = (begin.unsqueeze(1) + torch.arange(seq, device=device)).unsqueeze(2)  # [chunks, seq, 1]
+        keys = keys.unsqueeze(1)  # [chunks, 1, keys]
+        seen = keys <= queries
+        if window is not None:
+            seen = seen & (keys > queries - window)
+        if pattern is not None:
+            seen = seen & (pattern(queries, keys) | (keys == queries))  # a query without keys would give NaN
+        return view._replace(mask=seen.unsqueeze(1))
 
 
-def sliding_windows(model: nn.Module) -> list[int | None] | None:
-    """Returns the sliding window of each layer of a built-in model (None: full attention); None for any other model."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, ModelSection):
-        return None
-    return [config.sliding_window if config.slides(layer) else None for layer in range(config.num_hidden_layers)]
+def paged_cache(model: Decoder, apart: bool = False) -> PagedCache:
+    """Creates the cache of a decoder, without blocks.
+
+    Args:
+        model: the decoder.
+        apart: whether attention is computed for each sequence alone.
+    """
+    config: Any = model.config
+    windows = [config.sliding_window if config.slides(layer) else None for layer in range(config.num_hidden_layers)]
+    # Slopes apply to distances between columns, which padding shifts; softmax ignores the shift, but not with sinks.
+    return PagedCache(windows, model.pattern, apart or (config.position == "alibi" and config.attention_sinks))

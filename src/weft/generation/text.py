@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -14,13 +17,16 @@ from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.generation.sample import Sampling, count_earlier, generate_steps
+from weft.generation.engine import Engine
+from weft.generation.settings import Sampling
+from weft.generation.stream import Piece
 from weft.observe.console import Console
 from weft.parallel.world import local_device
-
-BATCH = 16  # maximum number of prompts per batch
+from weft.torch_private import version_of
 
 Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
+
+_ENGINES: WeakKeyDictionary[nn.Module, tuple[list[int], Engine]] = WeakKeyDictionary()
 
 
 def generate(
@@ -28,12 +34,10 @@ def generate(
     prompts: Prompts,
     max_new_tokens: int = 32,
     temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
     ignore_eos: bool = False,
+    **settings: Any,
 ) -> Prompts:
-    """Continues prompts, in batches of up to 16. A continuation does not depend on the other prompts of its batch.
+    """Continues prompts. A continuation does not depend on the other prompts.
 
     >>> text = weft.generate("runs/run", "Kalo mi", max_new_tokens=4)
     >>> model = weft.load_model("runs/run")
@@ -44,100 +48,159 @@ def generate(
 
     Args:
         model: path of a run directory, a checkpoint or a Hugging Face folder, which is loaded for this call (on a GPU
-            if available); or a module that `weft.load_model` returned.
+            if available); or a module that `weft.load_model` returned. A module keeps its cache between calls.
         prompts: a text or a list of token ids; or a list of several texts or of several lists of ids. Texts require
             that the model has a tokenizer.
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: divisor of the logits; 0: greedy decoding.
-        top_k: number of most likely tokens from which a token is drawn; None: all.
-        top_p: draw from the smallest set of most likely tokens whose total probability is at least this value.
-        seed: seed of the random numbers. The same seed and prompt give the same tokens; repeated prompts get different
-            continuations.
         ignore_eos: whether to continue after a token that ends a text.
+        settings: other attributes of `weft.Sampling`, such as `top_p`, `seed` and `stop`. Repeated prompts get
+            different continuations. `n` and `logprobs` need a `weft.Engine`.
 
     Returns:
         The continuation of the prompt, without the prompt and without the token that ended the continuation: a text for
-            a
-        text, and a list of ids for a list of ids. For a list of prompts, a list of continuations.
+        a text, and a list of ids for a list of ids. For a list of prompts, a list of continuations.
 
     Raises:
         UserError: the model does not exist; there is no tokenizer for texts; a prompt is empty or has ids outside the
-            vocabulary; a setting is out of range; or the model has too few learned positions.
+            vocabulary; a setting is unknown or out of range; or the model has too few learned positions.
     """
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)  # checked before the model is loaded
+    sampling = make_sampling(max_new_tokens, temperature, settings)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
     found: Any = _generate(model, [prompts] if single else list(prompts), sampling, ignore_eos)
     return found[0] if single else found
+
+
+def make_sampling(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -> Sampling:
+    """Returns the settings of `generate`. Raises UserError for unknown settings, and for those of an engine."""
+    known = [name for name in Sampling.__dataclass_fields__ if name not in ("n", "logprobs")]
+    for name in settings:
+        if name not in known:
+            raise UserError(f"generate has no setting {name!r}; use one of {', '.join(known)}")
+    return Sampling(max_new_tokens, temperature, **settings)
 
 
 def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, ignore_eos: bool) -> list:
     if not prompts:
         return []
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
-    tokenizer = tokenizer_of(checkpoint) if isinstance(prompts[0], str) else None
+    tokenizer = tokenizer_of(checkpoint) if isinstance(prompts[0], str) or sampling.stop else None
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, local_device(Console()))
-    stop_ids = set() if ignore_eos else stop_ids_of(checkpoint)
-    if tokenizer is None:
-        ids: list[list[int]] = [[] for _ in prompts]
-        encoded = [Prompt("", list(prompt), None) for prompt in prompts]
-        for number, token in stream_tokens(model, encoded, sampling, stop_ids=stop_ids):
-            if token is not None:
-                ids[number].append(token)
-        return ids
-    encoded = [tokenizer.prompt(text) for text in prompts]
-    written = [prompt.text for prompt in encoded]
-    for number, piece, _ in stream_text(model, tokenizer, encoded, sampling, stop_ids=stop_ids):
-        written[number] += piece
-    # `Prompt.text` does not have the blank at the end of a prompt; the model generates the blank.
-    return [full[len(text) :] for full, text in zip(written, prompts, strict=True)]
+    stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)
+    engine = engine_of(model, tokenizer)
+    if isinstance(prompts[0], str):
+        assert tokenizer is not None
+        encoded = [tokenizer.prompt(text) for text in prompts]
+        written = [prompt.text for prompt in encoded]
+        for number, piece in stream_pieces(engine, encoded, sampling, stop_ids=stop_ids):
+            written[number] += piece.text
+        # `Prompt.text` does not have the blank at the end of a prompt; the model generates the blank.
+        return [full[len(text) :] for full, text in zip(written, prompts, strict=True)]
+    ids: list[list[int]] = [[] for _ in prompts]
+    for number, piece in stream_pieces(engine, prompts, sampling, stop_ids=stop_ids):
+        if piece.token is not None and piece.token not in stop_ids:
+            ids[number].append(piece.token)
+    return ids
 
 
-def stream_text(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
+def engine_of(model: nn.Module, tokenizer: Tokenizer | None = None) -> Engine:
+    """Returns the engine of a model, which is kept as long as the model. It forgets its cache if parameters change."""
+    versions = [version_of(p) for p in model.parameters() if not p.is_inference()]
+    known, engine = _ENGINES.get(model, (versions, None))
+    if engine is None:
+        engine = Engine(weakref.proxy(model))  # a strong reference would keep the model alive
+    if known != versions:
+        engine.clear()
+    engine.tokenizer = tokenizer
+    _ENGINES[model] = versions, engine
+    return engine
+
+
+def stream_pieces(
+    engine: Engine,
+    prompts: Sequence[Prompt | Sequence[int]],
     sampling: Sampling,
     *,
-    stop_ids: Collection[int],
-    cache: bool = True,
-) -> Iterator[tuple[int, str, bool]]:
-    """Yields text while it is generated: (number of the prompt, piece of text, whether it is the last piece).
+    stop_ids: Collection[int] | None = None,
+) -> Iterator[tuple[int, Piece]]:
+    """Yields (number of the prompt, piece) while text is generated. Equal prompts get different random numbers.
+
+    The continuations are cancelled if the iterator is closed.
+
+    Args:
+        engine: the engine.
+        prompts: tokenized prompts or token ids.
+        sampling: the settings.
+        stop_ids: tokens that end a continuation. Default: those of the engine.
 
     Raises:
-        UserError: a prompt is invalid or too long (see `generate_steps`); raised before the first piece.
+        UserError: a prompt is invalid or too long (see `Engine.submit`); raised by the call, before the first piece.
     """
-    decoders = [tokenizer.stream_decoder() for _ in prompts]
-    for number, token in stream_tokens(model, prompts, sampling, stop_ids=stop_ids, cache=cache):
-        yield number, decoders[number].flush() if token is None else decoders[number].step(token), token is None
+    if prompts:
+        engine.check([prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts], sampling)
+    return _stream_pieces(engine, prompts, sampling, stop_ids)
 
 
-def stream_tokens(
+def _stream_pieces(engine, prompts, sampling, stop_ids) -> Iterator[tuple[int, Piece]]:
+    copies = count_earlier(tuple(prompt.ids if isinstance(prompt, Prompt) else prompt) for prompt in prompts)
+    streams = dict(
+        enumerate(
+            engine.submit(prompt, sampling, stop_ids=stop_ids, copy=copy)
+            for prompt, copy in zip(prompts, copies, strict=True)
+        )
+    )
+    try:
+        while streams:
+            for number, stream in list(streams.items()):
+                if stream.error is not None:
+                    raise stream.error
+                finished = stream.finished
+                yield from ((number, piece) for piece in stream.ready())
+                if finished:
+                    del streams[number]
+            if streams:
+                engine.step()
+    finally:
+        for stream in streams.values():
+            stream.cancel()
+
+
+def generate_ids(
     model: nn.Module,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Sequence[int]],
     sampling: Sampling,
     *,
-    stop_ids: Collection[int],
-    cache: bool = True,
-) -> Iterator[tuple[int, int | None]]:
-    """Yields tokens while they are generated: (number of the prompt, token), and (number, None) at the end of each."""
-    copies = count_earlier(tuple(prompt.ids) for prompt in prompts)
-    for begin in range(0, len(prompts), BATCH):
-        batch = prompts[begin : begin + BATCH]
-        steps = generate_steps(
-            model,
-            [prompt.ids for prompt in batch],
-            sampling,
-            stop_ids=stop_ids,
-            first=[prompt.first for prompt in batch],
-            copies=copies[begin : begin + BATCH],
-            cache=cache,
-        )
-        for new in steps:
-            for number, token in enumerate(new, start=begin):
-                if token is not None and token not in stop_ids:
-                    yield number, token
-        yield from ((number, None) for number in range(begin, begin + len(batch)))
+    stop_ids: Collection[int] = frozenset(),
+    **options: Any,
+) -> list[list[int]]:
+    """Returns the new tokens of each prompt, with the stop token that ended them. The engine is made for this call.
+
+    Args:
+        model: the model. If it is sharded, all ranks must make the same call.
+        prompts: tokenized prompts or token ids.
+        sampling: the settings.
+        stop_ids: tokens that end a continuation.
+        options: keyword arguments of `Engine`.
+
+    Raises:
+        UserError: a prompt is invalid or too long (see `Engine.submit`).
+    """
+    ids: list[list[int]] = [[] for _ in prompts]
+    for number, piece in stream_pieces(Engine(model, stop_ids=stop_ids, **options), prompts, sampling):
+        if piece.token is not None:
+            ids[number].append(piece.token)
+    return ids
+
+
+def count_earlier(items: Iterable[Hashable]) -> list[int]:
+    """Returns for each item the number of equal items before it."""
+    seen: Counter[Hashable] = Counter()
+    counts = []
+    for item in items:
+        counts.append(seen[item])
+        seen[item] += 1
+    return counts
 
 
 def tokenizer_of(checkpoint: Path | None) -> Tokenizer:

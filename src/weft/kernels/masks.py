@@ -135,24 +135,6 @@ def pattern_mask(
     return segment_mask(segments, None, queries, keys) & chosen | (queries.unsqueeze(1) == keys)
 
 
-def cached_pattern_mask(
-    pattern: Pattern, positions: torch.Tensor, keys: int, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Returns the mask of a sparse pattern for queries that follow cached keys, bool `[batch or 1, 1, seq, keys]`.
-
-    Args:
-        positions: `[batch or 1, seq]`, the consecutive positions of the queries in their documents.
-        keys: number of keys; the last `seq` keys belong to the queries.
-        mask: bool, true where the pattern is allowed to select a key; None: the causal mask.
-    """
-    columns = torch.arange(keys, device=positions.device)
-    queries = columns[keys - positions.shape[1] :].unsqueeze(1)  # [seq, 1]
-    key_positions = positions[:, -1:] - (keys - 1 - columns)  # [batch or 1, keys], negative for padding
-    chosen = pattern(positions.unsqueeze(2), key_positions.unsqueeze(1)).unsqueeze(1)
-    seen = columns <= queries if mask is None else mask
-    return seen & chosen | (columns == queries)  # a row of the mask without any key would give NaN
-
-
 @lru_cache(maxsize=8)
 def pattern_block_mask(pattern: Pattern, seq: int, device: torch.device) -> BlockMask:
     """Returns the causal mask of a sparse pattern as a `BlockMask`. Each sequence is one document."""

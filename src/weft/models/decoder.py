@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,7 @@ from weft.config.components import load_class
 from weft.config.model import ModelSection
 from weft.kernels.attention import alibi_slopes
 from weft.kernels.cross_entropy import cap, token_logprobs
-from weft.kernels.masks import attention_mask, cached_pattern_mask
+from weft.kernels.masks import attention_mask
 from weft.models.layers.attention import Attention, Rotary
 from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
@@ -32,24 +33,27 @@ if TYPE_CHECKING:
 class Cache(Protocol):
     """The interface of a key/value cache (`weft.generation.cache`)."""
 
-    length: int  # number of tokens cached before this forward pass
-
-    def update(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends a layer's keys and values `[batch, kv_heads, seq, head_dim]`; returns all that queries can see."""
-        ...
-
-    def mask(self, seq: int, device: torch.device, window: int | None = None) -> torch.Tensor | None:
-        """Returns the mask of the next `seq` queries, bool `[batch or 1, 1, seq, keys]`; None if purely causal.
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """Appends keys and values to a layer, and computes the attention of the queries to all keys of their sequence.
 
         Args:
-            seq: number of queries.
-            device: device of the mask.
-            window: sliding window size, counting the query itself.
-        """
-        ...
+            layer: index of the layer.
+            q: `[1, heads, tokens, head_dim]`. The tokens of all sequences follow one another.
+            k: `[1, kv_heads, tokens, head_dim]`.
+            v: `[1, kv_heads, tokens, v_head_dim]`; with latent attention, `k` is the latent and `v` the rotary key.
+            attention: called with queries `[sequences, heads, seq, head_dim]`, keys and values of a group of sequences,
+                and a bool mask `[sequences, 1, seq, keys]` or None (causal); returns the output of these queries.
 
-    def advance(self, seq: int) -> None:
-        """Adds `seq` to `length`; called after all layers have appended `seq` tokens."""
+        Returns:
+            `[1, heads, tokens, v_head_dim]`.
+        """
         ...
 
 
@@ -149,7 +153,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         labels: torch.Tensor | None = None,
         loss_weights: torch.Tensor | None = None,
-        last_only: bool = False,
+        logits_to_keep: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs the model.
@@ -160,12 +164,14 @@ class Decoder(nn.Module):
                 sequence, starting after the cached tokens.
             segments: `[batch, seq]`, index of each token's document; attention stays within documents. Must be None
                 with a cache.
-            cache: earlier keys and values; each layer appends its new keys and values.
+            cache: earlier keys and values of the sequences that `tokens` continue. Requires `positions`; `batch` must
+                be 1, because the tokens of all sequences follow one another in one row.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
             loss_weights: `[batch]`, each sequence's weight in the step's loss, which scales the sequence's auxiliary
                 losses in training; None: no auxiliary losses.
-            last_only: whether only the logits of the last position are returned, `[batch, 1, vocab]`.
-            lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism).
+            logits_to_keep: indices `[kept]` of the tokens of `seq` whose logits are returned, `[batch, kept, vocab]`.
+            lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism);
+                with a cache `[1, seq]`, the length of each token's sequence.
 
         Returns:
             Logits `[batch, seq, vocab]`; with `labels`, the labels' log-probabilities `[batch, seq]`, in nats, computed
@@ -174,19 +180,18 @@ class Decoder(nn.Module):
         """
         config, seq = self.config, tokens.shape[1]
         if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + seq, device=tokens.device).unsqueeze(0)
+            positions = torch.arange(seq, device=tokens.device).unsqueeze(0)
         x = self.embed(tokens, positions) if self.begins else tokens  # [batch, seq, hidden]
         dtype = self.dtype or x.dtype
         rotary = rotary_embeddings(config, self.position, positions, dtype, lengths)
-        masks = self.masks(tokens if self.begins else positions, positions, segments, cache, dtype)
+        masks = (None, None)  # a cache makes its own masks
+        if cache is None:
+            masks = self.masks(tokens if self.begins else positions, positions, segments, dtype)
         for index, layer in enumerate(self.layers):
             if layer is not None:
                 slides = config.slides(index)
                 x = layer(x, rotary[slides] if config.rotates(index) else None, masks[slides], cache, loss_weights)
-        if cache is not None:
-            cache.advance(seq)
-        return self.outputs(x, labels, last_only) if self.ends else x
+        return self.outputs(x, labels, logits_to_keep) if self.ends else x
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds token ids and positions, both `[batch, seq]`, to `[batch, seq, hidden]`."""
@@ -200,11 +205,13 @@ class Decoder(nn.Module):
             x = embed(x, positions).to(x.dtype)
         return self.embedding_dropout(x)
 
-    def outputs(self, x: torch.Tensor, labels: torch.Tensor | None, last_only: bool = False) -> torch.Tensor:
+    def outputs(
+        self, x: torch.Tensor, labels: torch.Tensor | None, logits_to_keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Applies the final norm and the head to `[batch, seq, hidden]`; returns what `forward` returns."""
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        x = self.norm(x[:, -1:] if last_only else x).to(head.dtype)
+        x = self.norm(x if logits_to_keep is None else x[:, logits_to_keep]).to(head.dtype)
         if config.logits_scaling != 1.0:
             x = x / config.logits_scaling
         if labels is not None:
@@ -217,16 +224,10 @@ class Decoder(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         segments: torch.Tensor | None,
-        cache: Cache | None,
         dtype: torch.dtype,
     ) -> tuple[Any, Any]:
         """Returns the mask of layers with full attention, and the mask of layers with a sliding window."""
-        config, seq, window = self.config, tokens.shape[1], self.window
-        if cache is not None:
-            full = cache.mask(seq, tokens.device)
-            if self.pattern is not None:
-                full = cached_pattern_mask(self.pattern, positions, cache.length + seq, full)
-            return full, full if window is None else cache.mask(seq, tokens.device, window)
+        config, window = self.config, self.window
         slopes = None
         if config.position == "alibi":
             slopes = alibi_slopes(config.num_attention_heads, config.alibi_bias_max, tokens.device)[self.heads]

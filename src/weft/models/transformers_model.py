@@ -36,8 +36,7 @@ class TransformersModel(nn.Module):
 
     Attributes:
         takes: names of the arguments of the Transformers class's `forward`.
-        takes_cache: whether the Transformers class uses a key/value cache. If not, a `KVCache` only provides the
-            padding mask.
+        takes_cache: whether the Transformers class uses a key/value cache.
         masks: whether the Transformers class takes a 4D mask, for attention within documents.
         learned_positions: whether the model has a learned position embedding, whose size limits the sequence length.
         head: (scale, soft-cap) of a plain linear head; None for other heads (see `_find_head`).
@@ -65,7 +64,7 @@ class TransformersModel(nn.Module):
             positions: `[batch, seq]`, each token's position in its document; ignored if the model takes no positions.
             segments: `[batch, seq]`, index of each token's document. Some models ignore it; `missing_capability`
                 reports these models.
-            cache: a `weft.generation.cache.KVCache`, which contains Transformers' own cache.
+            cache: a cache that `new_cache` returned. Earlier tokens are in the cache, and `tokens` are added to it.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
 
         Returns:
@@ -81,11 +80,15 @@ class TransformersModel(nn.Module):
             return self.token_logprobs(hidden, weight, labels, softcap)
         logits = super().forward(tokens, **arguments).logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if cache is not None:
-            cache.advance(tokens.shape[1])
         if labels is None:
             return logits
         return logprobs_of_logits(logits, labels)
+
+    def new_cache(self) -> Any:
+        """Returns an empty cache of the Transformers class, for `forward`."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.config)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """Selects implementations that support a dtype: experts' grouped matrix products do not support float64."""
@@ -98,15 +101,7 @@ class TransformersModel(nn.Module):
         if positions is not None and "position_ids" in self.takes:
             arguments["position_ids"] = positions
         if cache is not None:
-            from transformers import DynamicCache
-
-            if cache.length == 0 and self.takes_cache:
-                cache.transformers_cache = DynamicCache(config=self.config)
-            if self.takes_cache:
-                arguments["past_key_values"] = cache.transformers_cache
-            if cache.starts is not None:
-                columns = torch.arange(cache.length + tokens.shape[1], device=tokens.device)
-                arguments["attention_mask"] = (columns >= cache.starts.to(tokens.device).unsqueeze(1)).long()
+            arguments["past_key_values"] = cache
         elif segments is not None and self.masks:
             mask = segment_mask(segments)  # bool [batch, 1, seq, seq]
             if self.config._attn_implementation == "eager":  # adds the mask to the scores

@@ -7,7 +7,9 @@ from torch import nn
 from weft.config.transformers_model import TransformersModelSection
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
-from weft.generation.sample import Sampling, generate_steps
+from weft.generation.cache import BLOCK
+from weft.generation.settings import Sampling
+from weft.generation.text import generate_ids
 from weft.parallel.full_model import gather_full_model
 from weft.train.auto_settings import DTYPES
 from weft.train.job import Job
@@ -42,15 +44,10 @@ class Sampler:
             model = gather_full_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
             if model is None:
                 return
-        texts: list[list[int]] = [[] for _ in self.prompts]
-        stop_ids = frozenset([self.tokenizer.eod_id])
-        settings = config.samples
+        settings, stop_ids = self.job.config.samples, frozenset([self.tokenizer.eod_id])
         sampling = Sampling(settings.max_new_tokens, settings.temperature, seed=config.run.seed)
-        ids, first = [prompt.ids for prompt in self.prompts], [prompt.first for prompt in self.prompts]
-        model.eval()
-        for new in generate_steps(model, ids, sampling, first=first, stop_ids=stop_ids):
-            for text, token in zip(texts, new, strict=True):
-                if token is not None and token not in stop_ids:
-                    text.append(token)
-        self.model.train()
+        # The size of the cache must not depend on the memory of each rank, because all ranks make the same steps.
+        room = sum(len(prompt.ids) + settings.max_new_tokens + BLOCK for prompt in self.prompts)
+        ids = generate_ids(model, self.prompts, sampling, stop_ids=stop_ids, max_cache_tokens=room)
+        texts = [[token for token in new if token not in stop_ids] for new in ids]
         recorder.samples(step, [prompt.text for prompt in self.prompts], [self.tokenizer.decode(t) for t in texts])

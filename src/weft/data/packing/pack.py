@@ -156,9 +156,7 @@ class _PackJob:
             request = make_request(self.encoder, self.reading, self.shard, self.range_bytes, self.files)
             self._lock = lock_folder(self._folder, self.out, request, overwrite=self.overwrite, keep=not self._streams)
             if self.out.exists() and not self.overwrite:
-                raise UserError(
-                    "was created by another process while this command ran; use --overwrite to replace it", self.out
-                )
+                raise UserError("was created while this command ran; use --overwrite to replace it", self.out)
             lines_before = partial(self._plan.lines_before, self.reading) if self.shard is not None else None
             assembly = Assembly(self._folder, mask=self.encoder.has_mask, lines_before=lines_before)
             self._resume(assembly)

@@ -57,9 +57,8 @@ class Attention(nn.Module):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if rotary is not None:
             q, k = rotary(q, k)
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)  # all keys and values so far
-        return self.hidden_dropout(self.o_proj(self.attend(q, k, v, mask).transpose(1, 2).reshape(batch, seq, -1)))
+        out = self.attend(q, k, v, mask) if cache is None else cache.attend(self.layer, q, k, v, self.attend)
+        return self.hidden_dropout(self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)))
 
 
 class CoreAttention(nn.Module):

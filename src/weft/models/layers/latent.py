@@ -52,16 +52,30 @@ class LatentAttention(nn.Module):
         latent = self.kv_a_norm(latent)
         if rotary is not None:
             q_rope, k_rope = rotary(self.half_split(q_rope), self.half_split(k_rope))
-        if cache is not None:
-            latent, k_rope = cache.update(self.layer, latent, k_rope)
-        if cache is not None and seq == 1:
-            out = self.absorbed(q_nope, q_rope, latent, k_rope, mask)
-        else:
-            kv = self.kv_b_proj(latent).view(batch, -1, self.heads, self.nope + self.v_head_dim).transpose(1, 2)
-            k_nope, v = kv.split((self.nope, self.v_head_dim), dim=-1)
-            k = torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), dim=-1)
-            out = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, mask)
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        attend = self.attend_latents
+        out = attend(q, latent, k_rope, mask) if cache is None else cache.attend(self.layer, q, latent, k_rope, attend)
         return self.hidden_dropout(self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1)))
+
+    def attend_latents(
+        self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Computes the attention of queries to latents.
+
+        Args:
+            q: `[batch, heads, seq, head_dim]`.
+            latent: `[batch, 1, keys, kv_lora_rank]`.
+            k_rope: `[batch, 1, keys, qk_rope_head_dim]`, the rotary keys that all heads share.
+            mask: the `mask` of `Block.forward`.
+
+        Returns:
+            `[batch, heads, seq, v_head_dim]`.
+        """
+        if q.shape[2] == 1 < latent.shape[2]:  # a new token of a cached sequence
+            return self.absorbed(*q.split((self.nope, self.rope), dim=-1), latent, k_rope, mask)
+        kv = self.kv_b_proj(latent.squeeze(1)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k_nope, v = kv.split((self.nope, self.v_head_dim), dim=-1)
+        return self.attend(q, torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), dim=-1), v, mask)
 
     def half_split(self, x: torch.Tensor) -> torch.Tensor:
         """Reorders interleaved pairs into the half-split layout of `apply_rotary`; other layouts are unchanged."""

@@ -31,14 +31,17 @@ def rotary_cos_sin(
         theta: base of the frequencies, `rope_theta`.
         dtype: dtype of the model's computation; the result is at least float32.
         scaling: RoPE scaling; None: no scaling.
-        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of sequences.
+        lengths: `[batch]`, lengths of the full sequences if `positions` are shards of sequences; or `[batch, seq]`, the
+            length of each position's sequence.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=dtype) / rotary_dim
     frequencies, factor = 1.0 / theta**exponents, 1.0
     if scaling is not None and rotary_depends_on_length(scaling):
         lengths = positions.amax(-1) + 1 if lengths is None else lengths
-        frequencies, factor = _BY_LENGTH[scaling.rope_type](exponents, theta, scaling, lengths.view(-1, 1, 1))
+        frequencies, factor = _BY_LENGTH[scaling.rope_type](
+            exponents, theta, scaling, lengths.view(len(lengths), -1, 1)
+        )
     elif scaling is not None:
         frequencies, factor = _SCALINGS[scaling.rope_type](frequencies, theta, scaling)
     angles = positions.to(dtype).unsqueeze(-1) * frequencies  # [batch, seq, rotary_dim / 2]

@@ -173,11 +173,11 @@ class SequenceShard:
         each = (stop - start) // self.group.size()
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
-    def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+    def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
         """Returns the masks of full sequences, because attention runs on full sequences between the two all-to-alls."""
-        return masks(tokens.repeat(1, self.group.size()), positions, segments, cache, dtype)
+        return masks(tokens.repeat(1, self.group.size()), positions, segments, dtype)
 
-    def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, cache, dtype):
+    def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
         """Returns (mask for layers without a window, mask for layers with the window).
 
         Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. A mask of

@@ -1,0 +1,106 @@
+"""Allocates the blocks of a paged key/value cache, and finds blocks by content (Kwon et al., 2023)."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Returns the digest of a block's tokens and of all tokens before it.
+
+    Args:
+        parent: the digest of the block before it; for a first block, any bytes that separate unequal caches.
+        tokens: the token ids of the block.
+    """
+    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+
+
+class BlockPool:
+    """The blocks of a cache: which are free, how many sequences use each, and what they contain.
+
+    A block whose last user has left keeps its content until the block is needed, and can be shared until then. The
+    block that has been unused for the longest time is taken first.
+
+    Args:
+        blocks: number of blocks.
+
+    Attributes:
+        pending: digests of blocks that a sequence is computing now.
+    """
+
+    def __init__(self, blocks: int):
+        self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(blocks))
+        self._users = [0] * blocks
+        self._digests: list[bytes | None] = [None] * blocks
+        self._by_digest: dict[bytes, int] = {}
+        self.pending: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    @property
+    def free(self) -> int:
+        """Number of blocks without users."""
+        return len(self._free)
+
+    def grow(self, blocks: int) -> None:
+        """Increases the number of blocks to `blocks`. New blocks are taken first."""
+        for block in range(len(self), blocks):
+            self._users.append(0)
+            self._digests.append(None)
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
+
+    def take(self) -> int:
+        """Takes a free block, whose content is forgotten.
+
+        Raises:
+            IndexError: no block is free.
+        """
+        if not self._free:
+            raise IndexError("no block is free")
+        block, _ = self._free.popitem(last=False)
+        self._forget(block)
+        self._users[block] = 1
+        return block
+
+    def share(self, digest: bytes) -> int | None:
+        """Adds a user to the block with this digest and returns the block; None if there is no such block."""
+        block = self._by_digest.get(digest)
+        if block is not None:
+            self._free.pop(block, None)
+            self._users[block] += 1
+        return block
+
+    def contains(self, digest: bytes) -> bool:
+        """Whether a block with this digest exists."""
+        return digest in self._by_digest
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Records the content of a complete block, unless another block has the same content."""
+        self.pending.discard(digest)
+        if digest not in self._by_digest:
+            self._digests[block] = digest
+            self._by_digest[digest] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Removes a user from each block of a sequence. The last blocks of the sequence will be taken first."""
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free[block] = None
+                if self._digests[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def clear(self) -> None:
+        """Forgets the content of all blocks, as when the model's weights have changed."""
+        for block in range(len(self)):
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        digest, self._digests[block] = self._digests[block], None
+        if digest is not None:
+            del self._by_digest[digest]

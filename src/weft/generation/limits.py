@@ -1,0 +1,67 @@
+"""Checks that prompts and caches fit the model and the memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from weft.errors import UserError
+from weft.generation.cache import BLOCK
+from weft.models.decoder import Decoder
+
+SHARE = 0.5  # part of the free memory that a cache may take
+
+
+def check_prompt(model: nn.Module, ids: Sequence[int]) -> None:
+    """Raises UserError if a prompt is empty, or has a token outside the model's vocabulary."""
+    if not ids:
+        raise UserError("a prompt has no tokens; begin it with the end-of-document token")
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is not None and not 0 <= (token := max(ids, key=lambda t: t if t >= 0 else size - t)) < size:
+        raise UserError(f"a prompt has the token id {token}, but the model has ids 0 to {size - 1}; use its tokenizer")
+
+
+def check_length(
+    model: nn.Module,
+    length: int,
+    what: str = "prompt and new tokens are",
+    remedy: str = "shorten the prompt or generate fewer tokens",
+) -> None:
+    """Checks that a model supports sequences of `length` tokens.
+
+    Warns if `length` exceeds max_position_embeddings of a model without learned positions.
+
+    Args:
+        what, remedy: beginning and end of the error message.
+
+    Raises:
+        UserError: the model has fewer learned positions.
+    """
+    config = getattr(model, "config", None)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or length <= limit:
+        return
+    if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
+        raise UserError(f"{what} {length} positions, but the model has only {limit}; {remedy}")
+    warnings.warn(f"{length} positions, but the model was trained for {limit} (max_position_embeddings)", stacklevel=3)
+
+
+def bytes_per_token(model: Decoder) -> int:
+    """Returns the size of the cached keys and values of one token, in bytes."""
+    config = model.config
+    if config.mla is not None:
+        width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
+    else:
+        width = 2 * config.kv_heads * config.qk_head_dim
+    return width * config.num_hidden_layers * next(model.parameters()).element_size()
+
+
+def blocks_in_memory(model: Decoder) -> int:
+    """Returns the number of cache blocks that fit in a part of the free memory of the model's device."""
+    device = next(model.parameters()).device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return max(1, int(SHARE * free) // (bytes_per_token(model) * BLOCK))

@@ -1,0 +1,192 @@
+"""Runs the forward passes of generation, for each kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.generation.cache import Chunk, PagedCache, paged_cache
+from weft.models.decoder import Decoder
+from weft.models.forward import forward_of
+
+
+@dataclass
+class Work:
+    """The tokens of one sequence that a forward pass computes.
+
+    Attributes:
+        sequence: identifies the sequence between forward passes.
+        tokens: all token ids of the sequence until `end`.
+        start: position of the first token to compute. Earlier tokens are in the cache.
+        end: position after the last token to compute.
+        rotary: number of first tokens whose rotary embedding is that of a text of this length. (Some scalings depend on
+            the length.)
+        kept: number of last tokens whose logits are returned.
+        blocks: the sequence's blocks in a paged cache.
+    """
+
+    sequence: int
+    tokens: Sequence[int]
+    start: int
+    end: int
+    rotary: int
+    kept: int = 1
+    blocks: Sequence[int] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """Computes logits for sequences.
+
+    Attributes:
+        caches: whether earlier tokens of a sequence are cached. If not, `Work.start` must be 0.
+        chunks: whether a prompt can be computed in chunks.
+        cache: the paged cache, or None.
+    """
+
+    caches: bool
+    chunks: bool
+    cache: PagedCache | None
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """Runs a forward pass. Returns the logits of each sequence's last tokens, `[kept, vocab]`."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """Frees what a sequence has cached outside of the paged cache."""
+        ...
+
+
+def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False) -> Runner:
+    """Chooses the runner of a model.
+
+    Args:
+        model: the model.
+        cache: whether to use a key/value cache, if the model has one.
+        apart: whether to run each sequence alone, which makes its results independent of other sequences.
+    """
+    if cache and isinstance(model, Decoder):
+        return PagedRunner(model, apart)
+    if cache and getattr(model, "takes_cache", False):
+        return TransformersRunner(model)
+    return UncachedRunner(model, apart)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode in the block, and restores its mode afterwards."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode in the block, without gradients."""
+    # FSDP keeps the parameters that it all-gathers, and training cannot use tensors created in inference mode.
+    sharded = hasattr(model, "unshard")
+    # Layers compiled for training have fixed shapes, but in generation every step has another shape.
+    eager = torch.compiler.set_stance("force_eager")
+    with eval_mode(model), torch.no_grad() if sharded else torch.inference_mode(), eager:
+        yield
+
+
+class PagedRunner:
+    """Runs a decoder with a paged cache. The tokens of all sequences form one row, without padding."""
+
+    caches = chunks = True
+
+    def __init__(self, model: Decoder, apart: bool = False):
+        self.model, self.apart = model, apart
+        self.cache: PagedCache = paged_cache(model, apart)
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """Implements `Runner.forward`."""
+        if self.apart and len(works) > 1:
+            return [self.forward([work])[0] for work in works]
+        device = next(self.model.parameters()).device
+        with inference(self.model):
+            order = self.cache.begin([Chunk(work.blocks, work.start, work.end) for work in works], device)
+            ordered = [works[i] for i in order]
+            tokens = [token for work in ordered for token in work.tokens[work.start : work.end]]
+            positions = [position for work in ordered for position in range(work.start, work.end)]
+            lengths = [max(work.rotary, p + 1) for work in ordered for p in range(work.start, work.end)]
+            kept, row = [], 0
+            for work in ordered:
+                row += work.end - work.start
+                kept.extend(range(row - work.kept, row))
+            rows = [torch.tensor([x], device=device) for x in (tokens, positions, lengths)]
+            logits = self.model(
+                tokens=rows[0],
+                positions=rows[1],
+                lengths=rows[2],
+                cache=self.cache,
+                logits_to_keep=torch.tensor(kept, device=device, dtype=torch.long),
+            )[0]
+        parts = logits.split([work.kept for work in ordered])
+        found = dict(zip(order, parts, strict=True))
+        return [found[i] for i in range(len(works))]
+
+    def forget(self, sequence: int) -> None:
+        """Implements `Runner.forget`."""
+
+
+class TransformersRunner:
+    """Runs a model of Transformers with its own cache, each sequence alone: caches of Transformers need padding."""
+
+    caches, chunks, cache = True, False, None
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._caches: dict[int, Any] = {}
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """Implements `Runner.forward`."""
+        device, logits = next(self.model.parameters()).device, []
+        with inference(self.model):
+            for work in works:
+                if work.start == 0:
+                    self._caches[work.sequence] = self.model.new_cache()
+                row = torch.arange(work.start, work.end, device=device).unsqueeze(0)
+                tokens = torch.tensor([work.tokens[work.start : work.end]], device=device)
+                out = self.model(tokens=tokens, positions=row, cache=self._caches[work.sequence])
+                logits.append(out[0, out.shape[1] - work.kept :])
+        return logits
+
+    def forget(self, sequence: int) -> None:
+        """Implements `Runner.forget`."""
+        self._caches.pop(sequence, None)
+
+
+class UncachedRunner:
+    """Runs a model without a cache: each step recomputes all tokens. Padding is at the end, without effect."""
+
+    caches, chunks, cache = False, False, None
+
+    def __init__(self, model: nn.Module, apart: bool = False):
+        self.model, self.apart, self._call = model, apart, forward_of(model)
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """Implements `Runner.forward`."""
+        if self.apart and len(works) > 1:
+            return [self.forward([work])[0] for work in works]
+        device, width = next(self.model.parameters()).device, max(work.end for work in works)
+        rows = [[*work.tokens[: work.end], *[0] * (width - work.end)] for work in works]
+        tokens = torch.tensor(rows, device=device)
+        ends = torch.tensor([[work.end] for work in works], device=device)
+        positions = torch.minimum(torch.arange(width, device=device), ends - 1)
+        with inference(self.model):
+            logits = self._call({"tokens": tokens, "positions": positions})
+        return [row[work.end - work.kept : work.end] for row, work in zip(logits, works, strict=True)]
+
+    def forget(self, sequence: int) -> None:
+        """Implements `Runner.forget`."""

@@ -1,0 +1,194 @@
+"""Chooses new tokens from logits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from weft.generation.settings import Sampling
+
+
+class Choice(NamedTuple):
+    """A new token.
+
+    Attributes:
+        token: the token's id.
+        logprob: the log-probability of the token in nats; None if `Sampling.logprobs` is None.
+        top: (id, log-probability) of the most likely tokens, the most likely first.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Context(NamedTuple):
+    """What the choice of a sequence's next token depends on, besides the logits.
+
+    Attributes:
+        sampling: the settings.
+        generator: the sequence's random generator.
+        prompt: token ids of the prompt.
+        new: token ids of the continuation.
+        allowed: ids that are allowed as the next token; None: all.
+    """
+
+    sampling: Sampling
+    generator: torch.Generator
+    prompt: Sequence[int]
+    new: Sequence[int]
+    allowed: Collection[int] | None = None
+
+
+def new_generator(seed: int, copy: int, prompt: Sequence[int]) -> torch.Generator:
+    """Creates the random generator of a continuation.
+
+    Args:
+        copy: number of other continuations of the same prompt before this one.
+    """
+    key = hashlib.sha256(repr((seed, copy, tuple(prompt))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
+
+
+def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
+    """Returns the next token of each sequence. A sequence's result does not depend on the other sequences.
+
+    Args:
+        logits: `[sequences, vocab]`.
+        contexts: the context of each sequence.
+    """
+    changed = process(logits, contexts)
+    tokens = [0] * len(contexts)
+    alike: dict[Hashable, list[int]] = defaultdict(list)  # rows with the same settings
+    for row, context in enumerate(contexts):
+        s = context.sampling
+        alike[(0.0,) if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(row)
+    for settings, rows in alike.items():
+        part = changed if len(rows) == len(contexts) else changed[rows]
+        if settings == (0.0,):
+            chosen = part.argmax(-1)
+        else:
+            uniform = [torch.rand((), generator=contexts[row].generator, dtype=torch.float64) for row in rows]
+            chosen = draw(part, torch.stack(uniform).to(logits.device), *settings)
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            tokens[row] = token
+    return with_logprobs(logits, tokens, [context.sampling.logprobs for context in contexts])
+
+
+def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
+    """Returns the logits with bias and penalties. The logits of tokens that are not allowed are minus infinity."""
+    plain = [not (c.sampling.penalizes or c.sampling.logit_bias) and c.allowed is None for c in contexts]
+    if all(plain):
+        return logits
+    logits = logits.clone()
+    for row, context in enumerate(contexts):
+        if not plain[row]:
+            logits[row] = _process_row(logits[row], context)
+    return logits
+
+
+def _process_row(logits: torch.Tensor, context: Context) -> torch.Tensor:
+    sampling, device = context.sampling, logits.device
+    if context.allowed is not None:
+        keep = torch.tensor(sorted(context.allowed), device=device)
+        logits = torch.full_like(logits, float("-inf")).index_copy_(0, keep, logits[keep])
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=device)
+        amounts = torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype, device=device)
+        logits = logits.index_add(0, ids, amounts)
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor([*context.prompt, *context.new], device=device).unique()
+        found = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits = logits.index_copy(0, seen, torch.where(found > 0, found / penalty, found * penalty))
+    if context.new and (sampling.presence_penalty or sampling.frequency_penalty):
+        ids, counts = torch.tensor(list(context.new), device=device).unique(return_counts=True)
+        amounts = sampling.presence_penalty + sampling.frequency_penalty * counts.to(logits.dtype)
+        logits = logits.index_add(0, ids, -amounts)
+    return logits
+
+
+def with_logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: Sequence[int | None]) -> list[Choice]:
+    """Adds log-probabilities to tokens.
+
+    Args:
+        logits: `[tokens, vocab]`.
+        tokens: ids of the tokens.
+        wanted: `Sampling.logprobs` of each token.
+    """
+    choices = [Choice(token) for token in tokens]
+    rows = [row for row, number in enumerate(wanted) if number is not None]
+    if rows:
+        logprobs = logits[rows].log_softmax(-1)
+        most = min(max(number or 0 for number in wanted), logits.shape[-1])
+        values, ids = (x.tolist() for x in logprobs.topk(most, dim=-1))
+        for i, row in enumerate(rows):
+            top = list(zip(ids[i], values[i], strict=True))[: wanted[row]]
+            choices[row] = Choice(tokens[row], logprobs[i, tokens[row]].item(), tuple(top))
+    return choices
+
+
+def draw(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None = None,
+) -> torch.Tensor:
+    """Returns tokens `[batch]` drawn from logits `[batch, vocab]`, by inverting the cumulative distribution.
+
+    Args:
+        uniform: a random number in [0, 1) for each sequence, `[batch]`.
+    """
+    mass, order, kept = _cumulative(logits, temperature, top_k, top_p, min_p)
+    total = mass[:, -1:] if kept is None else mass.gather(-1, kept)
+    chosen = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True).clamp(max=mass.shape[-1] - 1)
+    return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Returns the probabilities with which `choose` draws each token, float64 `[batch, vocab]`.
+
+    Args:
+        logits: `[batch, vocab]`, the result of `process`.
+    """
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    mass, order, kept = _cumulative(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    each = mass.diff(dim=-1, prepend=mass.new_zeros(len(mass), 1))
+    if kept is not None:
+        each = each.masked_fill(torch.arange(each.shape[-1], device=each.device) > kept, 0.0)
+    each = each / each.sum(-1, keepdim=True)
+    return each if order is None else torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, order, each)
+
+
+def _cumulative(
+    logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Returns the cumulative probabilities of the candidates of each row.
+
+    Returns:
+        Cumulative probabilities, float64 `[batch, candidates]`; the candidates' ids, in descending order of
+        probability, or None if they are all ids in order; and the index `[batch, 1]` of the last candidate that can be
+        drawn, or None.
+    """
+    order, top_p, min_p = None, None if top_p == 1 else top_p, min_p or None
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits, order = logits.topk(top_k, dim=-1)  # descending
+    elif top_p is not None or min_p is not None:
+        logits, order = logits.sort(dim=-1, descending=True)
+    logits = logits.to(torch.float64)
+    # The maximum is subtracted, so that a temperature near 0 does not cause infinite logits.
+    each = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    mass, kept = each.cumsum(-1), None  # [batch, candidates]
+    if top_p is not None:
+        kept = (mass < top_p * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)
+    if min_p is not None:
+        likely = (each >= min_p * each[:, :1]).sum(-1, keepdim=True) - 1
+        kept = likely if kept is None else torch.minimum(kept, likely)
+    return mass, order, kept

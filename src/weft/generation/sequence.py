@@ -1,0 +1,46 @@
+"""Defines what the engine knows of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from weft.generation.sampler import Context
+from weft.generation.settings import Sampling
+from weft.generation.stream import Stream
+
+
+@dataclass(eq=False)
+class GeneratedSequence:
+    """A prompt and its continuation, while the engine generates it.
+
+    Attributes:
+        tokens: ids of the prompt and of the continuation.
+        prompt: number of prompt tokens.
+        rotary: number of first tokens whose rotary embedding is that of a text of this length.
+        computed: number of tokens whose keys and values are in the cache.
+        blocks: the blocks in the cache; -1: a block behind the sliding windows, which was released.
+        digests: digests of the first complete blocks.
+        pending: digests in `BlockPool.pending` of blocks that this sequence computes.
+        shares: whether its blocks can be shared.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    stream: Stream
+    index: int
+    context: Context
+    stop_ids: Collection[int]
+    rotary: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    pending: list[bytes] = field(default_factory=list)
+    shares: bool = True
+
+    @property
+    def new(self) -> int:
+        """Number of new tokens."""
+        return len(self.tokens) - self.prompt

@@ -1,0 +1,95 @@
+"""Defines the settings of generation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of generation: the number of new tokens, how they are chosen, and where the text ends.
+
+    >>> weft.generate("runs/run", "Kalo mi", max_new_tokens=4, temperature=0.8, top_p=0.9) == "".join(
+    ...     piece.text
+    ...     for piece in weft.Engine(weft.load_model("runs/run"), weft.Tokenizer.load("tok")).submit(
+    ...         "Kalo mi", weft.Sampling(max_new_tokens=4, temperature=0.8, top_p=0.9)
+    ...     )
+    ... )
+    True
+
+    The logits are changed in this order: `logit_bias`, penalties, temperature, `top_k`, `top_p`, `min_p`.
+
+    Attributes:
+        max_new_tokens: maximum number of new tokens per prompt, at least 1.
+        temperature: divisor of the logits; 0: greedy decoding.
+        top_k: number of most likely tokens from which a token is drawn; None: all.
+        top_p: draw from the smallest set of most likely tokens whose total probability is at least this value
+            (Holtzman et al., 2020); None: all tokens.
+        min_p: draw from the tokens whose probability is at least this fraction of the highest probability (Nguyen et
+            al., 2024); None: all tokens.
+        repetition_penalty: divides positive logits, and multiplies negative logits, of tokens in the prompt or the
+            continuation (Keskar et al., 2019); 1: no penalty.
+        presence_penalty: amount subtracted from the logits of tokens in the continuation.
+        frequency_penalty: amount subtracted from a token's logit for each occurrence in the continuation.
+        logit_bias: amounts added to the logits of tokens, by token id.
+        stop: strings that end the continuation, which does not contain them. Texts only.
+        n: number of continuations per prompt.
+        logprobs: number of most likely tokens whose log-probabilities are returned with each new token, whose own is
+            returned too; None: no log-probabilities. They are those of the model: without bias, penalties,
+            temperature, and selection.
+        seed: seed of the random numbers. The same seed and prompt give the same tokens.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        for ok, name, remedy in (
+            (self.max_new_tokens >= 1, "max_new_tokens", "set it to at least 1"),
+            (
+                0 <= self.temperature < math.inf,
+                "temperature",
+                "set it to 0 (greedy decoding) or a finite number above 0",
+            ),
+            (self.top_k is None or self.top_k >= 1, "top_k", "set it to at least 1"),
+            (self.top_p is None or 0 < self.top_p <= 1, "top_p", "set it to a number above 0, at most 1"),
+            (self.min_p is None or 0 <= self.min_p <= 1, "min_p", "set it to a number from 0 to 1"),
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "set it to a finite number above 0"),
+            (math.isfinite(self.presence_penalty), "presence_penalty", "set it to a finite number"),
+            (math.isfinite(self.frequency_penalty), "frequency_penalty", "set it to a finite number"),
+            (self.n >= 1, "n", "set it to at least 1"),
+            (self.logprobs is None or self.logprobs >= 0, "logprobs", "set it to 0 or more"),
+        ):
+            if not ok:
+                raise UserError(f"{name} is {getattr(self, name)}; {remedy}")
+        if not all(self.stop):
+            raise UserError("a stop string is empty; remove it")
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
+            name = next(name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None)
+            raise UserError(f"{name} has no effect with temperature 0 (greedy decoding); remove it, or set temperature")
+        for token, bias in self.logit_bias.items():
+            if token < 0 or math.isnan(bias):
+                raise UserError(f"logit_bias is {{{token}: {bias}}}; set token ids from 0 on, and numbers")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the logits depend on earlier tokens."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

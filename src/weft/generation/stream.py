@@ -1,0 +1,118 @@
+"""Defines `Stream`, the continuations of a prompt while they are generated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from weft.data.tokenizers.tokenizer import Tokenizer
+from weft.generation.sampler import Choice
+from weft.generation.settings import Sampling
+from weft.generation.stops import StopStrings
+
+if TYPE_CHECKING:
+    from weft.generation.engine import Engine
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a continuation.
+
+    Attributes:
+        token: the new token; None for text that was held back.
+        text: the new text; empty without a tokenizer, within a character, and while it can begin a stop string.
+        logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
+        top: (id, log-probability) of the most likely tokens.
+        finish: why the continuation ends with this piece: a stop token or string, the maximum number of tokens, or
+            `Stream.cancel`. None: it does not end.
+        index: number of the continuation of its prompt, less than `Sampling.n`.
+    """
+
+    token: int | None
+    text: str = ""
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: Finish | None = None
+    index: int = 0
+
+
+class Stream:
+    """The continuations of one prompt. Iterating over the stream runs the engine until the next piece is ready.
+
+    As a context manager, a stream is cancelled at the end of the block.
+
+    Attributes:
+        error: the exception that ended the continuations, or None.
+    """
+
+    def __init__(self, engine: Engine, sampling: Sampling, tokenizer: Tokenizer | None):
+        self._engine = engine
+        self._pieces: deque[Piece] = deque()
+        self._open = sampling.n  # continuations that have not ended
+        self._decoders = [None if tokenizer is None else tokenizer.stream_decoder() for _ in range(sampling.n)]
+        self._stops = [StopStrings(sampling.stop) for _ in range(sampling.n)]
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        while True:
+            with self._engine.lock:  # of several threads that wait, each runs steps for all
+                if self._pieces:
+                    return self._pieces.popleft()
+                if self.error is not None:
+                    raise self.error
+                if not self._open:
+                    raise StopIteration
+                self._engine.step()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations have ended. Pieces can be left."""
+        return self._open == 0
+
+    def ready(self) -> list[Piece]:
+        """Returns the pieces that are ready, without running the engine."""
+        with self._engine.lock:
+            pieces = list(self._pieces)
+            self._pieces.clear()
+            return pieces
+
+    def cancel(self) -> None:
+        """Ends the continuations, and frees their part of the cache. Has no effect after the end."""
+        self._engine.cancel(self)
+
+    def put(self, index: int, choice: Choice, finish: Finish | None) -> bool:
+        """Adds a new token of a continuation. Returns whether the continuation has ended."""
+        text = ""
+        decoder, stops = self._decoders[index], self._stops[index]
+        ends = finish == "stop"  # the text of a stop token is not part of the continuation
+        if decoder is not None:
+            text = stops.feed("" if ends else decoder.step(choice.token))
+            if stops.found is None and finish is not None:
+                text += stops.feed(decoder.flush())
+        if stops.found is not None:
+            finish = "stop"
+        elif finish is not None:
+            text += stops.flush()
+        self._pieces.append(Piece(choice.token, text, choice.logprob, choice.top, finish, index))
+        self._open -= finish is not None
+        return finish is not None
+
+    def end(self, index: int) -> None:
+        """Ends a continuation that was cancelled."""
+        decoder, stops = self._decoders[index], self._stops[index]
+        text = "" if decoder is None else stops.feed(decoder.flush()) + stops.flush()
+        self._pieces.append(Piece(None, text, finish="cancelled", index=index))
+        self._open -= 1
