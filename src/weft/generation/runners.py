@@ -45,12 +45,15 @@ class Runner(Protocol):
     Attributes:
         caches: whether earlier tokens of a sequence are cached. If not, `Work.start` must be 0.
         chunks: whether a prompt can be computed in chunks.
-        cache: the paged cache, or None.
     """
 
     caches: bool
     chunks: bool
-    cache: PagedCache | None
+
+    @property
+    def cache(self) -> PagedCache | None:
+        """The paged cache, or None."""
+        ...
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         """Runs a forward pass. Returns the logits of each sequence's last tokens, `[kept, vocab]`."""

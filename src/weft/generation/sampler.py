@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
     """
     changed = process(logits, contexts)
     tokens = [0] * len(contexts)
-    alike: dict[Hashable, list[int]] = defaultdict(list)  # rows with the same settings
+    alike: dict[tuple, list[int]] = defaultdict(list)  # rows with the same settings
     for row, context in enumerate(contexts):
         s = context.sampling
         alike[(0.0,) if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(row)

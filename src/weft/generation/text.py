@@ -109,7 +109,8 @@ def engine_of(model: nn.Module, tokenizer: Tokenizer | None = None) -> Engine:
     versions = [version_of(p) for p in model.parameters() if not p.is_inference()]
     known, engine = _ENGINES.get(model, (versions, None))
     if engine is None:
-        engine = Engine(weakref.proxy(model))  # a strong reference would keep the model alive
+        proxy: Any = weakref.proxy(model)  # a strong reference would keep the model alive
+        engine = Engine(proxy)
     if known != versions:
         engine.clear()
     engine.tokenizer = tokenizer
