@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "Engine",
+    "LowRank",
     "RunConfig",
     "Sampling",
     "Tokenizer",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from weft.evaluation.evaluate import evaluate
     from weft.evaluation.perplexity import perplexity
     from weft.export.export_model import export_model
+    from weft.generation.adapters import LowRank
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
     from weft.generation.text import generate
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Engine": "weft.generation.engine",
+    "LowRank": "weft.generation.adapters",
     "RunConfig": "weft.config.run",
     "Sampling": "weft.generation.settings",
     "Tokenizer": "weft.data.tokenizers.tokenizer",

@@ -13,6 +13,7 @@ from torch import nn
 from weft.config.model import ModelSection
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
+from weft.generation.adapters import Adapters, Deltas
 from weft.generation.blocks import BlockPool, block_digest
 from weft.generation.cache import BLOCK
 from weft.generation.limits import blocks_in_memory, check_length, check_prompt
@@ -79,7 +80,7 @@ class Engine:
         self._most = 0
         if paged is not None:
             self._most = blocks_in_memory(model) if max_cache_tokens is None else -(-max_cache_tokens // BLOCK)
-        self.lock = threading.RLock()
+        self.lock, self._adapters = threading.RLock(), Adapters()
         self._waiting: deque[GeneratedSequence] = deque()
         self._running: list[GeneratedSequence] = []
         self._ids = itertools.count()
@@ -92,6 +93,7 @@ class Engine:
         *,
         stop_ids: Collection[int] | None = None,
         copy: int = 0,
+        adapter: str | None = None,
     ) -> Stream:
         """Adds a prompt. Its continuation is generated while any stream of the engine is read.
 
@@ -100,10 +102,11 @@ class Engine:
             sampling: the settings.
             stop_ids: tokens that end the continuation. Default: those of the engine.
             copy: number of other continuations of an equal prompt before this one, which selects random numbers.
+            adapter: name of an adapter (see `add_adapter`); None: the model without an adapter.
 
         Raises:
             UserError: the prompt is empty, has tokens outside the vocabulary, or is too long for the model or the
-                cache; or stop strings are given without a tokenizer.
+                cache; stop strings are given without a tokenizer; or there is no such adapter.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -115,6 +118,7 @@ class Engine:
         self.check([ids], sampling)
         stream = Stream(self, sampling, self.tokenizer)
         with self.lock:
+            chosen = self._adapters.get(adapter)
             for index in range(sampling.n):
                 generator = new_generator(sampling.seed, copy + index, ids)
                 sequence = GeneratedSequence(
@@ -127,10 +131,28 @@ class Engine:
                     Context(sampling, generator, ids, (), first),
                     self.stop_ids if stop_ids is None else stop_ids,
                     rotary=len(ids),
+                    adapter=chosen,
                     shares=self._shares(len(ids) + sampling.max_new_tokens),
                 )
                 self._waiting.append(sequence)
         return stream
+
+    def add_adapter(self, name: str, deltas: Deltas) -> None:
+        """Adds an adapter, which `submit` chooses by its name. A step computes requests with unequal adapters together.
+
+        Args:
+            deltas: name of a linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
+
+        Raises:
+            UserError: the name is in use, or a delta has wrong shapes or names no linear layer.
+        """
+        with self.lock:
+            self._adapters.add(self.model, name, deltas)
+
+    def remove_adapter(self, name: str) -> None:
+        """Removes an adapter. Raises UserError if it does not exist, or if unfinished continuations use it."""
+        with self.lock:
+            self._adapters.remove(name, [s.adapter for s in (*self._running, *self._waiting)])
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Checks prompts. Raises UserError as `submit` does."""
@@ -191,14 +213,15 @@ class Engine:
         if not self._reserve(sequence, end):
             return 0
         kept = int(end == len(sequence.tokens))
-        works.append((sequence, Work(sequence.id, sequence.tokens, start, end, sequence.rotary, kept, sequence.blocks)))
+        work = Work(sequence.id, sequence.tokens, start, end, sequence.rotary, kept, sequence.blocks, sequence.adapter)
+        works.append((sequence, work))
         return end - start
 
     def _admit(self, sequence: GeneratedSequence) -> bool:
         """Shares blocks with other sequences, and returns whether there are enough blocks for the prompt."""
         if self.runner.cache is None:
             return True
-        root, tokens, found = b"", sequence.tokens, []
+        root, tokens, found = sequence.root, sequence.tokens, []
         if sequence.shares and not self.batch_invariant:
             for begin in range(0, len(tokens) - BLOCK, BLOCK):  # at least one token must be computed
                 root = block_digest(root, tokens[begin : begin + BLOCK])
@@ -217,7 +240,7 @@ class Engine:
             return False
         sequence.digests, sequence.computed = found, len(found) * BLOCK
         if sequence.shares and not self.batch_invariant:
-            parent = found[-1] if found else b""
+            parent = found[-1] if found else sequence.root
             for begin in range(len(found) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
                 parent = block_digest(parent, tokens[begin : begin + BLOCK])
                 sequence.pending.append(parent)
@@ -308,7 +331,7 @@ class Engine:
         if sequence.shares and not self.batch_invariant:
             while (len(sequence.digests) + 1) * BLOCK <= sequence.computed:
                 begin = len(sequence.digests) * BLOCK
-                parent = sequence.digests[-1] if sequence.digests else b""
+                parent = sequence.digests[-1] if sequence.digests else sequence.root
                 digest = block_digest(parent, sequence.tokens[begin : begin + BLOCK])
                 self.blocks.publish(sequence.blocks[begin // BLOCK], digest)
                 sequence.digests.append(digest)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.generation.adapters import Adapter, adapted
 from weft.generation.cache import Chunk, PagedCache, paged_cache
 from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
@@ -28,6 +29,7 @@ class Work:
             the length.)
         kept: number of last tokens whose logits are returned.
         blocks: the sequence's blocks in a paged cache.
+        adapter: the adapter of the tokens, or None.
     """
 
     sequence: int
@@ -37,6 +39,7 @@ class Work:
     rotary: int
     kept: int = 1
     blocks: Sequence[int] = field(default_factory=list)
+    adapter: Adapter | None = None
 
 
 class Runner(Protocol):
@@ -128,13 +131,14 @@ class PagedRunner:
                 row += work.end - work.start
                 kept.extend(range(row - work.kept, row))
             rows = [torch.tensor([x], device=device) for x in (tokens, positions, lengths)]
-            logits = self.model(
-                tokens=rows[0],
-                positions=rows[1],
-                lengths=rows[2],
-                cache=self.cache,
-                logits_to_keep=torch.tensor(kept, device=device, dtype=torch.long),
-            )[0]
+            with adapted(self.model, [(work.adapter, work.end - work.start) for work in ordered]):
+                logits = self.model(
+                    tokens=rows[0],
+                    positions=rows[1],
+                    lengths=rows[2],
+                    cache=self.cache,
+                    logits_to_keep=torch.tensor(kept, device=device, dtype=torch.long),
+                )[0]
         parts = logits.split([work.kept for work in ordered])
         found = dict(zip(order, parts, strict=True))
         return [found[i] for i in range(len(works))]
@@ -161,7 +165,8 @@ class TransformersRunner:
                     self._caches[work.sequence] = self.model.new_cache()
                 row = torch.arange(work.start, work.end, device=device).unsqueeze(0)
                 tokens = torch.tensor([work.tokens[work.start : work.end]], device=device)
-                out = self.model(tokens=tokens, positions=row, cache=self._caches[work.sequence])
+                with adapted(self.model, [(work.adapter, row.numel())]):
+                    out = self.model(tokens=tokens, positions=row, cache=self._caches[work.sequence])
                 logits.append(out[0, out.shape[1] - work.kept :])
         return logits
 
@@ -187,7 +192,7 @@ class UncachedRunner:
         tokens = torch.tensor(rows, device=device)
         ends = torch.tensor([[work.end] for work in works], device=device)
         positions = torch.minimum(torch.arange(width, device=device), ends - 1)
-        with inference(self.model):
+        with inference(self.model), adapted(self.model, [(work.adapter, width) for work in works]):
             logits = self._call({"tokens": tokens, "positions": positions})
         return [row[work.end - work.kept : work.end] for row, work in zip(logits, works, strict=True)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from weft.generation.adapters import Adapter
 from weft.generation.sampler import Context
 from weft.generation.settings import Sampling
 from weft.generation.stream import Stream
@@ -18,6 +19,7 @@ class GeneratedSequence:
         tokens: ids of the prompt and of the continuation.
         prompt: number of prompt tokens.
         rotary: number of first tokens whose rotary embedding is that of a text of this length.
+        adapter: the adapter of the request, or None.
         computed: number of tokens whose keys and values are in the cache.
         blocks: the blocks in the cache; -1: a block behind the sliding windows, which was released.
         digests: digests of the first complete blocks.
@@ -34,6 +36,7 @@ class GeneratedSequence:
     context: Context
     stop_ids: Collection[int]
     rotary: int
+    adapter: Adapter | None = None
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -44,3 +47,8 @@ class GeneratedSequence:
     def new(self) -> int:
         """Number of new tokens."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def root(self) -> bytes:
+        """The parent digest of the first block. Keys and values depend on the adapter."""
+        return b"" if self.adapter is None else self.adapter.root

@@ -1,0 +1,187 @@
+"""Adds low-rank adapters to a model's linear layers, chosen for each token (Hu et al., 2021; Sheng et al., 2023)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.errors import UserError
+
+# Layers whose weights the model reads without calling the layer.
+_UNCALLED = ("lm_head", "kv_b_proj")
+
+
+class LowRank(NamedTuple):
+    """A change of a linear layer's weight `[out, in]`: `scale * b @ a`.
+
+    Attributes:
+        a: `[rank, in]`.
+        b: `[out, rank]`.
+        scale: factor of the product.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float = 1.0
+
+
+Deltas = Mapping[str, LowRank | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter of an engine.
+
+    Attributes:
+        root: parent digest of the first cache block of each sequence, which separates the blocks of unequal adapters.
+        deltas: name of a linear layer -> its `a` and `scale * b`.
+    """
+
+    root: bytes
+    deltas: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Adapters:
+    """The adapters of an engine, by name."""
+
+    def __init__(self):
+        self._by_name: dict[str, Adapter] = {}
+        self._added = 0
+
+    def add(self, model: nn.Module, name: str, deltas: Deltas) -> None:
+        """Adds an adapter. Raises UserError as `Engine.add_adapter` does."""
+        if name in self._by_name:
+            raise UserError(f"the engine has an adapter {name!r} already; remove it first, or choose another name")
+        if not deltas:
+            raise UserError(f"adapter {name!r} has no deltas; give at least one {{layer: LowRank(a, b, scale)}}")
+        found = {layer.removesuffix(".weight"): LowRank(*delta) for layer, delta in deltas.items()}
+        prepared = {layer: _prepare(model, name, layer, delta) for layer, delta in found.items()}
+        # A later adapter with the same name must not use cached keys of this adapter.
+        self._added += 1
+        self._by_name[name] = Adapter(hashlib.sha256(f"adapter {self._added} {name}".encode()).digest(), prepared)
+
+    def get(self, name: str | None) -> Adapter | None:
+        """Returns an adapter; None for None.
+
+        Raises:
+            UserError: there is no adapter with this name.
+        """
+        if name is not None and name not in self._by_name:
+            known = ", ".join(map(repr, self._by_name))
+            remedy = f"use one of {known}" if known else "the engine has no adapters; add it with Engine.add_adapter"
+            raise UserError(f"there is no adapter {name!r}; {remedy}")
+        return None if name is None else self._by_name[name]
+
+    def remove(self, name: str, used: Sequence[Adapter | None]) -> None:
+        """Removes an adapter.
+
+        Args:
+            used: the adapter of each unfinished continuation.
+
+        Raises:
+            UserError: there is no adapter with this name, or it is used.
+        """
+        adapter = self.get(name)
+        if count := sum(one is adapter for one in used):
+            raise UserError(
+                f"adapter {name!r} is used by {count} unfinished continuations; read them to their end or cancel them"
+            )
+        del self._by_name[name]
+
+
+def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `a` and `scale * b` of a delta on the layer's device, in the dtype of its weight."""
+    linears = {
+        path: module
+        for path, module in model.named_modules()
+        if hasattr(module, "in_features") and path.rpartition(".")[2] not in _UNCALLED
+    }
+    if layer not in linears:
+        near = get_close_matches(layer, linears, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "use the name of a module of type nn.Linear"
+        raise UserError(f"adapter {name!r}: {layer!r} is no linear layer that takes an adapter; {hint}")
+    linear: Any = linears[layer]
+    a, b, scale = delta
+    if isinstance(next(linear.parameters(), None), DTensor):
+        raise UserError(f"adapter {name!r}: {layer} is sharded; adapters need a model on a single rank")
+    sizes, rank = (linear.in_features, linear.out_features), a.shape[0] if a.ndim else 0
+    if a.shape != (rank, sizes[0]) or b.shape != (sizes[1], rank):
+        raise UserError(
+            f"adapter {name!r}: {layer} has {sizes[0]} inputs and {sizes[1]} outputs, but A is {list(a.shape)} and B "
+            f"is {list(b.shape)}; A must be [rank, {sizes[0]}] and B [{sizes[1]}, rank]"
+        )
+    like = next(linear.parameters(), a)
+    dtype = like.dtype if like.dtype.is_floating_point else a.dtype
+    return a.detach().to(like.device, dtype), (scale * b.detach()).to(like.device, dtype)
+
+
+@contextmanager
+def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> Iterator[None]:
+    """Applies adapters to the linear layers of a model during one forward pass.
+
+    Args:
+        owners: the adapter of each group of consecutive tokens in the forward pass, and the number of these tokens.
+
+    Raises:
+        UserError: an adapted layer does not get all tokens in order, or is not called.
+    """
+    rows: dict[Adapter, list[int]] = {}
+    tokens = 0
+    for adapter, count in owners:
+        if adapter is not None:
+            rows.setdefault(adapter, []).extend(range(tokens, tokens + count))
+        tokens += count
+    if not rows:
+        yield
+        return
+    device = next(model.parameters()).device
+    changes: dict[str, list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]]] = {}
+    for adapter, indices in rows.items():
+        index = None if len(indices) == tokens else torch.tensor(indices, device=device)
+        for layer, (a, b) in adapter.deltas.items():
+            changes.setdefault(layer, []).append((index, a, b))
+    uncalled = set(changes)
+    with ExitStack() as hooks:
+        for layer, parts in changes.items():
+            hook: Callable = partial(_change, layer, parts, tokens, uncalled)
+            hooks.callback(model.get_submodule(layer).register_forward_hook(hook).remove)
+        yield
+    if uncalled:
+        raise UserError(f"{min(uncalled)} takes no adapter: the model does not call this layer; remove its delta")
+
+
+def _change(
+    layer: str,
+    parts: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]],
+    tokens: int,
+    uncalled: set[str],
+    _module: nn.Module,
+    inputs: tuple[torch.Tensor],
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Adds low-rank products to a layer's output. A forward hook; the first four arguments are bound.
+
+    Args:
+        parts: for each adapter the indices of its tokens (None: all tokens), `a` and `scale * b`.
+        tokens: number of tokens in the forward pass.
+        uncalled: names of layers that were not called yet; this layer's name is removed.
+    """
+    x, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
+    if len(x) != tokens:
+        raise UserError(f"{layer} takes no adapter: it does not get all tokens of a forward pass; remove its delta")
+    uncalled.discard(layer)
+    for index, a, b in parts:
+        index = index if index is None else index.to(x.device)
+        change = F.linear(F.linear(x if index is None else x[index], a.to(x.dtype)), b.to(x.dtype)).to(out.dtype)
+        out = out + change if index is None else out.index_add(0, index, change)
+    return out.view_as(output)
