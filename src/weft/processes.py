@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 LAUNCHER = "WEFT_LAUNCHER"  # environment variable of a rank: the launcher's process id and the pipe that it reads
@@ -19,6 +21,42 @@ def usable_cores() -> int:
     Linux.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that this process can still allocate, also within the limit of its container."""
+    import psutil
+
+    free = [psutil.virtual_memory().available]
+    for folder, unified in control_groups("memory"):
+        names = ("max", "current", "inactive_file")
+        limit, usage, unused = names if unified else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+        with contextlib.suppress(OSError, ValueError, KeyError):  # no such file, or "max"
+            pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / f"memory.{usage}").read_text()) - int(pages[unused])
+            free.append(int((folder / f"memory.{limit}").read_text()) - used)
+    return max(0, min(free))
+
+
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yields the folders of this process's control group and of its parent groups (Linux only).
+
+    Yields with each folder whether it belongs to the unified hierarchy (cgroup version 2).
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup", controller if controllers else "")
+        group = top / name.lstrip("/")
+        for folder in (group, *group.parents):
+            yield folder, not controllers
+            if folder == top:
+                break
 
 
 def die_with(parent: int) -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from checkpoint_cases import write
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,3 +112,28 @@ def test_model_json_is_the_resolved_section(tmp_path):
     saved(tmp_path)
     content = json.loads((tmp_path / "checkpoints" / "step-00000003" / "model.json").read_text())
     assert content["hidden_size"] == 16
+
+
+def test_weights_that_do_not_fit_in_memory_are_refused_before_anything_is_loaded(tmp_path):
+    """A folder whose files say that they have 4.4 TB, without blocks on the disk."""
+    shape = {"vocab_size": 2**24, "hidden_size": 2**16, "num_hidden_layers": 1, "num_attention_heads": 64}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, intermediate_size=64))
+    model.config.save_pretrained(tmp_path)
+    header, end = {}, 0
+    for name, tensor in model.state_dict().items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    assert 4.4e12 < end < 4.5e12
+    for act in (weft.load_model, lambda path: weft.generate(path, [1, 2])):
+        with pytest.raises(
+            UserError, match=r"the weights need 4\.43\d TB, but cpu has [\d.]+ [GM]B .* smaller dtype"
+        ) as told:
+            act(tmp_path)
+        assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=r"need 8\.8\d+ TB"):
+        weft.load_model(tmp_path, dtype=torch.float32)

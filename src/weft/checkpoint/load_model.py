@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from weft.config.model import CustomModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.models.huggingface_weights import saved_dtype
+from weft.parallel.memory.free import check_memory
 
 _LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()  # to find a loaded model's tokenizer
 
@@ -40,7 +42,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].
 
     Raises:
-        UserError: the path has no checkpoint, the checkpoint is damaged, or `dtype` is not a torch.dtype.
+        UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, or the weights
+            do not fit in the free memory of the device.
     """
     from weft.models.build import build_model
 
@@ -49,7 +52,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
 
     checkpoint = resolve(path)
     section = architecture(checkpoint)
-    saved = {name: tensor.dtype for name, tensor in open_weights(checkpoint, huggingface=False).tensors.items()}
+    tensors = open_weights(checkpoint, huggingface=False).tensors
+    saved = {name: tensor.dtype for name, tensor in tensors.items()}
+    dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
+    check_memory(sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items()), device, checkpoint)
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 

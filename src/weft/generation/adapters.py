@@ -64,7 +64,8 @@ class Adapters:
             raise UserError(f"the engine has an adapter {name!r} already; remove it first, or choose another name")
         if not deltas:
             raise UserError(f"adapter {name!r} has no deltas; give at least one {{layer: LowRank(a, b, scale)}}")
-        found = {layer.removesuffix(".weight"): LowRank(*delta) for layer, delta in deltas.items()}
+        given: Mapping[str, Any] = deltas
+        found = {layer.removesuffix(".weight"): LowRank(*delta) for layer, delta in given.items()}
         prepared = {layer: _prepare(model, name, layer, delta) for layer, delta in found.items()}
         # A later adapter with the same name must not use cached keys of this adapter.
         self._added += 1

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import psutil
-import torch
 from torch import nn
 
 from weft.errors import UserError
 from weft.generation.cache import BLOCK
 from weft.models.decoder import Decoder
+from weft.parallel.memory.free import free_memory
 
 SHARE = 0.5  # part of the free memory that a cache may take
 
@@ -63,5 +62,4 @@ def bytes_per_token(model: Decoder) -> int:
 def blocks_in_memory(model: Decoder) -> int:
     """Returns the number of cache blocks that fit in a part of the free memory of the model's device."""
     device = next(model.parameters()).device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return max(1, int(SHARE * free) // (bytes_per_token(model) * BLOCK))
+    return max(1, int(SHARE * free_memory(device)) // (bytes_per_token(model) * BLOCK))

@@ -16,12 +16,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from weft.data.packing.part_files import DocumentFailure, Job, Part, WriteFailure
 from weft.errors import UserError
-from weft.processes import die_with, usable_cores
+from weft.processes import control_groups, die_with, usable_cores
 
 Outcome = tuple[int, BaseException | None]  # the index of a part, and its error (None: it is finished)
 OnProgress = Callable[[int, int], None]  # called with the numbers of new raw bytes and tokens
@@ -34,26 +33,12 @@ def available_cores() -> int:
 
 def _quotas() -> Iterator[int]:
     """Yields the CPU quotas of this process's control group and of its parent groups, rounded up to full cores."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            top, files = Path("/sys/fs/cgroup"), ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            top, files = Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        group = top / name.lstrip("/")
-        for folder in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                quota, period = " ".join((folder / file).read_text() for file in files).split()
-                if int(quota) > 0:
-                    yield max(1, -(-int(quota) // int(period)))
-            if folder == top:
-                break
+    for folder, unified in control_groups("cpu"):
+        files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = " ".join((folder / file).read_text() for file in files).split()
+            if int(quota) > 0:
+                yield max(1, -(-int(quota) // int(period)))
 
 
 class Pool:
