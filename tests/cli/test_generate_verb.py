@@ -145,3 +145,20 @@ def test_a_prompt_that_is_not_utf8_is_one_line(run_yaml, tmp_path, monkeypatch, 
     (line,) = said.err.splitlines()
     assert line.startswith(named)
     assert "has invalid UTF-8 at byte 2; convert" in line
+
+
+def test_stats_and_their_cost(their_folder, capsys):
+    folder = their_folder()
+    prompts = ["kalo mi ren ka", "ren kalo"]
+    plain = written(capsys, folder, *prompts, "--max-new-tokens", 6, "--temperature", 0)
+    assert main(["generate", str(folder), *prompts, "--max-new-tokens=6", "--temperature=0", "--stats"]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain
+    assert re.search(
+        r"12 new tokens in [\d.]+ s \([\d.,]+ tokens/s\); .* 0 prompt tokens from the cache; 6 steps$", said.err.strip()
+    )
+    words = ["--max-new-tokens=6", "--temperature=0", "--stats", "--batch-invariant"]
+    assert main(["generate", str(folder), *prompts, *words]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain
+    assert said.err.strip().endswith("batch-invariant: 12 forward passes instead of 6")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.generation.engine import Engine
 
 HELP = "generate text with a trained model"
 GROUP = "use"
@@ -59,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
     )
     parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute each prompt alone, so that no bit of a text depends on the other prompts (slower)",
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="print tokens per second and the use of the cache to standard error"
+    )
+    parser.add_argument(
         "--no-cache",
         action="store_true",
         help="recompute all tokens at each step, without a key-value cache (for comparison)",
@@ -89,14 +102,16 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(checkpoint, local_device(Console()), getattr(torch, args.dtype) if args.dtype else None)
     prompts = [tokenizer.prompt(text) for text in texts]
     written = [prompt.text for prompt in prompts]
-    engine = Engine(model, tokenizer, stop_ids=stop_ids, cache=not args.no_cache)
+    options = {"cache": not args.no_cache, "batch_invariant": args.batch_invariant}
+    engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
     begun, shown, single = False, 0, len(prompts) == 1
+    start, first = time.perf_counter(), None
     ended = [False] * len(prompts)
     try:
         for number, piece in stream_pieces(engine, prompts, sampling):
             if single:
                 _write(piece.text if begun else written[0] + piece.text)
-            begun = True
+            begun, first = True, first or time.perf_counter()
             written[number] += piece.text
             ended[number] = piece.finish is not None
             while not single and shown < len(prompts) and ended[shown]:  # texts are printed in the order of the prompts
@@ -108,7 +123,25 @@ def run(args: argparse.Namespace) -> int:
         elif begun:
             for number in range(shown, len(prompts)):
                 _show(number, written[number])
+        if args.stats and first is not None:
+            print(_stats(engine, first - start, time.perf_counter() - start), file=sys.stderr)
     return 0
+
+
+def _stats(engine: Engine, first: float, total: float) -> str:
+    """Returns the line of `--stats`.
+
+    Args:
+        first: time until the first new token, in seconds.
+        total: total time in seconds.
+    """
+    line = (
+        f"{engine.new_tokens:,} new tokens in {total:.2f} s ({engine.new_tokens / total:,.1f} tokens/s); first token "
+        f"after {first:.2f} s; {engine.shared_tokens:,} prompt tokens from the cache; {engine.steps:,} steps"
+    )
+    if engine.batch_invariant:
+        line += f"; batch-invariant: {engine.passes:,} forward passes instead of {engine.steps:,}"
+    return line
 
 
 def _show(number: int, text: str) -> None:

@@ -51,8 +51,11 @@ class Engine:
             other sequences in any bit.
 
     Attributes:
-        steps: number of forward passes.
+        steps: number of steps.
+        passes: number of forward passes, more than one per step with `batch_invariant`.
         computed_tokens: number of tokens that were computed, without those that were found in the cache.
+        shared_tokens: number of prompt tokens that were found in the cache.
+        new_tokens: number of tokens that were generated.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Engine:
         self._waiting: deque[GeneratedSequence] = deque()
         self._running: list[GeneratedSequence] = []
         self._ids = itertools.count()
-        self.steps = self.computed_tokens = 0
+        self.steps = self.passes = self.computed_tokens = self.shared_tokens = self.new_tokens = 0
 
     def submit(
         self,
@@ -239,6 +242,7 @@ class Engine:
             sequence.blocks = []
             return False
         sequence.digests, sequence.computed = found, len(found) * BLOCK
+        self.shared_tokens += sequence.computed
         if sequence.shares and not self.batch_invariant:
             parent = found[-1] if found else sequence.root
             for begin in range(len(found) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
@@ -296,6 +300,7 @@ class Engine:
                 sequence.stream.error = error
             raise
         self.steps += 1
+        self.passes += len(planned) if self.batch_invariant else 1
         ready, rows = [], []
         for (sequence, work), row in zip(planned, logits, strict=True):
             self.computed_tokens += work.end - work.start
@@ -312,6 +317,7 @@ class Engine:
     def _append(self, sequence: GeneratedSequence, choice: Choice) -> None:
         """Adds a new token to a sequence, and ends the sequence if it is complete."""
         sequence.tokens.append(choice.token)
+        self.new_tokens += 1
         sequence.context = sequence.context._replace(allowed=None)
         finish: Finish | None = "length" if sequence.new >= sequence.sampling.max_new_tokens else None
         if choice.token in sequence.stop_ids:
