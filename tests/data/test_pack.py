@@ -87,6 +87,9 @@ def test_what_is_no_document_is_told_with_its_line(tmp_path, tiny_tokenizer, cap
     info = TokenStore(tmp_path / "s").info
     assert (info.documents, info.empty_documents, info.blank_lines, sum(info.rejected.values())) == (2, 1, 1, 1)
     reject = json.loads((tmp_path / "s" / "rejects.jsonl").read_text())
+    assert pack(*arguments) == 2  # not the store that was packed with "skip"
+    assert "rejected 1 document" in capsys.readouterr().err
+    assert pack(*arguments, "--on-error", "skip") == 0
     assert reject["line"] == 3
     assert reason in reject["reason"]
 

@@ -161,6 +161,19 @@ def test_damage_to_what_a_killed_pack_left_is_done_again(tmp_path, inputs, undis
     assert content(out) == content(undisturbed)
 
 
+def test_rejects_of_a_killed_pack_are_errors_for_the_next_that_wants_none(tmp_path, tiny_tokenizer, monkeypatch):
+    from weft.data.packing import pack as module
+
+    (tmp_path / "in.jsonl").write_text('{"text": "good"}\n{"text": 7}\n')
+    monkeypatch.setattr(module, "publish", lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "in.jsonl", tmp_path / "s", tiny_tokenizer, workers=1, on_error="skip")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"rejected 1 document .*--on-error skip"):
+        pack(tmp_path / "in.jsonl", tmp_path / "s", tiny_tokenizer, workers=1)
+    assert pack(tmp_path / "in.jsonl", tmp_path / "s", tiny_tokenizer, workers=1, on_error="skip").info.documents == 1
+
+
 def test_what_a_kill_left_before_the_first_journal_line_is_no_harm(tmp_path, inputs, undisturbed, tiny_tokenizer):
     files, out = [*inputs, tmp_path / "last.txt"], tmp_path / "s"
     files[-1].write_text("no UTF-8 behind this")

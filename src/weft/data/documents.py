@@ -28,14 +28,12 @@ class Reject(NamedTuple):
             file, is rejected.
         reason: a short fixed description, by which rejected documents are counted.
         hint: details about this document.
-        on_purpose: whether the user asked to drop such documents. If so, the document never stops a pack.
         last: number of the last line, if the document spans several lines.
     """
 
     line: int | None
     reason: str
     hint: str = ""
-    on_purpose: bool = False
     last: int | None = None
 
     @property

@@ -87,6 +87,8 @@ class ConversationEncoder:
             )
         if spec.max_tokens is not None and spec.max_tokens < 2:
             raise UserError(f"--max-tokens {spec.max_tokens}: must be at least 2")
+        limit = f"{spec.max_tokens:,} tokens" if spec.max_tokens is not None else ""
+        self.drops = (f"longer than {limit}", f"nothing to learn within {limit}") if limit else ()
         self._tokenizer: Tokenizer | None = None
 
     def __reduce__(self):
@@ -260,10 +262,10 @@ class ConversationEncoder:
         if self.spec.overlong == "keep":
             encoded.notes[f"longer than {limit:,} tokens, kept"] += int(long.sum())
             return sizes
-        reason, bad = f"longer than {limit:,} tokens", long
+        reason, bad = self.drops[0], long
         keep = np.ones(len(encoded.ids), bool)
         if self.spec.overlong == "truncate":
-            reason, bad = f"nothing to learn within {limit:,} tokens", np.zeros(len(long), bool)
+            reason, bad = self.drops[1], np.zeros(len(long), bool)
             ends = np.cumsum(lengths)
             for number in np.flatnonzero(long).tolist():
                 start, end = int(ends[number] - lengths[number]), int(ends[number])
@@ -276,7 +278,7 @@ class ConversationEncoder:
         each = 2 if self.kind == "preferences" else 1  # a pair is dropped together
         dropped = np.repeat(bad.reshape(-1, each).any(axis=1), each)
         records = np.flatnonzero(dropped[::each]).tolist()
-        encoded.rejects += [Reject(lines[number], reason, on_purpose=True) for number in records]
+        encoded.rejects += [Reject(lines[number], reason) for number in records]
         keep &= ~np.repeat(dropped, lengths)
         encoded.ids, encoded.mask = encoded.ids[keep], encoded.mask[keep]
         encoded.lengths = np.minimum(lengths, limit)[~dropped]

@@ -121,7 +121,7 @@ class _PartEncoder:
         for item in read(self.part.units[number], self.job.reading, self._counts[number], self._on_bytes):
             if isinstance(item, Reject):
                 rejects.append((number, item))
-                if (self.job.fail and not item.on_purpose) or len(rejects) >= 4096:
+                if self.job.fail or len(rejects) >= 4096:
                     self._flush()
                 continue
             batch.append(item)
@@ -187,7 +187,7 @@ class _PartEncoder:
         if self._rejects:
             self._rejects.sort(key=_input_order)
             for unit, reject in self._rejects:
-                if self.job.fail and not reject.on_purpose:
+                if self.job.fail and reject.reason not in self.encoder.drops:
                     raise DocumentFailure(unit, reject.line, self._lines_before(unit), reject_message(reject))
             self._write_rejects()
 

@@ -50,10 +50,12 @@ class Encoder(Protocol):
     Attributes:
         kind: kind of the store: "text", "conversations" or "preferences" (two documents per input document).
         has_mask: whether `encode` returns loss masks.
+        drops: reasons of rejected documents that the user asked to drop. Such documents never stop a pack.
     """
 
     kind: str
     has_mask: bool
+    drops: Sequence[str]
 
     def open(self) -> Tokenizer:
         """Returns the tokenizer. The first call loads it."""
@@ -80,7 +82,7 @@ class TextEncoder:
         exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
     """
 
-    kind, has_mask = "text", False
+    kind, has_mask, drops = "text", False, ()
 
     def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False):
         if isinstance(tokenizer, str | Path):

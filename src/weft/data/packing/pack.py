@@ -22,7 +22,7 @@ from weft.data.packing.assemble import Assembly
 from weft.data.packing.encoder import Encoder, TextEncoder
 from weft.data.packing.part_files import DocumentFailure, Job, Part, Plan, WriteFailure, read_finished, remove_part
 from weft.data.packing.pool import InProcess, LocalPool, Pool, available_cores
-from weft.data.packing.request import lock_folder, make_request, read_existing
+from weft.data.packing.request import check_rejected, lock_folder, make_request, read_existing
 from weft.data.sources import Files, Reading, find_files, plan
 from weft.data.sources.find import format_counts
 from weft.data.sources.source_format import contents_by_format, document_error
@@ -105,20 +105,19 @@ def pack(
         range_bytes: approximate number of bytes of a unit, the range of a file that a worker reads at a time.
 
     Raises:
-        UserError: no input is found, a document cannot be read or encoded, `out` contains another store, or the disk is
-            full.
+        UserError: no input is found, a document cannot be read or encoded, `out` is another store, or the disk is full.
     """
     console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
     encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
     files = find_files([inputs] if isinstance(inputs, str | Path) else inputs)
     # `out` can lie in an input folder, where stores are skipped. But a store that is replaced must contain no input.
     check_out(out, STORE, (path for path in files if path.name in STORE.files), overwrite=overwrite)
-    if os.path.lexists(out) and not overwrite:
-        request = make_request(encoder, reading, shard, range_bytes, files)
-        return Packed(read_existing(out, request, files))
     fail = on_error == "fail"
-    job = _PackJob(files, out, encoder, reading, workers, fail, shard, overwrite, ray, console, range_bytes)
-    return job.run()
+    if os.path.lexists(out) and not overwrite:
+        stored = read_existing(out, make_request(encoder, reading, shard, range_bytes, files), files)
+        check_rejected(out, stored["rejected"], encoder, fail=fail)
+        return Packed(stored)
+    return _PackJob(files, out, encoder, reading, workers, fail, shard, overwrite, ray, console, range_bytes).run()
 
 
 @dataclass
@@ -296,6 +295,7 @@ class _PackJob:
         from weft.data.stores.indexed import token_dtype
 
         counts, tokenizer = assembly.counts, self.encoder.open()
+        check_rejected(self.out, counts.rejected, self.encoder, fail=self.fail)
         if counts.documents == 0 and self.shard is None:
             shutil.rmtree(self._folder)
             raise self._no_document(counts)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from weft.data.packing.encoder import Encoder
 from weft.data.sources import Reading
 from weft.errors import UserError
 from weft.files import lock_exclusively, read_json, replace_file
+from weft.formatting import counted
 
 LABELS = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}
 
@@ -53,6 +54,18 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
                 return stored
             what = f" and is older than {newer}"
     raise exists_already(out, STORE, what)
+
+
+def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, fail: bool) -> None:
+    """Raises UserError if `fail`, and an earlier pack with the same request rejected documents that `fail` forbids.
+
+    Args:
+        rejected: reason -> number of documents.
+    """
+    for reason, number in rejected.items():
+        if fail and reason not in encoder.drops:
+            what = f"an earlier pack with --on-error skip rejected {counted(number, 'document')} ({reason})"
+            raise UserError(f"{what}; use --on-error skip again, or correct the input and use --overwrite", out)
 
 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
