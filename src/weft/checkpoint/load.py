@@ -112,10 +112,9 @@ def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
 
 def _verify_on_all_ranks(checkpoint: Path) -> None:
     """Verifies a checkpoint on all ranks: each rank hashes some of the files. All ranks raise if a file is damaged."""
-    found = ranks.all_gather_object(files.find_damage(checkpoint, rank=ranks.rank(), world_size=ranks.world_size()))
-    damage = next(filter(None, found), None)
-    if damage is not None:
-        ranks.run_on_first(lambda: _raise_if_damaged(checkpoint, damage))
+    mine = ranks.agree(lambda: files.find_damage(checkpoint, rank=ranks.rank(), world_size=ranks.world_size()))
+    damage = next(filter(None, ranks.all_gather_object(mine)), None)
+    ranks.agree(lambda: _raise_if_damaged(checkpoint, damage), only_first=True)
 
 
 def tokenizer_folder(checkpoint: Path) -> Path | None:
@@ -184,16 +183,11 @@ def load(
             class of optimizer.
     """
     checkpoint = Path(checkpoint)
-    if is_huggingface(checkpoint):
-        if optimizer is not None:
-            raise UserError(
-                "a Hugging Face folder has no optimizer state; load the model without an optimizer", checkpoint
-            )
-        opened: list[HuggingFaceFolder] = []
-        ranks.run_on_all(lambda: opened.append(open_folder(checkpoint)))
-        return fill(opened[0], model)
+    folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer))
+    if folder is not None:
+        return fill(folder, model)
     _verify_on_all_ranks(checkpoint)
-    index = read_json(checkpoint / files.INDEX)
+    index = ranks.agree(lambda: read_json(checkpoint / files.INDEX))
     targets: dict[str, Tensor] = {}
     copies = _match_model(checkpoint, model, index, targets)
     states = _match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []
@@ -208,7 +202,10 @@ def load(
                 no_dist=not ranks.distributed(),
             )
     except CheckpointException as error:
-        raise first_failure(error) from error
+        failure = first_failure(error)
+        if isinstance(failure, UserError):
+            failure.quiet = ranks.rank() != 0
+        raise failure from error
     with torch.no_grad():
         for tensor, source in copies:
             tensor.copy_(source)
@@ -217,7 +214,16 @@ def load(
         optimizer.state.pop(parameter, None)
         if state:
             optimizer.state[parameter] = state
-    return read_json(checkpoint / files.STATE)
+    return ranks.agree(lambda: read_json(checkpoint / files.STATE))
+
+
+def _huggingface_folder(checkpoint: Path, optimizer: torch.optim.Optimizer | None) -> HuggingFaceFolder | None:
+    """Opens a Hugging Face folder; None if the checkpoint is in Weft's format. Raises UserError as `load`."""
+    if not is_huggingface(checkpoint):
+        return None
+    if optimizer is not None:
+        raise UserError("a Hugging Face folder has no optimizer state; load the model without an optimizer", checkpoint)
+    return open_folder(checkpoint)
 
 
 def _match_model(
@@ -262,16 +268,7 @@ def _match_optimizer(
         UserError: the checkpoint has no optimizer state, the state of another class of optimizer, or the state of
             parameters that `optimizer` does not optimize.
     """
-    saved = read_json(checkpoint / files.OPTIMIZER)
-    if saved is None:
-        raise UserError("this checkpoint has no optimizer state; load the model without an optimizer", checkpoint)
-    name = type(optimizer).__name__
-    if saved["class"] != name:
-        raise UserError(
-            f"this checkpoint has the optimizer state of {saved['class']}, but the run uses {name}; use the same "
-            "optimizer, or start a new run from this checkpoint (model.from) without load_optimizer",
-            checkpoint,
-        )
+    saved = ranks.agree(lambda: _saved_optimizer(checkpoint, type(optimizer).__name__))
     used: set[str] = set()
     states: list[tuple[Tensor, dict[str, Any]]] = []
     for _, names, parameter, group in optimizer_parameters(optimizer, model):
@@ -285,6 +282,20 @@ def _match_optimizer(
     unused = "has optimizer state in the checkpoint, but this run does not train it"
     raise_mismatch(checkpoint, [], used, set(saved["state"]), unused, *_MISMATCH)
     return states
+
+
+def _saved_optimizer(checkpoint: Path, name: str) -> dict[str, Any]:
+    """Returns the description of the saved optimizer, whose class must have this name. Raises UserError otherwise."""
+    saved = read_json(checkpoint / files.OPTIMIZER)
+    if saved is None:
+        raise UserError("this checkpoint has no optimizer state; load the model without an optimizer", checkpoint)
+    if saved["class"] != name:
+        raise UserError(
+            f"this checkpoint has the optimizer state of {saved['class']}, but the run uses {name}; use the same "
+            "optimizer, or start a new run from this checkpoint (model.from) without load_optimizer",
+            checkpoint,
+        )
+    return saved
 
 
 def _candidates(names: list[str], index: dict) -> list[str]:

@@ -60,7 +60,7 @@ def save(
     task = f"saving step {step:,}"
     doing(task, "save", LONG)
     try:
-        ranks.run_on_first(lambda: _begin(folder, partial, keep))
+        ranks.agree(lambda: _begin(folder, partial, keep), only_first=True)
         tensors, aliases, description = _collect(model, optimizer)
         tensors |= others or {}
         writer = SafetensorsWriter(partial, aliases, task)
@@ -73,15 +73,15 @@ def save(
             )
         contents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: {**state, "step": step}}
         doing(task, "save", LONG)
-        ranks.run_on_first(lambda: _finish(partial, target, contents, writer.digests))
+        ranks.agree(lambda: _finish(partial, target, contents, writer.digests), only_first=True)
     except (
         Exception,
         CheckpointException,
     ) as error:  # CheckpointException is not an Exception; all ranks get here
-        ranks.run_on_first(lambda: remove(partial))
+        ranks.agree(lambda: remove(partial), only_first=True)
         raise _explain(error, target) from error
     doing(task, "save", LONG)
-    ranks.run_on_first(lambda: files.prune(folder, keep, target))
+    ranks.agree(lambda: files.prune(folder, keep, target), only_first=True)
     return target
 
 
@@ -112,9 +112,7 @@ def _collect(
         state, description = optimizer_state(optimizer, model)
         return {**tensors, **state}, aliases, description
 
-    collected: list = []
-    ranks.run_on_all(lambda: collected.append(local()))
-    tensors, aliases, description = collected[0]
+    tensors, aliases, description = ranks.agree(local)
     # Pipeline ranks have different parameters; the files describe the parameters of all ranks.
     for other_aliases, other in ranks.distinct_values([aliases, description]):
         aliases = {**other_aliases, **aliases}
@@ -169,6 +167,6 @@ def _explain(error: BaseException, target: Path) -> BaseException:
         outcome = "training resumes from there" if last else "training begins at step 0"
         return f"{failure.strerror or failure}; {state}; {remedy} and run the same command again: {outcome}"
 
-    explained = UserError(ranks.run_on_first(text), target)
+    explained = UserError(ranks.agree(text, only_first=True), target)
     explained.quiet = ranks.rank() != 0
     return explained

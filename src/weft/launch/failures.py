@@ -67,6 +67,10 @@ def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | N
     Raises:
         Exception: `error` itself, if this process has no launcher and the cause is something else.
     """
+    if getattr(error, "elsewhere", False):  # another rank failed (`parallel.ranks.agree`)
+        _wait_for_report()
+    if getattr(error, "elsewhere", False):  # another rank failed (`parallel.ranks.agree`)
+        _wait_for_report()
     log, line, rank = logging.getLogger("weft.train"), out_of_resources(error), int(os.environ.get("RANK", 0))
     if line is not None and logs is not None:
         place = log_path(logs, rank)
@@ -115,7 +119,13 @@ def report_mistake(error: UserError) -> None:
     """
     if not reported_elsewhere(error):
         send_to_launcher(str(error), MISTAKE)
-    elif status.connected() or "TORCHELASTIC_ERROR_FILE" in os.environ:
+    else:
+        _wait_for_report()
+
+
+def _wait_for_report() -> None:
+    """Waits for GRACE seconds, in which another rank reports an error and the launcher terminates this rank."""
+    if status.connected() or "TORCHELASTIC_ERROR_FILE" in os.environ:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE)

@@ -37,27 +37,33 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def agree(action: Callable[[], T], only_first: bool = False) -> T:
-    """Runs `action` on all ranks and returns its result. If it raises a `UserError` on any rank, all ranks raise one.
+    """Runs `action` on all ranks and returns its result. If it raises an exception on any rank, all ranks raise one.
 
     Args:
+        action: a function without collectives, because a rank on which it fails does not take part in them.
         only_first: whether to run `action` only on rank 0, and return rank 0's result on all ranks.
 
     Raises:
-        UserError: if `action` raises a UserError on any rank: the error of the lowest such rank, with the rank's number
-            if it is not 0. Only rank 0 prints it.
+        Exception: if `action` raises on any rank: the exception of the lowest such rank. A UserError begins with the
+            rank's number if this is not 0, and only rank 0 prints it.
     """
     if world_size() == 1:
         return action()
-    result, text = None, None
+    result, failure = None, None
     if rank() == 0 or not only_first:
         try:
             result = action()
-        except UserError as error:
-            text = str(error)
-    answers = all_gather_object((text, result if only_first else None))
-    for number, (text, _) in enumerate(answers):
-        if text is not None:
-            raise error_on_all_ranks(text if number == 0 else f"rank {number}: {text}")
+        except Exception as error:
+            failure = error
+    answers = all_gather_object((_picklable(failure), result if only_first else None))
+    for number, (other, _) in enumerate(answers):
+        if isinstance(other, UserError):
+            raise error_on_all_ranks(str(other) if number == 0 else f"rank {number}: {other}")
+        if other is not None and failure is not None and number == rank():
+            raise failure
+        if other is not None:
+            other.__dict__["elsewhere"] = True  # `launch.failures` lets the rank that failed report it
+            raise other
     return cast(T, answers[0][1] if only_first else result)
 
 
@@ -76,33 +82,6 @@ def distinct_values(value: Any) -> list[Any]:
         return [value]
     first = {digest: number for number, digest in reversed(list(enumerate(digests)))}
     return [other for other in all_gather_object(value if first[digest] == rank() else None) if other is not None]
-
-
-def run_on_all(action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank and returns the results of all ranks, in the order of ranks, on every rank.
-
-    Raises:
-        Exception: if `action` raises on any rank: the exception of the lowest such rank, on all ranks.
-    """
-    if world_size() == 1:
-        return [action()]
-    result, failure = None, None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    answers = all_gather_object((result, _picklable(failure)))
-    for number, (_, other) in enumerate(answers):
-        if other is not None:
-            if isinstance(other, UserError):
-                other.quiet = number != rank()  # that rank prints it
-            raise failure if number == rank() and failure is not None else other
-    return [cast(T, answer) for answer, _ in answers]
-
-
-def run_on_first(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0 and returns its result, or raises its exception, on every rank."""
-    return cast(T, run_on_all(lambda: action() if rank() == 0 else None)[0])
 
 
 def _picklable(failure: Exception | None) -> Exception | None:

@@ -111,7 +111,7 @@ class World:
             dist.all_reduce(tensor, group=self.token_group)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """Calls `ranks.agree`: runs `act`, and if it raises a `UserError` on any rank, raises one on all ranks."""
+        """Runs `act` on all ranks, and raises an exception of any rank on all ranks (`ranks.agree`)."""
         return ranks.agree(act, only_first)
 
     def barrier(self) -> None:

@@ -40,7 +40,7 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
     for warning in folder.warnings if ranks.rank() == 0 else ():
         warnings.warn(f"{folder.path}: {warning}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:
-        list(pool.map(lambda name: fill_tensor(tensors[name], partial(folder.blocks, name)), tensors))
+        ranks.agree(lambda: list(pool.map(lambda one: fill_tensor(tensors[one], partial(folder.blocks, one)), tensors)))
     return {"step": 0}
 
 
