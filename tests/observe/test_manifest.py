@@ -72,11 +72,11 @@ def test_git(tmp_path, monkeypatch):
 
 @pytest.fixture
 def _no_log():
-    root = logging.getLogger()
-    level = root.level
+    stop_log()
+    level = logging.getLogger().level
     yield
     stop_log()
-    root.setLevel(level)
+    assert logging.getLogger().level == level
 
 
 @pytest.mark.usefixtures("_no_log")

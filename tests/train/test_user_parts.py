@@ -1,5 +1,6 @@
 """Parts of the user's own, by `type: module:Class` from the working directory."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from running import QUIET, assert_same_weights, losses, metrics, replaced, train
 from torch.nn import functional as F
 
 import weft
+from weft.observe.logs import open_log
 
 PARTS = '''
 import numpy as np
@@ -65,6 +67,25 @@ class Boom(torch.optim.SGD):
         if self.at == 1:
             torch.zeros(2) + torch.zeros(3)
         super().step()
+
+
+class NoRate(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        for group in self.param_groups:
+            del group["lr"]
+
+
+class Tracks:
+    def __init__(self, run):
+        self.path = run.path
+
+    def log(self, step, metrics): ...
+
+    def text(self, step, name, text): ...
+
+    def close(self):
+        (self.path / "closed").touch()
 
 
 class Bad:
@@ -161,6 +182,25 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_last_good_weights(parts,
     assert [step for step, *_ in losses(run)] == [1, 2, 3]
     assert [c.name for c in (run / "checkpoints").glob("step-*")] == ["step-00000003"]
     assert all(w.isfinite().all() for w in weft.load_model(run).state_dict().values())
+
+
+def test_trackers_and_files_are_closed_however_a_session_ends(parts):
+    def still_open(run):
+        links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+        return [link for link in links if link.startswith(str(run))]
+
+    file, run = parts("closes")
+    trackers = "log.trackers=[{type: 'my_parts:Tracks'}]"
+    assert train(file, trackers, "training.steps=1") == 0
+    assert (run / "closed").exists()
+    assert not still_open(run)
+    assert open_log() is None
+
+    file, run = parts("broken", optimizer={"type": "my_parts:NoRate"})
+    with pytest.raises(KeyError):
+        train(file, trackers)
+    assert (run / "closed").exists()
+    assert {Path(link).parent.name for link in still_open(run)} == {"logs"}  # which has the traceback
 
 
 def test_a_batch_in_which_every_token_is_masked_counts_as_nothing(parts, capsys):

@@ -11,7 +11,7 @@ from weft.errors import UserError
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 LOGGER = logging.getLogger("weft")
-_handler: logging.FileHandler | None = None
+_handler: _FailSilentHandler | None = None
 
 
 def log_path(run_directory: str | Path, rank: int = 0) -> Path:
@@ -39,6 +39,7 @@ def log_to_file(run_directory: str | Path, rank: int = 0) -> logging.Logger:
     stop_log()
     _handler = handler
     root = logging.getLogger()
+    handler.level_before = root.level
     root.addHandler(handler)
     if root.level > logging.INFO or root.level == logging.NOTSET:
         root.setLevel(logging.INFO)
@@ -54,11 +55,12 @@ def open_log() -> Path | None:
 
 
 def stop_log() -> None:
-    """Closes this process's log file. Python's warnings then go to stderr again."""
+    """Closes this process's log file, and restores the root logger. Python's warnings then go to stderr again."""
     global _handler
     if _handler is not None:
         logging.captureWarnings(False)
         logging.getLogger().removeHandler(_handler)
+        logging.getLogger().setLevel(_handler.level_before)
         _handler.close()
         _handler = None
 
@@ -67,7 +69,12 @@ class _FailSilentHandler(logging.FileHandler):
     """A log handler that ignores OSErrors, such as a full disk, instead of printing a traceback for each log line.
 
     A full disk is reported by the next write of a checkpoint or of metrics.
+
+    Attributes:
+        level_before: level of the root logger before this handler was added.
     """
+
+    level_before = logging.WARNING
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -27,7 +27,7 @@ from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
 from weft.observe.manifest import end_session, write_manifest
-from weft.observe.metrics import MetricsFile, SamplesFile
+from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile
 from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
 from weft.observe.status import LONG, doing
@@ -58,41 +58,52 @@ class Recorder:
         self.job, self.config, self.world, self.console = job, job.config, job.world, job.console
         self.length, self.source = data.length, data.source
         config, world, path = job.config, job.world, job.run.path
-        log_to_file(path, world.rank)
+        world.agree(lambda: log_to_file(path, world.rank))
         self.speaks = world.rank == 0
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
+        self.closed_at_end: list[JsonLines | Tracking] = []
         parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
         matmul = matmul_parameters(model)
         flops = partial(flops_per_token, matmul, *_layers_and_width(config, model))
         peak = total_peak(all_gather_object(device_peak(world.device, DTYPES[config.training.dtype])))
         self.clock = StepClock(world.device, data.length.tokens_per_step, flops, peak.flops_per_second)
-        if not self.speaks:
-            return
+        facts = {
+            "ranks": world.ranks,
+            "mesh": world.shape.sizes,
+            "parameters": parameters,
+            "matmul_parameters": matmul,
+            "flops_per_token": flops(config.data.sequence_length or 0),
+            "peak_flops_per_second": peak.flops_per_second,
+            "peak_origin": peak.origin,
+            "memory_kind": memory_kind(world.device),
+            "data_digests": data.digests,
+            **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
+            "steps": data.length.steps,
+            "tokens_per_step": data.length.tokens_per_step,
+            "resumed_step": step,
+        }
+        world.agree(lambda: self._open(step, facts), only_first=True)
+        if self.speaks:
+            self._introduce(parameters, step, data.plan)
+
+    def _open(self, step: int, facts: dict[str, Any]) -> None:
+        """Opens the files and the trackers, and adds a session with `facts` to the manifest."""
+        path, config = self.job.run.path, self.config
         self.metrics, self.written_samples = MetricsFile(path), SamplesFile(path)
+        self.closed_at_end += [self.metrics, self.written_samples]
         for file in (self.metrics, self.written_samples):
             file.keep_until(step)
         self._warn_of_missing_metrics(step)
         info = RunInfo(path, path.name, config.as_dict(), step or None)
         self.tracking = Tracking(config.log.trackers, info, self.console)
-        write_manifest(
-            path,
-            config.as_dict(),
-            ranks=world.ranks,
-            mesh=world.shape.sizes,
-            parameters=parameters,
-            matmul_parameters=matmul,
-            flops_per_token=flops(config.data.sequence_length or 0),
-            peak_flops_per_second=peak.flops_per_second,
-            peak_origin=peak.origin,
-            memory_kind=memory_kind(world.device),
-            data_digests=data.digests,
-            **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
-            steps=data.length.steps,
-            tokens_per_step=data.length.tokens_per_step,
-            resumed_step=step,
-        )
-        self._introduce(parameters, step, data.plan)
+        self.closed_at_end.append(self.tracking)
+        write_manifest(path, config.as_dict(), **facts)
+
+    def close(self) -> None:
+        """Closes the files and the trackers."""
+        for opened in self.closed_at_end:
+            opened.close()
 
     def _warn_of_missing_metrics(self, step: int) -> None:
         """Warns if the metrics file ends before the resumed step, because it was emptied or not copied."""
@@ -130,14 +141,10 @@ class Recorder:
 
     @contextmanager
     def progress(self, step: int) -> Iterator[None]:
-        """Context that shows the progress bar, and closes the trackers at the end."""
-        try:
-            with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
-                self.bar = bar
-                yield
-        finally:
-            if self.speaks:
-                self.tracking.close()
+        """Context that shows the progress bar."""
+        with self.console.progress(self.length.steps, "training", unit="step", start=step) as bar:
+            self.bar = bar
+            yield
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
         """Records and prints the end of the session, and writes the report."""

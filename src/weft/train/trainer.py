@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from weft.errors import UserError
 from weft.formatting import counted
 from weft.models.roles import parameter_roles
 from weft.observe.console import Console
+from weft.observe.logs import stop_log
 from weft.optim.parameter_groups import parameter_groups
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.fp8 import raise_unless_usable
@@ -96,7 +98,7 @@ class Trainer:
         try:
             if self.config.training.fp8:  # checked before the run directory is created
                 world.agree(lambda: raise_unless_usable(world.device))
-            for warning in warnings(self.compared, world.shape, open_data=world.rank == 0):
+            for warning in world.agree(lambda: warnings(self.compared, world.shape), only_first=True):
                 self.console.warning(warning)
             job = prepare(self.config, world, self.console, fresh=self.fresh)
             if self.from_last_good:
@@ -107,32 +109,35 @@ class Trainer:
             data = world.agree(lambda: open_data(job.config, world, self.console, layout_of(objective, job.config)))
             model, optimizer = build(job.config, world)
             compress = compressor(job, model)
-            state = world.agree(lambda: restore(job, model, optimizer, compress, callbacks))
+            state = restore(job, model, optimizer, compress, callbacks)
             if (step := int(state["step"])) >= data.length.steps:
                 self.console.line(nothing_to_do(job.run, step, data.length.steps))
                 world.close()
                 return Outcome("finished", step, None, {})
             check_transformers_model(job, model)
             world.agree(lambda: job.run.write_config(job.config), only_first=True)
-            loop = self.loop(
-                job=job,
-                data=data,
-                model=model,
-                objective=objective,
-                optimizer=optimizer,
-                schedule=make_component(job.config.schedule, "schedule", data.length.steps),
-                scale=LossScale(job.config.training, state),
-                recorder=self.recorder(job, data, model, step),
-                callbacks=callbacks,
-                sampler=Sampler(job, model),
-                compress=compress,
-                replay=not state.get("validated", True),
-            )
-            stop = StopRequest()
+            schedule = world.agree(lambda: make_component(job.config.schedule, "schedule", data.length.steps))
+            sampler = world.agree(lambda: Sampler(job, model))
+            stop, recorder = StopRequest(), self.recorder(job, data, model, step)
             with signal_handler(stop.receive, *StopRequest.SIGNALS):  # to the end, so that the report is written
-                outcome = loop.run(step, stop)
-                loop.recorder.ended(outcome.status, outcome.step, outcome.reason)
+                with closing(recorder):
+                    outcome = self.loop(
+                        job=job,
+                        data=data,
+                        model=model,
+                        objective=objective,
+                        optimizer=optimizer,
+                        schedule=schedule,
+                        scale=LossScale(job.config.training, state),
+                        recorder=recorder,
+                        callbacks=callbacks,
+                        sampler=sampler,
+                        compress=compress,
+                        replay=not state.get("validated", True),
+                    ).run(step, stop)
+                recorder.ended(outcome.status, outcome.step, outcome.reason)
                 world.close()
+            stop_log()  # not after an exception, whose traceback is logged
             return outcome
         except BaseException:
             world.abandon()
@@ -207,9 +212,9 @@ def restore(
     Returns:
         The saved state: `step` (the number of updates) and the other values of the checkpoint.
     """
-    config, path = job.config, job.run.path
-    if checkpoints(path):
-        checkpoint = resolve(path)
+    config, path, world = job.config, job.run.path, job.world
+    if world.agree(lambda: bool(checkpoints(path)), only_first=True):
+        checkpoint = world.agree(lambda: resolve(path))
 
         def others(saved: dict[str, list[int]]) -> dict[str, torch.Tensor]:
             blank = compress.blank_state(saved) if compress is not None else {}
@@ -218,12 +223,14 @@ def restore(
         state = load(checkpoint, model=model, optimizer=optimizer, others=others)
         if compress is not None:
             compress.use_loaded()
-        callbacks.load_state_dict(state.get("callbacks", {}))
+        world.agree(lambda: callbacks.load_state_dict(state.get("callbacks", {})))
         return state
-    if isinstance(config.model, TransformersModelSection) and config.model.from_ is None and config.model.weights:
-        fill_transformers_model(model, config.model)
-    if config.model.from_ is not None:
-        load(resolve(config.model.from_), model=model, optimizer=optimizer if config.model.load_optimizer else None)
+    section = config.model
+    if isinstance(section, TransformersModelSection) and section.from_ is None and section.weights:
+        world.agree(lambda: fill_transformers_model(model, section))
+    if (source := section.from_) is not None:
+        checkpoint = world.agree(lambda: resolve(source))
+        load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None)
     return {"step": 0}
 
 
