@@ -12,11 +12,12 @@ from torch import nn
 from weft.checkpoint.load import architecture, load, resolve
 from weft.checkpoint.tensors import model_tensors
 from weft.checkpoint.weights import open_weights
-from weft.config.model import CustomModelSection
+from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.models.huggingface_weights import saved_dtype
 from weft.parallel.memory.free import check_memory
+from weft.parallel.world import World
 
 _LOADED: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()  # to find a loaded model's tokenizer
 
@@ -45,6 +46,25 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, or the weights
             do not fit in the free memory of the device.
     """
+    return _load_model(path, device, dtype)
+
+
+def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None = None) -> nn.Module:
+    """Loads a built-in decoder, sharded over the ranks of `tp`. Every rank must call this function.
+
+    Args:
+        path, dtype: as in `load_model`.
+        world: the ranks. All mesh axes except `tp` must have size 1.
+
+    Raises:
+        UserError: as `load_model`; or the model is no built-in decoder, or its sizes are not multiples of the ranks.
+    """
+    return _load_model(path, world.device, dtype, world)
+
+
+def _load_model(
+    path: str | Path, device: str | torch.device, dtype: torch.dtype | None, world: World | None = None
+) -> nn.Module:
     from weft.models.build import build_model
 
     if not isinstance(dtype, torch.dtype | None):
@@ -55,7 +75,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
     tensors = open_weights(checkpoint, huggingface=False).tensors
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
-    check_memory(sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items()), device, checkpoint)
+    size = sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items())
+    check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
+    if world is not None and not isinstance(section, ModelSection):
+        raise UserError("only a built-in decoder can be sharded over ranks; load it on one rank", checkpoint)
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 
@@ -75,6 +98,10 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         with torch.device("meta"):
             model = build_model(section)
         _cast(model, saved, dtype)  # before memory is allocated: float32 may need twice as much
+        if world is not None:
+            from weft.parallel.apply import shard_for_inference
+
+            shard_for_inference(model, world)
         tied = [names for _, names in model_tensors(model).values()]
         model.to_empty(device=device)
         for first, *others in tied:  # `to_empty` splits a tied weight in two

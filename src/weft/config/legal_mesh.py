@@ -26,6 +26,7 @@ from weft.config.tree import COMMAND_LINE
 from weft.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
+    from weft.config.model import ModelSection
     from weft.config.run import RunConfig
 
 SIZES = (*AXES, "ep")
@@ -48,6 +49,22 @@ def check_mesh(config: RunConfig, ranks: int) -> MeshShape:
     if reasons:
         raise ConfigError([_placed(config, reason) for reason in reasons])
     return mesh_shape(config.parallel, ranks)
+
+
+def check_tensor_parallel(model: ModelSection, tp: int) -> None:
+    """Raises UserError if a built-in decoder cannot be sharded over `tp` tensor parallel ranks."""
+
+    def get(key: str) -> Any:
+        section, *names = key.split(".")
+        found: Any = model if section == "model" else None
+        for name in names:
+            found = getattr(found, name, None)
+        return found
+
+    reasons = list(Needs(get, ParallelSection(tp=tp), None).of_axes(MeshShape(tp=tp)))
+    if reasons:
+        found = " and ".join(reason.what.partition(";")[0] for reason in reasons)
+        raise UserError(f"tensor parallelism over {tp} ranks: {found}; choose another number of ranks")
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:

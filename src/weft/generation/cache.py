@@ -61,7 +61,7 @@ class PagedCache:
     """The keys and values of many sequences, in blocks of `BLOCK` tokens that sequences can share.
 
     Each layer has a pool of blocks for keys and one for values, which are allocated at the first write. A forward pass
-    computes chunks of several sequences, whose tokens follow one another in one row without padding.
+    computes chunks of several sequences, whose tokens follow one another in one row. Padding can follow the last token.
 
     Args:
         windows: sliding window size of each layer, counting the query itself; None in the list: full attention.
@@ -123,7 +123,8 @@ class PagedCache:
             self._pools[layer] = [x.new_zeros(self.blocks, BLOCK, x.shape[1], x.shape[3]) for x in (k, v)]
         pools = self._pools[layer]
         for pool, new in zip(pools, (k, v), strict=True):
-            pool.flatten(0, 1).index_copy_(0, self._slots, new[0].transpose(0, 1).to(pool.dtype))
+            new = new[0].transpose(0, 1)[: len(self._slots)]
+            pool.flatten(0, 1).index_copy_(0, self._slots, new.to(pool.dtype))
         outputs = []
         for index, (chunks, begin, end) in enumerate(self._groups):
             many = len(chunks)
@@ -140,6 +141,8 @@ class PagedCache:
             queries = q[0, :, begin:end].unflatten(1, (many, -1)).transpose(0, 1)  # [chunks, heads, seq, head_dim]
             out = attention(queries, keys, values, view.mask)
             outputs.append(out.transpose(0, 1).flatten(1, 2))
+        if padding := q.shape[2] - len(self._slots):
+            outputs.append(outputs[0].new_zeros(len(outputs[0]), padding, outputs[0].shape[2]))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(0)
 
     def _view(self, index: int, layer: int, device: torch.device) -> _View:

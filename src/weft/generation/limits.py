@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from weft.errors import UserError
 from weft.generation.cache import BLOCK
 from weft.models.decoder import Decoder
 from weft.parallel.memory.free import free_memory
+from weft.parallel.model_state import state_of
+from weft.parallel.ranks import all_gather_object
 
 SHARE = 0.5  # part of the free memory that a cache may take
 
@@ -50,16 +53,21 @@ def check_length(
 
 
 def bytes_per_token(model: Decoder) -> int:
-    """Returns the size of the cached keys and values of one token, in bytes."""
-    config = model.config
+    """Returns the size of the cached keys and values of one token on this rank, in bytes."""
+    config, state = model.config, state_of(model)
+    ranks = 1 if state is None else state.world.shape.tp
     if config.mla is not None:
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     else:
-        width = 2 * config.kv_heads * config.qk_head_dim
+        width = 2 * max(1, config.kv_heads // ranks) * config.qk_head_dim
     return width * config.num_hidden_layers * next(model.parameters()).element_size()
 
 
-def blocks_in_memory(model: Decoder) -> int:
-    """Returns the number of cache blocks that fit in a part of the free memory of the model's device."""
+def blocks_in_memory(model: Any) -> int:
+    """Returns the number of cache blocks that fit in a part of the free memory of a decoder's device.
+
+    Ranks of a sharded decoder get the same number, because they must run the same steps.
+    """
     device = next(model.parameters()).device
-    return max(1, int(SHARE * free_memory(device)) // (bytes_per_token(model) * BLOCK))
+    blocks = max(1, int(SHARE * free_memory(device)) // (bytes_per_token(model) * BLOCK))
+    return blocks if state_of(model) is None else min(all_gather_object(blocks))

@@ -14,6 +14,7 @@ from weft.generation.adapters import Adapter, adapted
 from weft.generation.cache import Chunk, PagedCache, paged_cache
 from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
+from weft.parallel.model_state import state_of
 
 
 @dataclass
@@ -106,8 +107,14 @@ def inference(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def shards_of(model: nn.Module) -> int:
+    """Returns the number of ranks that shard the sequence between layers (`tp`), which must divide its length."""
+    state = state_of(model)
+    return 1 if state is None else state.world.shape.tp
+
+
 class PagedRunner:
-    """Runs a decoder with a paged cache. The tokens of all sequences form one row, without padding."""
+    """Runs a decoder with a paged cache. The tokens of all sequences form one row."""
 
     caches = chunks = True
 
@@ -126,6 +133,9 @@ class PagedRunner:
             tokens = [token for work in ordered for token in work.tokens[work.start : work.end]]
             positions = [position for work in ordered for position in range(work.start, work.end)]
             lengths = [max(work.rotary, p + 1) for work in ordered for p in range(work.start, work.end)]
+            padding = -len(tokens) % shards_of(self.model)
+            for values, value in ((tokens, 0), (positions, 0), (lengths, 1)):
+                values.extend([value] * padding)
             kept, row = [], 0
             for work in ordered:
                 row += work.end - work.start
@@ -188,6 +198,7 @@ class UncachedRunner:
         if self.apart and len(works) > 1:
             return [self.forward([work])[0] for work in works]
         device, width = next(self.model.parameters()).device, max(work.end for work in works)
+        width += -width % shards_of(self.model)
         rows = [[*work.tokens[: work.end], *[0] * (width - work.end)] for work in works]
         tokens = torch.tensor(rows, device=device)
         ends = torch.tensor([[work.end] for work in works], device=device)

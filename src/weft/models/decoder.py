@@ -137,7 +137,8 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        self.token_logprobs, self.logits = token_logprobs, F.linear  # replaced by compiled or sharded versions
+        # Replaced by compiled or sharded versions.
+        self.token_logprobs, self.logits, self.select = token_logprobs, F.linear, select
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
         # Set for pipeline stages: whether this stage has the embedding and the head, and the dtype of its computation.
         # Layers that belong to other stages are None.
@@ -211,12 +212,13 @@ class Decoder(nn.Module):
         """Applies the final norm and the head to `[batch, seq, hidden]`; returns what `forward` returns."""
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        x = self.norm(x if logits_to_keep is None else x[:, logits_to_keep]).to(head.dtype)
+        x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
         if config.logits_scaling != 1.0:
             x = x / config.logits_scaling
         if labels is not None:
             return self.token_logprobs(x, head, labels, config.logit_softcap)
         logits = self.logits(x, head)
+        logits = logits if logits_to_keep is None else logits[:, : len(logits_to_keep)]
         return cap(logits.to(torch.promote_types(logits.dtype, torch.float32)), config.logit_softcap)
 
     def masks(
@@ -244,3 +246,8 @@ class Decoder(nn.Module):
         )
         full = mask(sparse=self.pattern)
         return full, full if window is None else mask(sparse=window)
+
+
+def select(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the tokens with indices `[kept]` of `[batch, seq, hidden]`, `[batch, kept, hidden]`."""
+    return x[:, tokens]

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from weft.config.legal_mesh import check_tensor_parallel
+from weft.config.mesh import ParallelSection
 from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.models.build import build_model
@@ -29,7 +31,7 @@ from weft.parallel.axes.pipeline import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
-from weft.parallel.local_parameters import LocalParameters
+from weft.parallel.local_parameters import LocalParameters, local
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import move_buffers, parameter_device
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
@@ -73,6 +75,22 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
     model = assemble(plan, world)
     fill_weights(model, plan, world)
     return model.train()
+
+
+def shard_for_inference(model: nn.Module, world: World) -> None:
+    """Shards a decoder over `tp`, and nothing else: parameters keep their dtype, and there is no FSDP2.
+
+    Assumes plain parameters, which can be on the meta device.
+
+    Raises:
+        UserError: the size of `tp` does not divide a dimension that tensor parallelism splits.
+    """
+    assert isinstance(model, Decoder)
+    check_tensor_parallel(model.config, world.shape.tp)
+    plan = ModelPlan(model.config, ParallelSection(tp=world.shape.tp))
+    state = ModelState(plan, world, local)
+    use_local_parameters(shard_over_tp(model, state), state)
+    setattr(model, ATTRIBUTE, state)
 
 
 def assemble(plan: ModelPlan, world: World) -> nn.Module:

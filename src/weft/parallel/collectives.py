@@ -20,6 +20,7 @@ def all_gather(x: torch.Tensor, dim: int, group: ProcessGroup, *, replicated: bo
             the result, and backward returns this rank's slice of this gradient. Otherwise (default) each rank has a
             partial gradient, and backward reduce-scatters.
     """
+    dim %= x.ndim  # PyTorch 2.13 fails with a negative dim if all dims before it have size 1
     if replicated:
         return _AllGatherReplicated.apply(x, dim, group)
     return private.all_gather_autograd(x.contiguous(), dim, group)

@@ -129,6 +129,7 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
     draw_full_sequence([model.embedding_dropout], lambda tokens: local_positions(tokens, group))
     state.fill(model, "token_logprobs", "tp: sharded vocabulary", _token_logprobs(model.token_logprobs, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
+    state.fill(model, "select", "tp: all-gather the sequence, shard the selected tokens", _select(group))
 
 
 def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
@@ -245,6 +246,17 @@ def _logits(group: dist.ProcessGroup) -> Callable:
     def call(hidden, weight):
         shard = F.linear(collectives.all_gather(hidden, SEQUENCE, group), weight)
         return collectives.all_gather(shard, -1, group, replicated=True)
+
+    return call
+
+
+def _select(group: dist.ProcessGroup) -> Callable:
+    """Selects tokens of the full sequence. Returns this rank's shard of them, padded to a multiple of the ranks."""
+
+    def call(hidden, tokens):
+        kept = collectives.all_gather(hidden, SEQUENCE, group)[:, tokens]
+        kept = F.pad(kept, (0, 0, 0, -kept.shape[1] % group.size()))
+        return kept.chunk(group.size(), SEQUENCE)[group.rank()]
 
     return call
 

@@ -1,0 +1,73 @@
+"""Generation with a decoder that is sharded over `tp`, against one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from generation_parts import pieces, refused, sharded
+
+import weft
+from weft.config.model import ModelSection
+from weft.generation.engine import Engine
+from weft.models.build import build_model
+from weft.models.initialize import initialize
+
+sys.path.append(str(Path(__file__).parent.parent / "checkpoint"))
+from checkpoint_cases import write
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SHAPE = {
+    "vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+KINDS = {
+    "grouped": {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True},
+    "one key head": {"num_key_value_heads": 1, "sliding_window": 9, "qk_norm": True},
+    "slopes": {"position": "alibi"},
+    "latent, experts": {"mla": LATENT, "moe": {"num_experts": 4, "num_experts_per_tok": 2}},
+    "learned": {"position": "learned", "norm": "layernorm", "mlp": "plain"},
+}
+PROMPTS = [[5], list(range(40)), [7, 8, 9], list(range(35)), [1, 2]]
+
+
+def save(folder, **keys):
+    section = ModelSection(**(SHAPE | keys))
+    model = build_model(section)
+    initialize(model, seed=3)
+    write(folder, model, None, architecture=section.model_dump(mode="json", by_alias=True))
+    return folder
+
+
+def compare(runner, folder, kinds, **options):
+    paths = [save(folder / kind, **KINDS[kind]) for kind in kinds]
+    found = runner.pool.call(sharded, 2, paths, PROMPTS, options, seconds=120)
+    assert found[0] == found[1]
+    for path, (got, size) in zip(paths, found[0], strict=True):
+        engine = Engine(weft.load_model(path), max_cache_tokens=800, **options)
+        for ours, one in zip(got, pieces(engine, PROMPTS), strict=True):
+            assert [token for token, *_ in ours] == [token for token, *_ in one]
+            for (_, logprob, top), (_, other, others) in zip(ours, one, strict=True):
+                assert logprob == pytest.approx(other, abs=1e-4)
+                assert [value for _, value in top] == pytest.approx([value for _, value in others], abs=1e-4)
+        if engine.runner.cache is not None:
+            share = 1 if path.name in ("latent, experts", "one key head") else 2
+            assert size == engine.runner.cache.nbytes // share
+
+
+def test_two_ranks_generate_what_one_process_does(runner, tmp_path):
+    compare(runner, tmp_path, ["grouped", "latent, experts"], max_step_tokens=13)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"cache": False}, {"batch_invariant": True}], ids=str)
+def test_two_ranks_and_every_kind_of_attention(runner, tmp_path, options):
+    compare(runner, tmp_path, KINDS, **options)
+
+
+def test_sizes_that_ranks_do_not_divide(runner, tmp_path):
+    path = save(tmp_path, num_attention_heads=2, intermediate_size=23)
+    (told, other) = runner.pool.call(refused, 2, path)
+    assert told == other
+    assert "tensor parallelism over 2 ranks: 2 does not divide the MLP's hidden size, 23" in told
