@@ -16,13 +16,13 @@ from weft.errors import UserError
 from weft.generation.adapters import Adapters, Deltas
 from weft.generation.blocks import BlockPool, block_digest
 from weft.generation.cache import BLOCK
-from weft.generation.limits import blocks_in_memory, check_length, check_prompt
+from weft.generation.limits import blocks_in_memory, check_length, check_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
 from weft.generation.sampler import Choice, Context, choose, new_generator
 from weft.generation.sequence import GeneratedSequence
 from weft.generation.settings import Sampling
 from weft.generation.stream import Finish, Stream
-from weft.models.layers.rope import rotary_changes_at, rotary_depends_on_length
+from weft.models.layers.rope import rotary_changes_at
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
                     self.stop_ids if stop_ids is None else stop_ids,
                     rotary=len(ids),
                     adapter=chosen,
-                    shares=self._shares(len(ids) + sampling.max_new_tokens),
+                    shares=shares_blocks(self._scaling, len(ids) + sampling.max_new_tokens),
                 )
                 self._waiting.append(sequence)
         return stream
@@ -346,9 +346,3 @@ class Engine:
                 if sequence.blocks[i] >= 0:
                     self.blocks.release([sequence.blocks[i]])
                     sequence.blocks[i] = -1
-
-    def _shares(self, length: int) -> bool:
-        """Whether a sequence of at most `length` tokens can share blocks: its keys must not depend on its length."""
-        if self._scaling is None or not rotary_depends_on_length(self._scaling):
-            return True
-        return length <= (self._scaling.original_max_position_embeddings or 0)

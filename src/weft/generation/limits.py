@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from weft.config.model_sections import RopeScaling
 from weft.errors import UserError
 from weft.generation.cache import BLOCK
 from weft.models.decoder import Decoder
+from weft.models.layers.rope import rotary_depends_on_length
 from weft.parallel.memory.free import free_memory
 from weft.parallel.model_state import state_of
 from weft.parallel.ranks import all_gather_object
@@ -71,3 +73,10 @@ def blocks_in_memory(model: Any) -> int:
     device = next(model.parameters()).device
     blocks = max(1, int(SHARE * free_memory(device)) // (bytes_per_token(model) * BLOCK))
     return blocks if state_of(model) is None else min(all_gather_object(blocks))
+
+
+def shares_blocks(scaling: RopeScaling | None, length: int) -> bool:
+    """Whether a sequence of at most `length` tokens can share blocks: its keys must not depend on its length."""
+    if scaling is None or not rotary_depends_on_length(scaling):
+        return True
+    return length <= (scaling.original_max_position_embeddings or 0)
