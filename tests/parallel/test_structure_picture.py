@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from weft.cli.main import main
+
 MOE = {
     "moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "num_hidden_layers": 4,
@@ -34,6 +36,16 @@ def chain(text, title):
         found.append(line.strip())
         if line.endswith(".forward"):
             return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--out", "x"], ["--steps", "2"], ["--warmup", "1"], ["--ranks", "0"], ["--nproc", "0"]],
+    ids=lambda options: options[0],
+)
+def test_options_without_effect_are_refused(options, capsys):
+    assert main(["profile", "run.yaml", "--structure", *options]) == 2
+    assert options[0] in capsys.readouterr().err
 
 
 def test_one_rank(yaml, tmp_path):

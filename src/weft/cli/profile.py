@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 HELP = "profile the time and memory of training steps"
 GROUP = "train"
+DEFAULTS = {"steps": 3, "warmup": 5, "ranks": "all", "out": None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,11 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "130 Ctrl-C; 143 SIGTERM. FOLDER appears only when it is complete."
     )
     add_run_arguments(parser)
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="number of steps to record (default: 3)")
+    parser.set_defaults(**DEFAULTS)
+    parser.add_argument("--steps", type=int, metavar="K", help="number of steps to record (default: %(default)s)")
     parser.add_argument(
-        "--warmup", type=int, default=5, metavar="W", help="number of warm-up steps before these (default: 5)"
+        "--warmup", type=int, metavar="W", help="number of warm-up steps before these (default: %(default)s)"
     )
-    parser.add_argument("--ranks", default="all", metavar="R", help="ranks to record: all (default), or 0,1,...")
+    parser.add_argument("--ranks", metavar="R", help="ranks to record: all (default), or 0,1,...")
     parser.add_argument("--out", metavar="FOLDER", help="output folder (default: profiles/NAME, NAME-2, ...)")
     parser.add_argument(
         "--structure",
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     ranks = checked_ranks(args)
     if args.structure:
+        refuse_unused(args)
         return show_structure(args)
 
     def prepare(config: RunConfig) -> tuple[Path, list[str]]:
@@ -74,6 +77,15 @@ def run(args: argparse.Namespace) -> int:
         return Path(args.out), [str(word) for option in options.items() for word in option]
 
     return run_on_ranks(args, "profile", lambda config: profile(config, args, ranks), prepare)
+
+
+def refuse_unused(args: argparse.Namespace) -> None:
+    """Raises UserError if an option has no effect with --structure, or --nproc is below 1."""
+    if args.nproc is not None and args.nproc < 1:
+        raise UserError(f"--nproc {args.nproc}: use at least 1 process")
+    for name, default in DEFAULTS.items():
+        if getattr(args, name) != default:
+            raise UserError(f"--{name} has no effect with --structure; omit one of the two options")
 
 
 def show_structure(args: argparse.Namespace) -> int:
