@@ -14,6 +14,7 @@ import weft
 from weft.cli.main import main
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
+from weft.evaluation.evaluate import Evaluation
 from weft.evaluation.perplexity import perplexity
 
 VOCABULARY = 90
@@ -170,6 +171,10 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
     assert "set --store to a token store" in told(capsys, folder)
     with pytest.raises(UserError, match="set `store` to a token store"):
         weft.evaluate(folder)
+    with pytest.raises(UserError, match="no token store; set `store`"):
+        _ = Evaluation(folder, tasks={"x": {}}).loss
+    with pytest.raises(UserError, match="num_fewshot has an effect only with tasks"):
+        weft.evaluate(folder, store=store, num_fewshot=0)
     assert "limit has an effect only with tasks" in told(capsys, folder, "--store", store.path, "--limit", 3)
     assert "stride has an effect only with store" in told(capsys, folder, "--tasks", "x", "--stride", 3)
     assert "no file can be written" in told(capsys, folder, "--store", store.path, "--json", tmp_path)

@@ -42,7 +42,9 @@ class Evaluation:
 
     @property
     def all(self) -> StoreResult:
-        """The combined result of all stores."""
+        """The combined result of all stores. Raises UserError if the model was evaluated on tasks only."""
+        if not self.stores:
+            raise UserError("this evaluation has no loss, because it has no token store; set `store`")
         return combine(self.stores)
 
     @property

@@ -97,6 +97,6 @@ class Settings:
             (OF_TASKS, tasks, "tasks"),
             (("device", "dtype"), not loaded, "the path of a model"),
         ):
-            given = [name for name in names if getattr(self, name) not in (None, False)]
+            given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
             if given and not used:
                 raise UserError(f"{given[0]} has an effect only with {needed}; omit {given[0]}, or add {needed}")
