@@ -18,7 +18,7 @@ import torch
 from checkpoint_cases import adamw, built, updates, write
 from torch import nn
 
-from weft.checkpoint.load import checkpoints, load, resolve, verify
+from weft.checkpoint.load import checkpoints, load, resolve
 from weft.errors import UserError
 
 
@@ -76,11 +76,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found_and_the_previous_whole_checkpoint_named(run, damage):
     newest = checkpoints(run)[-1]
-    verify(newest)  # what was whole once is looked at again
+    resolve(newest)  # what was whole once is looked at again
     flip(tensors_of(checkpoints(run)[1]), -1)  # the one before is damaged too
     break_it, expected = DAMAGES[damage]
     break_it(newest)
-    for look in (resolve, verify, lambda path: load(path, model=built(2))):
+    for look in (resolve, lambda path: load(path, model=built(2))):
         for path in (run, newest) if look is resolve else (newest,):
             with pytest.raises(UserError) as caught:
                 look(path)
@@ -106,7 +106,7 @@ def test_a_list_of_files_that_points_elsewhere_is_refused(run):
 
     write_checksums(path.parent, {"../../../etc/passwd": Digest("0" * 64, 1)})
     with pytest.raises(UserError, match="outside the checkpoint"):
-        verify(path.parent)
+        resolve(path.parent)
 
 
 @pytest.mark.parametrize(
@@ -390,10 +390,10 @@ def test_a_full_disk(tmp_path, monkeypatch, looks_empty):
         assert ("bytes needed" in str(caught.value)) == (not looks_empty)
         assert sorted(path.name for path in (disk / "checkpoints").iterdir()) == names(disk)
         for checkpoint in checkpoints(disk):
-            verify(checkpoint)
+            resolve(checkpoint)
         (disk / "ballast").unlink()
         write(disk, large, None, step=3)
-        verify(checkpoints(disk)[-1])
+        resolve(checkpoints(disk)[-1])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -470,7 +470,7 @@ def kill_often(run: Path) -> None:
         folder = run / "checkpoints"
         leftovers += any(path.name.startswith(".") for path in folder.iterdir()) if folder.exists() else 0
         for checkpoint in checkpoints(run):
-            verify(checkpoint)
+            resolve(checkpoint)
         if checkpoints(run):
             model = big(0)
             step = load(resolve(run), model=model, optimizer=adamw(model))["step"]

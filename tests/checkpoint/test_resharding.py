@@ -13,7 +13,7 @@ from checkpoint_cases import OPTIMIZERS, adamw, built, everything, goes_on, same
 from safetensors import safe_open
 from torch import nn
 
-from weft.checkpoint.load import checkpoints, load, verify
+from weft.checkpoint.load import checkpoints, load, resolve
 
 # Four ranks are started once: in one worker, not in each.
 pytestmark = pytest.mark.xdist_group("resharding")
@@ -81,7 +81,7 @@ def test_every_case_of_the_ranks_is_looked_at(world):
 @pytest.mark.parametrize("mesh", ["x1", "x2", "x4", "hsdp"])
 def test_one_process_without_a_process_group_goes_on_from_any_mesh(world, mesh, kind):
     run = world[0] / f"{mesh}-{kind}"
-    verify(checkpoints(run)[-1])
+    resolve(checkpoints(run)[-1])
     goes_on(run, kind, same_mesh=mesh == "x1")
 
 

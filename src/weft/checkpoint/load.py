@@ -82,16 +82,6 @@ def resolve(path: str | Path) -> Path:
     return checkpoint
 
 
-def verify(checkpoint: str | Path) -> None:
-    """Checks every file of a checkpoint against its size and SHA-256.
-
-    Raises:
-        UserError: a file is damaged. The message names the file and the previous complete checkpoint, if
-            there is one.
-    """
-    _raise_if_damaged(Path(checkpoint), files.find_damage(Path(checkpoint)))
-
-
 def _raise_if_damaged(checkpoint: Path, damage: files.Damage | None) -> None:
     if damage is None:
         return
