@@ -11,6 +11,10 @@ from weft.kernels.masks import attention_mask
 CPU = {"dtype": torch.float64, "head_dim": 8}
 
 
+def mask_of(q, segments, dropout=0.0):
+    return attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], dropout=dropout)
+
+
 def rows(lengths, seq):
     """Segments of one row for documents of these lengths, the last one as long as it takes."""
     numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
@@ -56,11 +60,8 @@ def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale
     monkeypatch.setattr(kernel, "SHORT", {"one by one": 0, "long ones one by one": 4}.get(form, kernel.SHORT))
     q, k, v = drawn(seq, heads, kv_heads)
     segments = some_segments(seq)
-    if form == "segments":
-        ours = attention(q, k, v, causal=True, segments=segments, scores=Scores(scale))
-    else:
-        mask = segment_mask(segments) if form == "boolean mask" else attention_mask(segments, segments, **CPU)
-        ours = attention(q, k, v, causal=True, mask=mask, scores=Scores(scale))
+    mask = segment_mask(segments) if form == "boolean mask" else mask_of(q, segments)
+    ours = attention(q, k, v, causal=True, mask=mask, scores=Scores(scale))
     expected = written_out(q, k, v, segments, scale)
     assert (ours - expected).abs().max() < 1e-12
     grad = torch.randn_like(expected)
@@ -72,7 +73,7 @@ def test_every_form_is_the_softmax_written_out(form, heads, kv_heads, seq, scale
 
 def test_one_document_a_row_is_plain_causal_attention():
     q, k, v = drawn(40, 4, 4, dtype=torch.float32)
-    ours = attention(q, k, v, causal=True, segments=torch.zeros(3, 40, dtype=torch.int64))
+    ours = attention(q, k, v, causal=True, mask=mask_of(q, torch.zeros(3, 40, dtype=torch.int64)))
     assert torch.allclose(ours, attention(q, k, v, causal=True), atol=1e-6)
 
 
@@ -81,7 +82,8 @@ def test_bfloat16_is_as_near_as_its_rounding(short, monkeypatch):
     monkeypatch.setattr(kernel, "SHORT", short)
     q, k, v = drawn(70, 4, 2)
     exact = written_out(q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), some_segments(70))
-    ours = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal=True, segments=some_segments(70))
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    ours = attention(q, k, v, causal=True, mask=mask_of(q, some_segments(70)))
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).abs().max() < 0.02
 
@@ -92,7 +94,7 @@ def test_gradients_that_are_one_number_shown_many_times_are_understood(short, mo
     q, k, v = drawn(11, 2, 2)
     segments = some_segments(11)
     for x in (q, k, v):
-        ours = torch.autograd.grad(attention(q, k, v, causal=True, segments=segments).sum(), x)[0]
+        ours = torch.autograd.grad(attention(q, k, v, causal=True, mask=mask_of(q, segments)).sum(), x)[0]
         assert torch.allclose(ours, torch.autograd.grad(written_out(q, k, v, segments).sum(), x)[0])
 
 
@@ -100,8 +102,8 @@ def test_dropout_drops_weights_and_lets_nothing_through_between_documents():
     q, k, v = drawn(12, 2, 2)
     segments = torch.tensor([rows([5, 4], 12)] * 3)
     torch.manual_seed(0)
-    dropped = attention(q, k, v, causal=True, segments=segments, dropout=0.5)
-    assert not torch.allclose(dropped, attention(q, k, v, causal=True, segments=segments))
+    dropped = attention(q, k, v, causal=True, mask=mask_of(q, segments, dropout=0.5), dropout=0.5)
+    assert not torch.allclose(dropped, attention(q, k, v, causal=True, mask=mask_of(q, segments)))
     (gradient,) = torch.autograd.grad(dropped[:, :, 5:9].sum(), v)
     assert gradient[:, :, 5:9].abs().sum() > 0
     assert gradient[:, :, :5].abs().sum() == gradient[:, :, 9:].abs().sum() == 0
@@ -182,10 +184,10 @@ def test_on_a_gpu_it_is_the_reference_forward_and_backward(dtype, heads, kv_head
 def test_on_a_gpu_flex_attention_holds_no_whole_matrix():
     segments = torch.tensor([rows([3000, 5000, 200], 16384)], device="cuda")
     q, k, v = drawn(16384, 4, 4, 64, torch.bfloat16, "cuda", batch=1)
-    attention(q, k, v, causal=True, segments=segments).sum().backward()  # compiles
+    attention(q, k, v, causal=True, mask=mask_of(q, segments)).sum().backward()  # compiles
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attention(q, k, v, causal=True, segments=segments).sum().backward()
+    attention(q, k, v, causal=True, mask=mask_of(q, segments)).sum().backward()
     assert (
         torch.cuda.max_memory_allocated() - before < 16384 * 16384 / 2
     )  # bytes; a boolean mask alone has twice as many

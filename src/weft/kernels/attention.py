@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from weft.kernels.cross_entropy import cap
 from weft.kernels.document_attention import document_attention
 from weft.kernels.flash import FlashMask, flash_attention
-from weft.kernels.masks import attention_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -44,7 +43,6 @@ def attention(
     v: torch.Tensor,
     *,
     causal: bool,
-    segments: torch.Tensor | None = None,
     mask: torch.Tensor | BlockMask | FlashMask | None = None,
     dropout: float | Callable[[torch.Tensor], torch.Tensor] = 0.0,
     scores: Scores = PLAIN,
@@ -57,8 +55,6 @@ def attention(
         v: `[batch, kv_heads, keys, v_head_dim]`; `v_head_dim` must not exceed `head_dim`.
         causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, the
             queries belong to the last keys. Ignored if `mask` is given.
-        segments: `[batch, seq]`, index of each token's document; attention is causal within each document. Ignored if
-            `mask` is given.
         mask: a bool tensor that broadcasts to `[batch, heads, seq, keys]`, true where a query sees a key; or a mask
             made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores; it must
             already contain the effect of the slopes.
@@ -70,10 +66,6 @@ def attention(
         `[batch, heads, seq, v_head_dim]`
     """
     queries, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
-    if mask is None and segments is not None:
-        plain = scores.softcap is None and scores.sinks is None
-        settings = {"dropout": float(callable(dropout)) or dropout, "plain": plain, "slopes": scores.slopes}
-        mask = attention_mask(segments, segments, dtype=q.dtype, head_dim=q.shape[3], **settings)
     if isinstance(mask, torch.Tensor) and mask.is_floating_point():
         scores = scores._replace(slopes=None)
     if mask is not None and not isinstance(mask, (torch.Tensor, FlashMask)):
