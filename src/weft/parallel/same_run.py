@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from weft.errors import UserError
+from weft.formatting import first_few
 from weft.parallel.rendezvous import attempts, next_store
 
 NAMED = 4  # keys in the message; further keys are only counted
@@ -154,5 +155,4 @@ def _short(value: str | None) -> str:
 
 def rank_list(ranks: list[int]) -> str:
     """Returns a suffix for the word "rank": ` 3` for one rank, `s 1, 2, 5` for several. Lists at most eight ranks."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'s' * (len(ranks) != 1)} {shown}"
+    return f"{'s' * (len(ranks) != 1)} {first_few([*map(str, ranks)], 8)}"

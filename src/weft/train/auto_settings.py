@@ -61,17 +61,16 @@ def bfloat16_is_faster(device: torch.device) -> bool:
     return seconds(torch.bfloat16) < 0.8 * seconds(torch.float32)
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Makes glibc keep freed memory, so that the activations of each step reuse the same addresses.
 
-    Otherwise each large tensor of a step is a new mapping, which the kernel clears page by page.
-
-    Returns:
-        Whether glibc accepted the settings; False for another C library.
+    Otherwise each large tensor of a step is a new mapping, which the kernel clears page by page. Does nothing with
+    another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
-        return False
-    return bool(mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1))  # -1: never return memory to the system
+        return
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)  # -1: never return memory to the system
