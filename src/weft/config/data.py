@@ -14,7 +14,7 @@ from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperatu
 
 
 class DatasetSection(Component):
-    """A custom dataset. The keys of `{type: module:Class, ...}` are the arguments of the class.
+    """A custom dataset, in place of a token store. The keys of `{type: module:Class, ...}` are the arguments of the class.
 
     The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """
@@ -160,8 +160,8 @@ class DataSection(Section):
     curriculum: Annotated[list[StageSection], MinLen(1)] | None = None
     """Stages of the run with different mixture weights. Default: constant weights."""
     mixture_block: int | None = Field(None, ge=1, le=1_000_000)
-    """Number of sequences in a block of the mixture. Every block contains the exact share of each source. Default:
-    10,000.
+    """The mixture is made of blocks of this number of sequences. In each block, every source has its share of the
+    sequences, rounded to whole sequences. Default: 10,000.
     """
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """Method that forms sequences from documents. `concatenate`: documents end to end, split at any token. `best_fit`:

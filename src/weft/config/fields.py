@@ -47,7 +47,7 @@ def listed_sections(annotation: Any) -> list[type[BaseModel]]:
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:
-    """Returns all section classes in an annotation, as values or as items of lists."""
+    """Returns all section classes that occur in an annotation, directly or as the item type of a list."""
     return [*_sections(branches(annotation)), *listed_sections(annotation)]
 
 

@@ -63,8 +63,8 @@ class ParallelSection(Section):
     reshard_after_forward: bool | int | None = None
     """Whether all-gathered parameters are freed after forward and all-gathered again for backward. With an integer N,
     each group of N ranks keeps a full copy, sharded over the group, from forward to backward. Default: true without
-    pipeline parallelism (`pp: 1`). With pipeline parallelism false, because otherwise every micro-batch would
-    all-gather the parameters again.
+    pipeline parallelism (`pp: 1`), and false with it, because otherwise every micro-batch would all-gather the
+    parameters again.
     """
     reduce_gradients: Literal["last", "every"] | None = None
     """When gradients are reduced over the ranks. `last`: with the last micro-batch of a step; until then, gradients are
@@ -86,8 +86,8 @@ class ParallelSection(Section):
     cp_method: Literal["auto", "all_to_all", "all_gather", "ring"] = "auto"
     """Communication of attention over `cp`. `all_to_all`: an all-to-all gives each rank all tokens of some heads
     (Ulysses). `all_gather`: keys and values are all-gathered. `ring`: keys and values are passed from rank to rank
-    (ring attention). Ring attention supports only a purely causal mask, without dropout, sinks, soft-capping and ALiBi;
-    otherwise `ring` is equal to `all_gather`. `auto`: `all_to_all` if `cp` divides both the number of query heads and
+    (ring attention). Ring attention requires a purely causal mask, and no dropout, sinks, soft-capping or ALiBi;
+    otherwise `ring` falls back to `all_gather`. `auto`: `all_to_all` if `cp` divides both the number of query heads and
     the number of key/value heads of each tensor parallel rank, otherwise `all_gather`.
     """
     pp_schedule: Schedule = "1f1b"

@@ -110,7 +110,7 @@ class LatentAttentionSection(Section):
     v_head_dim: int = Field(ge=1)
     """Number of dimensions of a value head."""
     rope_interleave: bool = True
-    """Whether the two dimensions of a rotated pair are adjacent; if false, they are half a head apart."""
+    """Whether the two dimensions of a rotated pair are adjacent; if false, they are `qk_rope_head_dim / 2` dimensions apart."""
 
     def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
         """Returns two numbers of parameters of a layer: those in matrices, and those in vectors.
@@ -174,8 +174,8 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = None
     """`yarn`: with `mscale`, sets the default of `attention_factor` (see `mscale`)."""
     truncate: bool = True
-    """`yarn`: frequencies whose number of rotations is between `beta_slow` and `beta_fast` are interpolated. Whether
-    the indices where this range begins and ends are rounded outward to integers.
+    """`yarn`: whether the range of interpolated frequencies (whose number of rotations is between `beta_slow` and
+    `beta_fast`) is rounded outward to whole indices of frequencies.
     """
     short_factor: list[float] | None = None
     """`longrope`: divisor of each frequency, for sequences of up to the original length."""

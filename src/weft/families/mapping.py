@@ -111,15 +111,16 @@ def renaming(
     windows: Windows | None = None,
     **allowed: Any,
 ) -> tuple[Translation, Translation]:
-    """Returns `from_hf` and `to_hf` of a family whose keys only have other names, and whose rotary embedding is
-    standard.
+    """Returns `from_hf` and `to_hf` of a family that differs from Weft only in the names of its keys.
+
+    The family's rotary embedding must be standard.
 
     Args:
         always: keys of `model:` that all models of the family have.
-        table: key of `model:` -> key of config.json (`same`).
-        defaults: default values of config.json's keys (`read`).
+        table: key of `model:` -> key of config.json; passed to `same`.
+        defaults: default values of config.json's keys; passed to `read`.
         windows: functions that read and write the keys of sliding windows; None: the table has these keys.
-        allowed: key of config.json -> the only supported value (`refuse`).
+        allowed: key of config.json -> the only supported value; passed to `refuse`.
     """
 
     def from_hf(config: dict[str, Any]) -> dict[str, Any]:

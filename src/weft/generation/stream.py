@@ -24,12 +24,13 @@ class Piece:
 
     Attributes:
         token: the new token; None for text that was held back.
-        text: the new text; empty without a tokenizer, within a character, and while it can begin a stop string.
+        text: the new text; empty without a tokenizer, within a character, and while the text may be the beginning of a
+            stop string.
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
         finish: why the continuation ends with this piece: a stop token or string, the maximum number of tokens, or
             `Stream.cancel`. None: it does not end.
-        index: number of the continuation of its prompt, less than `Sampling.n`.
+        index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
 
     token: int | None

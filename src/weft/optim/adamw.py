@@ -15,7 +15,7 @@ class AdamW(torch.optim.AdamW):
         lr: peak learning rate; the schedule scales it in each step.
         betas: decay rates of the moving averages of gradients and of squared gradients.
         eps: constant added to the denominator of the update, for numerical stability.
-        weight_decay: decoupled weight decay. Parameters with a role in `optimizer.no_decay` have none.
+        weight_decay: decoupled weight decay. Parameters that `optimizer.no_decay` lists have none.
     """
 
     def __init__(

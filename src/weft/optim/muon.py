@@ -24,7 +24,7 @@ class Muon(torch.optim.AdamW):
             factor.
         momentum: Nesterov momentum of the matrices.
         ns_steps: number of Newton-Schulz iterations, which run in bfloat16 (float64 for float64 parameters).
-        weight_decay: decoupled weight decay. Parameters with a role in `optimizer.no_decay` have none.
+        weight_decay: decoupled weight decay. Parameters that `optimizer.no_decay` lists have none.
         embedding_lr: AdamW's learning rate for embeddings.
         head_lr: AdamW's learning rate for the output head.
         other_lr: AdamW's learning rate for norms, biases and all remaining parameters.

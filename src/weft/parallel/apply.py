@@ -160,11 +160,11 @@ def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
-    """Makes forwards compute with this rank's plain tensors instead of DTensor parameters.
+    """Makes forward passes use this rank's plain tensors instead of DTensor parameters.
 
-    Assumes that the transformations of `tp`, `ep` or a single rank have created their DTensors; FSDP2 unwraps the
-    DTensors that it creates. Wraps each block, each layer's experts (with `ep`) and the model separately, because FSDP2
-    gathers their parameters when their forward is called.
+    Must be called after tensor parallelism, expert parallelism or the path for a single rank has created its DTensors.
+    (FSDP2 unwraps the DTensors that it creates.) Each block, each layer's experts (with `ep`) and the rest of the model
+    are wrapped separately, because FSDP2 gathers a module's parameters when that module's forward is called.
     """
     blocks = repeated_blocks(model)
     experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []

@@ -44,7 +44,9 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
     try:
         answer, printed = (_collect(store, ranks, mine), False) if rank == 0 else _report(store, rank, mine)
     except (dist.DistStoreError, dist.DistNetworkError, ConnectionError) as error:
-        raise UserError(f"rank 0 has exited; see its last message ({str(error).partition(chr(10))[0]})") from None
+        raise UserError(
+            f"rank 0 has exited (here: {str(error).partition(chr(10))[0]}); see the last message of rank 0"
+        ) from None
     if answer:
         error = UserError(answer)
         error.quiet = printed

@@ -55,7 +55,7 @@ class Data:
     """The data of a run.
 
     Attributes:
-        length: number and size of the steps, and intervals in steps.
+        length: number and size of the steps, and the intervals of validation and the like, in steps.
         source: the training batches, as a function of the step.
         held_out: the validation sets.
         digests: digests of the token stores by name: "train" and "validation", or "train/NAME" and "validation/NAME".

@@ -112,10 +112,10 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, both `[n]`, each sample's source, and how many samples of this source precede the sample in the run.
+        """Returns two arrays `[n]`: each sample's source, and how many samples of this source precede it in the run.
 
         Raises:
-            UserError: a sample lies beyond the last phase, because the sources are exhausted.
+            UserError: a sample lies beyond the end of the mixture, because the sources are exhausted.
         """
         samples = np.asarray(samples, np.int64)
         sources, numbers = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)

@@ -98,7 +98,10 @@ def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
 
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Divides low frequencies by the scaling factor, keeps high ones, interpolates between (Dubey et al., 2024)."""
+    """Divides low frequencies by the scaling factor and keeps high ones; between them it interpolates.
+
+    This is the scaling of Llama 3.1 (Dubey et al., 2024).
+    """
     rotations = _original(scaling) * frequencies / (2 * math.pi)  # number of rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((rotations - low) / (high - low)).clamp(0, 1)

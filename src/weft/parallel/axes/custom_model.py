@@ -56,7 +56,9 @@ class CustomModelCheck:
             self.expected = self.results()
 
     def compare(self) -> None:
-        """Compares the sharded model with the reference results of the unsharded model, if there are any (on CPUs).
+        """Compares the sharded model's results with those of the unsharded model.
+
+        Does nothing on other devices than CPUs, where there are no results of the unsharded model.
 
         Raises:
             UserError: if the results differ.

@@ -32,7 +32,7 @@ class SingleRankReduceScatter:
         return buffer
 
     def __call__(self, *arguments, **named) -> None:
-        raise RuntimeError("a reduce-scatter over one rank is not called")
+        raise RuntimeError("internal error: reduce-scatter was called with a single rank")
 
 
 @torch.no_grad()

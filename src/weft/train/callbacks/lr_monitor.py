@@ -6,7 +6,7 @@ from weft.train.callbacks import Callback, State
 
 
 class LrMonitor(Callback):
-    """Logs the learning rate of each parameter group by the role of the group, as `lr/matrix`, `lr/norm`, ...
+    """Logs the learning rate of each parameter group, named by the kind of its parameters: `lr/matrix`, `lr/norm`, ...
 
     If a role has several groups, the groups are numbered.
     """

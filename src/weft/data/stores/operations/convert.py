@@ -118,7 +118,7 @@ def convert(
 def _documents(
     source: ExternalStore, vocabulary: Vocabulary, split: bool, output: Output, *, close: bool = False
 ) -> Iterator[Documents]:
-    """Yields the source's documents after checking their ids.
+    """Yields the source's documents, after checking that their token ids are in the vocabulary.
 
     Args:
         split: whether to split the tokens after each end-of-document token instead of at the source's boundaries.
