@@ -170,7 +170,8 @@ def read_index_header(path: Path) -> tuple[int, int]:
     """Returns the dtype code and the number of documents of a token store's `.idx`.
 
     Raises:
-        UserError: the file is not an index or is truncated, or its documents are not one sequence of ids each.
+        UserError: the file is not an index or is truncated, or a document does not consist of exactly one sequence of
+            ids.
     """
     header = read_megatron_index(path)
     if header.boundaries != header.sequences + 1 or header.modes or header.code in FLOAT_CODES:

@@ -14,7 +14,8 @@ from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperatu
 
 
 class DatasetSection(Component):
-    """A custom dataset, in place of a token store. The keys of `{type: module:Class, ...}` are the arguments of the class.
+    """A custom dataset in place of a token store. The keys of `{type: module:Class, ...}` are the arguments of the
+    class.
 
     The class has `__len__` and `__getitem__(i) -> {"tokens": int array [seq], ...}` (docs/own-components.md).
     """

@@ -38,7 +38,10 @@ class CompressSection(Section):
 
 
 class ParallelSection(Section):
-    """Sizes of the mesh axes, from outer to inner. One of them may be -1, which stands for the remaining ranks."""
+    """Sizes of the mesh axes, from outer to inner (`pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`), and options.
+
+    The size of one axis may be -1, which stands for the remaining ranks.
+    """
 
     pp: int = Field(1, ge=-1, le=MOST)
     """Number of pipeline parallel ranks, each with some of the layers."""

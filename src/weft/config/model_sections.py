@@ -31,13 +31,13 @@ class ExpertsSection(Section):
     """Indices of further layers with an MLP instead of experts, counted from 0."""
 
     scoring_func: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    """Function that converts router logits to weights of experts. `softmax`: over all experts; `sigmoid`: for each
-    expert separately; `softmax_of_chosen`: over the chosen experts.
+    """Function that converts router logits to routing weights, the factors of the experts' outputs. `softmax`: over all
+    experts; `sigmoid`: for each expert separately; `softmax_of_chosen`: over the chosen experts.
     """
     norm_topk_prob: bool = True
-    """Whether the weights of a token's chosen experts are divided by their sum, so that they add up to 1."""
+    """Whether the routing weights of a token's chosen experts are divided by their sum, so that they add up to 1."""
     routed_scaling_factor: float = Field(1.0, gt=0)
-    """Number by which the weights of the experts are multiplied."""
+    """Number by which the routing weights are multiplied."""
     n_group: int = Field(1, ge=1)
     """Number of groups of experts (DeepSeek-AI, 2024)."""
     topk_group: int = Field(1, ge=1)
@@ -110,7 +110,7 @@ class LatentAttentionSection(Section):
     v_head_dim: int = Field(ge=1)
     """Number of dimensions of a value head."""
     rope_interleave: bool = True
-    """Whether the two dimensions of a rotated pair are adjacent; if false, they are `qk_rope_head_dim / 2` dimensions apart."""
+    """Whether the two dimensions of a rotated pair are adjacent. Otherwise they are `qk_rope_head_dim / 2` apart."""
 
     def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
         """Returns two numbers of parameters of a layer: those in matrices, and those in vectors.

@@ -135,7 +135,7 @@ class Recorder:
             self.console.warning(f"changed since the run last trained: {key}: {before} -> {now}")
         if keys := [key for key in changes if reorders(key)]:
             self.console.warning(
-                f"{', '.join(keys)}: changed, and {'it decides' if len(keys) == 1 else 'they decide'} which samples a step "
+                f"{', '.join(keys)} changed and {'decides' if len(keys) == 1 else 'decide'} which samples a step "
                 "takes: from now on, samples can be repeated or skipped; use --fresh to start over"
             )
 

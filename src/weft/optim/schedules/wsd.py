@@ -26,8 +26,8 @@ class WarmupStableDecay(Schedule):
         decay_fraction: length of the decay, as a fraction of the run's steps.
         final: learning rate at the end of the run, as a fraction of `optimizer.lr`.
         shape: form of the decay. The learning rate is `optimizer.lr` times `1 - (1 - final) * progress` (linear) or
-            times `1 - (1 - final) * sqrt(progress)` (sqrt, the best form in Hägele et al., 2024), where `progress` rises from
-            0 to 1 during the decay.
+            times `1 - (1 - final) * sqrt(progress)` (sqrt, the best form in Hägele et al., 2024), where `progress`
+            rises from 0 to 1 during the decay.
     """
 
     decay_fraction: Annotated[float, Ge(0), Le(1)] = 0.2

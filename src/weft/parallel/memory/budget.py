@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
                 tensor.copy_(before)
 
     def results(self) -> list[Result]:
-        """Returns the results that can be saved, up to the last operation that backward needs."""
+        """Returns the results that can be saved for backward, up to the last one that backward uses."""
         needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
         return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]
 
