@@ -134,7 +134,7 @@ def measure(size: str, steps: int, threads: int) -> dict:
         path.write_text(json.dumps(config(size, WARMUP + steps + 2, threads, directory)))
         checked = weft.RunConfig.load(path)
         world = start_world(checked.parallel)
-        job = trainer.prepare(checked, world, Console(speaks=True), fresh=False)
+        job = trainer.prepare(checked, world, Console(prints=True), fresh=False)
         data = trainer.open_data(job.config, world)
         model, optimizer = trainer.build(job.config, world)
         schedule = make_component(job.config.schedule, "schedule", data.length.steps)

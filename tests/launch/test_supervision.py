@@ -33,7 +33,7 @@ def launch(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "STOP_SECONDS", 1.0)
     monkeypatch.setattr(local, "FAIL_SECONDS", 1.0)
-    monkeypatch.setattr(local, "TELL_SECONDS", 0.3)
+    monkeypatch.setattr(local, "WAIT_MESSAGE_SECONDS", 0.3)
 
     def run(program, *signals):
         def send():

@@ -1,4 +1,4 @@
-"""The console: who speaks, where, how often, and what happens when nobody listens."""
+"""The console: who prints, where, how often, and what happens when nobody listens."""
 
 import io
 import os
@@ -30,7 +30,7 @@ def plain(total, unit="step", start=0, interval=5.0, description="training"):
 
 def test_only_one_process_speaks():
     out, err = io.StringIO(), io.StringIO()
-    console = Console(speaks=False, out=out, err=err)
+    console = Console(prints=False, out=out, err=err)
     console.line("a")
     console.warning("b")
     console.result("c")

@@ -139,7 +139,7 @@ def loop_of(config: RunConfig, world: World, wire: Wire, model: torch.nn.Module,
     schedule = load_class(config.schedule, "schedule")(length.steps, **config.schedule.arguments)
     rows = Rows(length.sequences_per_rank, length.sequence_length, config.model.vocab_size)
     loop = Steps(
-        Job(config, world, SimpleNamespace(path=Path()), Console(speaks=False)),
+        Job(config, world, SimpleNamespace(path=Path()), Console(prints=False)),
         Data(length, rows, (), {}),
         model,
         objective,

@@ -56,7 +56,7 @@ def hf_yaml(run_yaml, folders):
 def by_hand(file) -> list[tuple[float, float]]:
     """Losses and gradient norms of transformers' own model, each document by itself, with PyTorch's AdamW."""
     config = RunConfig.load(file)
-    data = open_data(config, start_world(config.parallel), Console(speaks=False))
+    data = open_data(config, start_world(config.parallel), Console(prints=False))
     model = AutoModelForCausalLM.from_pretrained(config.model.path).train()
     groups: dict[bool, list] = {True: [], False: []}
     for name, parameter in model.named_parameters():

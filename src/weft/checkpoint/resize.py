@@ -55,7 +55,7 @@ def resize(
         UserError: the model is not the built-in decoder, has more rows than requested and `shrink` is false, or the
             tokenizer has more tokens than rows were requested; or `out` cannot be written.
     """
-    out, console = Path(out), console or Console(speaks=False)
+    out, console = Path(out), console or Console(prints=False)
     weights = open_weights(source, huggingface=False)
     section = architecture(weights.path)
     if not isinstance(section, ModelSection):

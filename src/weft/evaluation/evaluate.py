@@ -107,7 +107,7 @@ def evaluate(
     how.refuse_unused(stores=bool(given) or tasks is None, tasks=tasks is not None, loaded=loaded)
     names = [name.strip() for name in tasks.split(",") if name.strip()] if isinstance(tasks, str) else list(tasks or ())
     manager = find_tasks(names, how.include_path) if tasks is not None else None
-    console = console or Console(speaks=False)
+    console = console or Console(prints=False)
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
     if not given and tasks is None:
         given = list(_held_out_stores(checkpoint))

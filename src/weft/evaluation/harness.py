@@ -52,7 +52,7 @@ class WeftLM(TemplateLM):
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, *, batch_size: int = 8, console: Console | None = None):
         super().__init__()
         self.model, self._tokenizer, self.batch_size = model, tokenizer, batch_size
-        self.console = console or Console(speaks=False)
+        self.console = console or Console(prints=False)
         config = getattr(model, "config", None)
         self.max_length = getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH
         self.vocab_size = getattr(config, "vocab_size", None) or tokenizer.vocab_size

@@ -128,7 +128,7 @@ def evaluate_store(
     model: nn.Module, store: str | Path | TokenStore, settings: Settings, console: Console | None = None
 ) -> StoreResult:
     """Evaluates a model on a token store, like `perplexity`. `settings` is a result of `Settings.with_windows`."""
-    console = console or Console(speaks=False)
+    console = console or Console(prints=False)
     length, stride, apart = settings.sequence_length, settings.stride, settings.documents == "apart"
     assert length is not None
     assert stride is not None

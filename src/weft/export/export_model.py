@@ -49,4 +49,4 @@ def export_model(
             raise UserError(
                 f"{name}: not an option of the format {to}; its options are {', '.join(sorted(known)) or 'none'}"
             )
-    return target(resolve(source), Path(out), console or Console(speaks=False), **options)
+    return target(resolve(source), Path(out), console or Console(prints=False), **options)

@@ -124,10 +124,10 @@ class _Logprobs(torch.autograd.Function):
                 torch.mm(logits, weight, out=hidden_gradient[block])
             if not needs_weight:
                 continue
-            summand = logits.mT @ hidden[block]
+            product = logits.mT @ hidden[block]
             if len(blocks) > 1:  # accumulated in the wider dtype
-                summand = summand.to(normalizers.dtype)
-            weight_gradient = summand if weight_gradient is None else weight_gradient.add_(summand)
+                product = product.to(normalizers.dtype)
+            weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         return hidden_gradient if needs_hidden else None, weight_gradient, None, None, None, None
 

@@ -23,7 +23,8 @@ from weft.processes import LAUNCHER, STORE_SOCKET, die_with, signal_handler, usa
 POLL = 0.1  # seconds between two checks of the processes
 STOP_SECONDS = 30.0  # after a signal, ranks are killed if they make no progress for this time
 FAIL_SECONDS = 10.0  # after a rank failed, the other ranks are killed if they make no progress for this time
-TELL_SECONDS = 5.0  # after a signal, the launcher prints what it waits for if no rank makes progress for this time
+# After a signal, the launcher prints what it waits for if no rank makes progress for this time.
+WAIT_MESSAGE_SECONDS = 5.0
 NAMED = 4  # maximum number of ranks that a message lists
 PROCESSES_PER_CORE = 16  # a process takes 0.2 GB or more; more than a few per core are useful only to try out a mesh
 
@@ -170,7 +171,7 @@ class LocalRanks:
             self.send(signal.SIGKILL)
             why = f"killed after {quiet:.0f} s without progress" if quiet > most else "killed at the second Ctrl-C"
             print_error(f"{why}: {shown}; {resume_hint(self.run_directory)}")
-        elif self.received and quiet > TELL_SECONDS and not self.warned:
+        elif self.received and quiet > WAIT_MESSAGE_SECONDS and not self.warned:
             self.warned = True
             print_error(
                 f"waiting for {shown}; the launcher kills them in {most - quiet:.0f} s if they make no progress (press "

@@ -20,19 +20,19 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
-    """The output of a run. Only one process has `speaks=True`; in the other processes, the methods print nothing.
+    """The output of a run. Only one process has `prints=True`; in the other processes, the methods print nothing.
 
     Args:
-        speaks: whether this process prints.
+        prints: whether this process prints.
         out: the stream for results. By default, `sys.stdout` at the time of the call.
         err: the stream for notes, warnings and progress. By default, `sys.stderr` at the time of the call.
         interval: minimum number of seconds between two plain progress lines (see `PlainProgress`).
     """
 
     def __init__(
-        self, speaks: bool = True, *, out: TextIO | None = None, err: TextIO | None = None, interval: float = 5.0
+        self, prints: bool = True, *, out: TextIO | None = None, err: TextIO | None = None, interval: float = 5.0
     ):
-        self.speaks = speaks
+        self.prints = prints
         self._out, self._err, self._interval = out, _FailSilentStream(err), interval
         self._rich: Any = None
         self._bar: LiveProgress | None = None
@@ -46,7 +46,7 @@ class Console:
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Prints a note on stderr, above the progress bar if a bar is shown."""
-        if self.speaks:
+        if self.prints:
             self._print(_CONTROL.sub("", text), style)
 
     def warning(self, text: str) -> None:
@@ -60,7 +60,7 @@ class Console:
             BrokenPipeError: the reader closed the pipe (`weft ... | head`). The command line then exits without a
                 message.
         """
-        if self.speaks:
+        if self.prints:
             out = self._out or sys.stdout
             encoding = getattr(out, "encoding", None) or "utf-8"
             out.write((_CONTROL.sub("", text) + end).encode(encoding, "replace").decode(encoding))
@@ -88,7 +88,7 @@ class Console:
             unit: the unit in the singular; "B" counts bytes and shows MB and MB/s.
             start: number of units done earlier, as in a resumed run; these units do not count for the speed.
         """
-        if not self.speaks or (self._bar is not None and self._bar.showing):  # one bar at a time
+        if not self.prints or (self._bar is not None and self._bar.showing):  # one bar at a time
             return SilentProgress()
         if self.live:
             self._bar = LiveProgress(self._rich_console(), total, description, unit, start)

@@ -41,12 +41,12 @@ def next_store() -> Store:
 _times = itertools.count()
 
 
-def attempts(missing: Callable[[], str], *, speaks: bool) -> Iterator[None]:
+def attempts(missing: Callable[[], str], *, prints: bool) -> Iterator[None]:
     """Yields at growing intervals, for a caller that polls a condition and leaves the loop when it is met.
 
     Args:
         missing: returns a description of what the caller waits for.
-        speaks: whether to print this description after `PATIENCE` seconds, and every `REMINDER` seconds.
+        prints: whether to print this description after `PATIENCE` seconds, and every `REMINDER` seconds.
 
     Raises:
         UserError: after `COLLECTIVE_TIMEOUT`.
@@ -55,7 +55,7 @@ def attempts(missing: Callable[[], str], *, speaks: bool) -> Iterator[None]:
     while (waited := time.monotonic() - began) < COLLECTIVE_TIMEOUT.total_seconds():
         yield
         if waited > PATIENCE and (not printed or waited - printed > REMINDER):
-            Console(speaks).line(f"waiting for {missing()} ({waited:.0f} s)")
+            Console(prints).line(f"waiting for {missing()} ({waited:.0f} s)")
             printed = waited
         time.sleep(pause)
         pause = min(1.4 * pause, 0.25)
@@ -82,7 +82,7 @@ def _store() -> Store:
         agent.set("weft-store", f"{number} {name}")
         return store
     place = f"{host}:{port}"
-    for _ in attempts(lambda: f"rank 0 to open its store (torchrun: {place})", speaks=_speaks()):
+    for _ in attempts(lambda: f"rank 0 to open its store (torchrun: {place})", prints=_prints()):
         if agent.check(["weft-store"]):
             number, name = agent.get("weft-store").decode().split()
             store = _try_to_connect(host, int(number))[0]
@@ -117,7 +117,7 @@ def _serve(host: str, port: int) -> tuple[Store, int]:
     def missing() -> str:
         return f"rank 0 to connect to itself at {host}:{port} (MASTER_ADDR): {problem}"
 
-    for _ in attempts(missing, speaks=True):
+    for _ in attempts(missing, prints=True):
         try:
             socket.create_connection((host, port), timeout=PATIENCE).close()
             break
@@ -137,7 +137,7 @@ def _connect(host: str, port: int) -> Store:
     def missing() -> str:
         return f"rank 0 at {host}:{port} (MASTER_ADDR, MASTER_PORT): {problem}"
 
-    for _ in attempts(missing, speaks=_speaks()):
+    for _ in attempts(missing, prints=_prints()):
         store, problem = _try_to_connect(host, port)
         if store is not None:
             return store
@@ -174,6 +174,6 @@ def _tcp_store(host: str, port: int, **settings: Any) -> Store:
     )
 
 
-def _speaks() -> bool:
+def _prints() -> bool:
     """Whether this rank prints messages: the first rank of each host does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -59,7 +59,7 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
     Returns:
         (error message that lists all ranks that differ, "" if no rank differs; whether rank 0 prints this message).
     """
-    for _ in attempts(lambda: "rank 0's config", speaks=False):
+    for _ in attempts(lambda: "rank 0's config", prints=False):
         if store.check(["digest"]):
             break
     different: dict[str, list[str | None]] = {}  # key -> [this rank's value, rank 0's value]
@@ -72,7 +72,7 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
     if different:
         store.add("different", 1)
     store.add("reports", 1)
-    for _ in attempts(lambda: "the other ranks", speaks=False):
+    for _ in attempts(lambda: "the other ranks", prints=False):
         if store.check(["answer"]):
             break
     answer = store.get("answer").decode().removeprefix("-")
@@ -104,7 +104,7 @@ def _collect(store: Store, ranks: int, facts: dict[str, str]) -> str:
         return f"rank{absent} at {place} (MASTER_ADDR, MASTER_PORT); {len(present) + 1} of {ranks} ranks have started"
 
     found_at: float | None = None
-    for _ in attempts(missing, speaks=True):
+    for _ in attempts(missing, prints=True):
         if store.add("reports", 0) >= ranks - 1:
             break
         if store.add("different", 0):

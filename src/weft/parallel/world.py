@@ -166,7 +166,7 @@ def start_world(section: ParallelSection) -> World:
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(section, world_size)
-    device = local_device(Console(speaks=rank == 0))
+    device = local_device(Console(prints=rank == 0))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if section.async_tp and device.type != "cuda":

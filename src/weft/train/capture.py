@@ -71,7 +71,7 @@ class ProfilingRecorder(Recorder):
             tensors: function that returns the gradients and all tensors that outlive a step, with their categories.
         """
         self.tensors, request, device = tensors, self.request, self.world.device.type
-        if self.speaks:
+        if self.prints:
             self.console.line(
                 f"profiling {self.config.run.name}: {amount(self.parameters)} parameters, {request.warmup} warm-up and "
                 f"{counted(request.steps, 'recorded step')} of {counted(self.length.tokens_per_step, 'token')}, "

@@ -179,7 +179,7 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
     config = RunDirectory(config.run_directory).with_dtype(config)
     with tempfile.TemporaryDirectory(prefix="weft-profile-") as scratch:  # one for each rank
         trainer = Trainer(scratch_config(config, scratch), console=console)
-        trainer.compared, trainer.loop = config, ProfiledLoop
+        trainer.user_config, trainer.loop = config, ProfiledLoop
         trainer.recorder = partial(ProfilingRecorder, request=request)
         return trainer.fit()
 

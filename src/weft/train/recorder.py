@@ -59,7 +59,7 @@ class Recorder:
         self.length, self.source = data.length, data.source
         config, world, path = job.config, job.world, job.run.path
         world.agree(lambda: log_to_file(path, world.rank))
-        self.speaks = world.rank == 0
+        self.prints = world.rank == 0
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
         self.closed_at_end: list[JsonLines | Tracking] = []
@@ -84,7 +84,7 @@ class Recorder:
             "resumed_step": step,
         }
         world.agree(lambda: self._open(step, facts), only_first=True)
-        if self.speaks:
+        if self.prints:
             self._introduce(parameters, step, data.plan)
 
     def _open(self, step: int, facts: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Recorder:
 
     def ended(self, status: str, step: int, reason: str | None = None) -> None:
         """Records and prints the end of the session, and writes the report."""
-        if not self.speaks:
+        if not self.prints:
             return
         if status == "stopped-early":
             self.console.line(f"stopped early after step {step}, saved: {reason}")
@@ -198,7 +198,7 @@ class Recorder:
             **self.clock.metrics(),
             "memory_bytes": memory_bytes(self.world.device),
         }
-        if self.speaks:
+        if self.prints:
             self.bar.update(step, **{key: line[key] for key in ("loss", "lr", "tokens_per_second")})
         return line
 
@@ -207,7 +207,7 @@ class Recorder:
         began, task = (printed := time.monotonic()), f"step {step:,}, validating"
         doing(task, "validation", LONG)  # the first batch may wait for workers, and for compilation
         for number, batch in enumerate(batches):
-            if number and self.speaks and (now := time.monotonic()) - printed > VALIDATION_LINE:
+            if number and self.prints and (now := time.monotonic()) - printed > VALIDATION_LINE:
                 left = duration((now - began) / number * (len(batches) - number))
                 self.console.line(f"step {step:,}: validating, batch {number:,} of {len(batches):,}  ETA {left}")
                 printed = now
@@ -217,7 +217,7 @@ class Recorder:
 
     def validated(self, step: int, measured: dict[str, float]) -> None:
         """Prints the metrics of a validation."""
-        if self.speaks:
+        if self.prints:
             bits = measured.get("validation_bits_per_byte")
             named = {key.partition("/")[2]: v for key, v in measured.items() if key.startswith("validation_loss/")}
             self.console.line(
@@ -232,14 +232,14 @@ class Recorder:
         if not state.logged and "validation_loss" not in line:
             return
         self.clock.reset()
-        if self.speaks:
+        if self.prints:
             self.metrics.write(line)
             self.tracking.log(state.step, line)
         log.info("%s", line)
 
     def samples(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
         """Writes and prints the text that the model generated after each prompt."""
-        if not self.speaks:
+        if not self.prints:
             return
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             self.written_samples.add(step, prompt, text)
@@ -249,7 +249,7 @@ class Recorder:
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         """Context that times a save, and prints the names of removed checkpoints if the save removed more than one."""
-        began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.speaks else []
+        began, before = time.perf_counter(), checkpoints(self.job.run.path) if self.prints else []
         yield
         log.info("saved step %d in %.2f s", step, time.perf_counter() - began)
         if len(before) > 1:

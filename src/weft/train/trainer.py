@@ -80,8 +80,8 @@ class Trainer:
             error.quiet = rank != 0  # raised on all ranks
             raise error
         self.config, self.fresh, self.from_last_good = config, fresh, from_last_good
-        self.compared = config  # the user's config, equal on all ranks; `weft profile` trains with a variant of it
-        self.console = console or Console(speaks=rank == 0)
+        self.user_config = config  # equal on all ranks; `weft profile` trains with a variant of it
+        self.console = console or Console(prints=rank == 0)
 
     def fit(self) -> Outcome:
         """Trains to the end of the run, or until a signal or a callback stops the run.
@@ -92,13 +92,13 @@ class Trainer:
         Raises:
             UserError: an error that the user can correct: invalid data or sizes, a damaged checkpoint, or a full disk.
         """
-        compare_ranks(lambda: run_facts(self.compared))
+        compare_ranks(lambda: run_facts(self.user_config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         world, job = start_world(self.config.parallel), None
         try:
             if self.config.training.fp8:  # checked before the run directory is created
                 world.agree(lambda: raise_unless_usable(world.device))
-            for warning in world.agree(lambda: warnings(self.compared, world.shape), only_first=True):
+            for warning in world.agree(lambda: warnings(self.user_config, world.shape), only_first=True):
                 self.console.warning(warning)
             job = prepare(self.config, world, self.console, fresh=self.fresh)
             if self.from_last_good:

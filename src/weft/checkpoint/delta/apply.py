@@ -47,7 +47,7 @@ def apply(
         UserError: the delta was made against another base, the delta is damaged, or `out` exists or cannot be written.
             In each case, nothing is written to `out`.
     """
-    delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
+    delta, out, console = Path(delta), Path(out), console or Console(prints=False)
     if not is_delta(delta):
         raise UserError("this folder has no delta.json; give a folder that `weft delta make` wrote", delta)
     manifest = read_manifest(delta)

@@ -79,7 +79,7 @@ def make(
     Raises:
         UserError: the base or the model is incomplete, or `out` cannot be written.
     """
-    out, console = Path(out), console or Console(speaks=False)
+    out, console = Path(out), console or Console(prints=False)
     target = open_weights(model, allow_pickle=allow_pickle)
     start = open_weights(base, huggingface=target.huggingface, allow_pickle=allow_pickle)
     removed = sorted(set(start.tensors) - set(target.tensors))

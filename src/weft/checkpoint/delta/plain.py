@@ -53,7 +53,7 @@ def apply_plain(
     Raises:
         UserError: names or shapes of the tensors do not match, or `out` cannot be written.
     """
-    delta, out, console = Path(delta), Path(out), console or Console(speaks=False)
+    delta, out, console = Path(delta), Path(out), console or Console(prints=False)
     if not is_huggingface(delta):
         raise UserError(
             "not a delta; give a folder that `weft delta make` wrote (with delta.json), or a Hugging Face folder of "

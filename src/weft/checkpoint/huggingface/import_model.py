@@ -90,6 +90,6 @@ def import_model(
     contents = {files.MODEL: folder.section.model_dump(mode="json", by_alias=True), files.ORIGIN: read_origin(source)}
     tokenizer = source if (source / "tokenizer.json").is_file() else None
     warnings = [f"{source}: {warning}" for warning in warnings]
-    console = console or Console(speaks=False)
+    console = console or Console(prints=False)
     number = write_checkpoint(out, entries, contents, tokenizer, warnings, "importing", console)
     return WrittenModel(folder.section, len(entries), number, sum(entry.bytes for entry in entries))

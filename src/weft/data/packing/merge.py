@@ -35,7 +35,7 @@ def merge(
         UserError: no store is given, a store is damaged, stores differ in a field of MUST_MATCH, only some have a
             loss mask, or `out` exists and must not be replaced.
     """
-    console, out = console or Console(speaks=False), Path(out)
+    console, out = console or Console(prints=False), Path(out)
     stores = [TokenStore(path) for path in inputs]
     if not stores:
         raise UserError("no stores to merge; name at least one store")

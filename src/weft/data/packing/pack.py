@@ -107,7 +107,7 @@ def pack(
     Raises:
         UserError: no input is found, a document cannot be read or encoded, `out` is another store, or the disk is full.
     """
-    console, out, reading = console or Console(speaks=False), Path(out), reading or Reading()
+    console, out, reading = console or Console(prints=False), Path(out), reading or Reading()
     encoder: Encoder = tokenizer if hasattr(tokenizer, "identity") else TextEncoder(tokenizer)  # type: ignore[arg-type]
     files = find_files([inputs] if isinstance(inputs, str | Path) else inputs)
     # `out` can lie in an input folder, where stores are skipped. But a store that is replaced must contain no input.

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.moe import Experts
-from weft.parallel.gradients.clip import SingleRankReduceScatter
 from weft.parallel.local_parameters import distribute_parameters, local, local_with_grad
 from weft.parallel.memory.offload import offload_policy
 from weft.parallel.model_state import ModelPlan, ModelState, repeated_blocks
@@ -143,6 +142,27 @@ def _wrap(
         if unsharded:
             state.unsharded_units.add(module)
             module.set_custom_reduce_scatter(SingleRankReduceScatter())
+
+
+class SingleRankReduceScatter:
+    """FSDP2's reduce-scatter for units on a single rank, without a copy.
+
+    FSDP2 allocates an input and an output buffer, and on a single rank copies the input to the output. With this class
+    both buffers are the same tensor.
+    """
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a new tensor at the first call (the input), and the same tensor at the second call (the output)."""
+        buffer, self.input = self.input, None
+        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
+            buffer = self.input = torch.empty(size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(self, *arguments, **named) -> None:
+        raise RuntimeError("internal error: reduce-scatter was called with a single rank")
 
 
 def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -14,27 +14,6 @@ from weft.parallel.local_parameters import local
 from weft.torch_private import foreach_norm, foreach_scale
 
 
-class SingleRankReduceScatter:
-    """FSDP2's reduce-scatter for units on a single rank, without a copy.
-
-    FSDP2 allocates an input and an output buffer, and on a single rank copies the input to the output. With this class
-    both buffers are the same tensor.
-    """
-
-    def __init__(self) -> None:
-        self.input: torch.Tensor | None = None
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a new tensor at the first call (the input), and the same tensor at the second call (the output)."""
-        buffer, self.input = self.input, None
-        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
-            buffer = self.input = torch.empty(size, dtype=dtype, device=device)
-        return buffer
-
-    def __call__(self, *arguments, **named) -> None:
-        raise RuntimeError("internal error: reduce-scatter was called with a single rank")
-
-
 @torch.no_grad()
 def clip_gradients(
     parameters: Iterable[nn.Parameter], max_norm: float | None, pp_group: dist.ProcessGroup | None = None

@@ -38,7 +38,7 @@ class Output:
     path: Path
     tokenizer: str | Path | None = None
     overwrite: bool = False
-    console: Console = field(default_factory=lambda: Console(speaks=False))
+    console: Console = field(default_factory=lambda: Console(prints=False))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def verify(path: str | Path, console: Console | None = None) -> Problems:
         store = TokenStore(path)
     except UserError as error:  # wrong headers or sizes: nothing else can be read
         return Problems([str(error)])
-    return _Verification(store, console or Console(speaks=False)).run()
+    return _Verification(store, console or Console(prints=False)).run()
 
 
 class _Verification:
