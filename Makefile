@@ -78,7 +78,7 @@ bench: $(STAMP) .venv-litgpt/.installed ## measure training speed beside the pee
 	@.venv-litgpt/bin/python -m pip install -qq --disable-pip-version-check -r benchmarks/peers/litgpt-constraints.txt
 	@touch $@
 
-bench-data: $(STAMP) .venv-modalities/.installed ## measure the data room beside the peers' (BENCH="--quick" and the like)
+bench-data: $(STAMP) .venv-modalities/.installed ## measure packing and loading of data, and the peers' (BENCH="--quick" and the like)
 	@.venv/bin/python benchmarks/data_pack.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/data_index.py --out $(OUT) $(BENCH)
 	@.venv/bin/python benchmarks/data_store.py --out $(OUT) $(BENCH)

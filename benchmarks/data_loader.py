@@ -7,7 +7,7 @@
     megatron    Megatron-Core's GPTDataset over the same .bin and .idx, its indices in an empty cache folder, through
                 torch's DataLoader with consecutive samples, as Megatron reads it
 
-Start-up is measured on files of 2 bytes x samples x 2,048 tokens without content (they take no room), from the first
+Start-up is measured on files of 2 bytes x samples x 2,048 tokens without content (they take no space), from the first
 line after the imports to the first batch; then how long it takes to go on from the middle of the epoch in a new process
 that has what the first one left on the disk. Memory is the process's peak over what it had after the imports; a process
 may take `--memory` GB. Speed is measured on random tokens that are in the page cache. Every measurement is a process of
@@ -37,7 +37,7 @@ H100_TOKENS = 1e15 * 0.4 / (6 * 1e9)  # a second, of a model of 1B parameters at
 
 
 def make_store(folder: Path, samples: int, *, content: bool) -> None:
-    """A store of so many windows."""
+    """Writes a store of `samples` windows."""
     import numpy as np
 
     folder.mkdir(parents=True)

@@ -7,7 +7,7 @@
     modalities  EmbeddedStreamData over a .pbin of the same documents (only where `import modalities` works); it has no
                 batches of its own that are like the others', so only its opening is measured
 
-The tokens take no room on the disk: zeros in a sparse file; lengths and offsets are real (20 bytes a document).
+The tokens take no space on disk: zeros in a sparse file; lengths and offsets are real (20 bytes a document).
 Before each measurement the files are dropped from the page cache. Every measurement is a process of its own, and peers
 take turns. Memory is the process's peak over what it had after its imports. The second table is what operations on a
 store of `--tokens` random tokens take, start-up included. Writes a table (.md) and all numbers (.json) into
@@ -47,7 +47,7 @@ OPERATIONS = {
 
 
 def make_store(folder: Path, documents: int, *, content: bool) -> None:
-    """A store of so many documents of 1 to 999 tokens."""
+    """Writes a store of `documents` documents of 1 to 999 tokens."""
     import numpy as np
 
     from weft.data.stores.indexed import IndexedWriter

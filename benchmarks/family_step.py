@@ -37,7 +37,7 @@ JOB = str(HERE / "peers" / "family_steps.py")
 PEERS = {
     "weft": "Weft",
     "transformers": "transformers",
-    "foreign": "transformers' model in Weft's policy (`type: hf`)",
+    "hf": "transformers' model in Weft's policy (`type: hf`)",
 }
 NOTES = """\
 - **Weft**: the model as a run has it: `build_sharded_model` on a mesh of one process (with bf16 its policy: float32
@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3, help="of measured steps in one measurement")
-    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after so many")
+    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after this many minutes")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="two families, once: does it work at all?")
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace, work: Path) -> tuple[dict, dict, int]:
                 made = measured_apart(JOB, base | {"peer": "make", "family": family, "folder": str(folder)})
                 if "failed" in made:
                     sys.exit(f"{family}: {made['failed']}")
-            usual = [p for p in PEERS if p != "foreign" or families.section(family, args.device).moe is not None]
+            usual = [p for p in PEERS if p != "hf" or families.section(family, args.device).moe is not None]
             for mode, peer in product(args.modes, args.peers or usual):
                 key = f"{family} {mode} {peer}"
                 if key in failed:

@@ -85,7 +85,7 @@ def memory() -> dict[str, int]:
 
 
 def refuse(size: int, ways: list[str], work: Path) -> dict[str, str]:
-    """Ways -> why they are not tried with a model of so many bytes."""
+    """Ways -> why they are not tried with a model of this size in bytes."""
     why, left = {}, memory()["left"]
     for way in ways:
         if WAYS[way][1] and 1.3 * size > left:

@@ -43,9 +43,9 @@ DATA = {  # name in the table, what parallel_steps.py is asked for; the first is
         "Weft, `dp_shard: 4`, `reduce_dtype: bfloat16`",
         {"peer": "weft", "mesh": {"dp_shard": 4}, "reduce": "bfloat16"},
     ),
-    "weft-foreign": (
+    "weft-hf": (
         "Weft, `dp_shard: 4`, transformers' model (`type: hf`)",
-        {"peer": "weft", "mesh": {"dp_shard": 4}, "foreign": True},
+        {"peer": "weft", "mesh": {"dp_shard": 4}, "hf": True},
     ),
     "accelerate-fsdp2": ("Accelerate, FSDP2", {"peer": "accelerate", "mesh": "fsdp2"}),
     "transformers-fsdp2": (
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="eager", help="of eager, compiled (a minute more for each measurement)")
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=40, help="start no measurement after so many")
+    parser.add_argument("--minutes", type=float, default=40, help="start no measurement after this many minutes")
     parser.add_argument("--threads", type=int, default=max(1, available_cores() // RANKS), help="of each process")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, one round of two steps: does it work at all?"

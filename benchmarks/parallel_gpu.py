@@ -91,7 +91,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="compiled", help="of eager, compiled")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS, help="measured in each round")
-    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after so many")
+    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after this many minutes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, one round of two steps: does it work at all?"

@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--modes", default="eager,compiled")
     parser.add_argument("--only", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after so many")
+    parser.add_argument("--minutes", type=float, default=25, help="start no measurement after this many minutes")
     parser.add_argument("--steps", type=int, help="measured steps, in place of each size's own number")
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

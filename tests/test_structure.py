@@ -14,7 +14,7 @@ import weft
 
 ROOT = Path(weft.__file__).parent
 
-# Modules that may import by name, and what they import so.
+# Modules that may import by name -> what they import in this way.
 BY_NAME = {
     "__init__.py": "the public names, each when it is first asked for",
     "plugins.py": "built-ins of a package by name, and what users and installed packages name",

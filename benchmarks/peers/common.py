@@ -212,7 +212,7 @@ def measured_apart(script: str, job: dict) -> dict:
 
 
 def measured_on_ranks(script: str, job: dict, ranks: int, minutes: float = 10) -> dict:
-    """The same of the first of so many processes, that find one another as torchrun's do.
+    """Like `measured_apart`, for the first of `ranks` processes of a process group.
 
     When one of them ends badly, the others are ended too: they would wait for it.
     """

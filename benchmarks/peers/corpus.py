@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def make_jsonl(path: Path, megabytes: int, suffixes: tuple[str, ...] = (".py",), unique: bool = False) -> dict:
-    """Write JSON lines of `{"path", "text"}`, about so many megabytes, the same for the same packages.
+    """Write JSON lines of `{"path", "text"}`, about `megabytes` in size, the same for the same packages.
 
     The files in order; where they are not enough, they come again with their lines turned round: no text repeats.
 

@@ -73,8 +73,8 @@ def weft_model(asked: dict, folder: Path):
     from weft.parallel.world import start_world
     from weft.train.auto_settings import DTYPES
 
-    foreign = asked["peer"] == "foreign"
-    if foreign:
+    is_hf = asked["peer"] == "hf"
+    if is_hf:
         config = json.loads((folder / "config.json").read_text())
         section = TransformersModelSection(type="hf", path=str(folder), config=config)
     else:
@@ -84,7 +84,7 @@ def weft_model(asked: dict, folder: Path):
     dtype = DTYPES[{"bf16": "bfloat16", "fp32": "float32"}[asked["dtype"]]]
     plan = ModelPlan(section, parallel, dtype=dtype, compile=asked["mode"] == "compiled")
     model = build_sharded_model(plan, world)
-    if foreign:
+    if is_hf:
         fill_transformers_model(model, section)
     else:
         load(folder, model=model)

@@ -9,7 +9,7 @@ def gpt_dataset(indexed, folder: Path, samples: int, length: int, vocabulary: in
 
     Args:
         indexed: the IndexedDataset of `folder`/tokens.
-        samples: so many are asked for, of `length` tokens each.
+        samples: number of samples, of `length` tokens each.
     """
     import numpy as np
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

@@ -94,8 +94,8 @@ def weft(asked: dict):
     from weft.parallel.world import start_world
     from weft.train.auto_settings import DTYPES
 
-    folder, foreign = asked.get("folder"), asked.get("foreign", False)
-    if foreign:
+    folder, is_hf = asked.get("folder"), asked.get("hf", False)
+    if is_hf:
         config = json.loads((Path(folder) / "config.json").read_text())
         section = TransformersModelSection(type="hf", path=folder, config=config)
     else:
@@ -115,7 +115,7 @@ def weft(asked: dict):
         fp8=fp8,
     )
     model = build_sharded_model(plan, world)
-    if foreign:
+    if is_hf:
         fill_transformers_model(model, section)
     elif folder:
         load(folder, model=model)
