@@ -1,5 +1,7 @@
 """Generation with a decoder that is sharded over `tp`, against one process."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +73,19 @@ def test_sizes_that_ranks_do_not_divide(runner, tmp_path):
     (told, other) = runner.pool.call(refused, 2, path)
     assert told == other
     assert "tensor parallelism over 2 ranks: 2 does not divide the MLP's hidden size, 23" in told
+
+
+@pytest.mark.matrix
+def test_the_command_prints_what_one_process_prints(tmp_path, tiny_tokenizer):
+    """Also its errors, once."""
+    path = save(tmp_path / "run", vocab_size=512)
+    shutil.copytree(tiny_tokenizer, path / "tokenizer")
+    command = [sys.executable, "-m", "weft", "generate", str(path), "Kalo", "Ren mi", "--max-new-tokens", "5"]
+    one, two = (
+        subprocess.run([*command, "--seed", "2", *more], capture_output=True, text=True, timeout=120)
+        for more in ([], ["--tp", "2"])
+    )
+    assert (two.returncode, two.stdout) == (0, one.stdout)
+    assert "[2] Ren mi" in two.stdout
+    wrong = subprocess.run([*command, "--tp", "2", "--top-p", "7"], capture_output=True, text=True, timeout=120)
+    assert (wrong.returncode, wrong.stderr.count("top_p is 7")) == (2, 1)

@@ -46,7 +46,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, or the weights
             do not fit in the free memory of the device.
     """
-    return _load_model(path, device, dtype)
+    return _load(*_build(path, device, dtype))
 
 
 def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None = None) -> nn.Module:
@@ -59,12 +59,13 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
     Raises:
         UserError: as `load_model`; or the model is no built-in decoder, or its sizes are not multiples of the ranks.
     """
-    return _load_model(path, world.device, dtype, world)
+    return _load(*world.agree(lambda: _build(path, world.device, dtype, world)))
 
 
-def _load_model(
+def _build(
     path: str | Path, device: str | torch.device, dtype: torch.dtype | None, world: World | None = None
-) -> nn.Module:
+) -> tuple[Path, nn.Module]:
+    """Builds a checkpoint's model without its weights. Returns the path that `resolve` returned, and the model."""
     from weft.models.build import build_model
 
     if not isinstance(dtype, torch.dtype | None):
@@ -109,6 +110,11 @@ def _load_model(
                 module, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(module), attribute, model.get_parameter(first))
         initialize_buffers(model)
+    return checkpoint, model
+
+
+def _load(checkpoint: Path, model: nn.Module) -> nn.Module:
+    """Fills a model with the weights of a checkpoint. If the model is sharded, every rank must call this function."""
     load(checkpoint, model=model)
     _LOADED[model] = checkpoint
     return model.eval()

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
         raise UserError("--json: no file can be written here; use the path of a file in an existing folder", args.json)
     console, settings = Console(), vars(args).copy()
-    for name in ("source", "stores", "tasks", "json"):
+    for name in ("source", "stores", "tasks", "json", "words"):
         del settings[name]
     settings["dtype"] = getattr(torch, args.dtype) if args.dtype else None
     try:

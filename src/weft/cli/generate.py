@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.generation.engine import Engine
+    from weft.parallel.world import World
 
 HELP = "generate text with a trained model"
 GROUP = "use"
@@ -72,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stats", action="store_true", help="print tokens per second and the use of the cache to standard error"
     )
     parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shard the model over N processes on this machine, one per GPU (tensor parallelism; default: 1)",
+    )
+    parser.add_argument(
         "--no-cache",
         action="store_true",
         help="recompute all tokens at each step, without a key-value cache (for comparison)",
@@ -82,28 +90,50 @@ def run(args: argparse.Namespace) -> int:
     from weft.launch.threads import wait_briefly
 
     wait_briefly()
+    if args.tp == 1:
+        _generate(args)
+        return 0
+    from weft.cli.on_ranks import run_generation_on_ranks
+    from weft.errors import UserError
+
+    if "-" in args.prompts:
+        raise UserError("--tp: several processes cannot read standard input; give the prompt as text or in --prompts")
+    return run_generation_on_ranks(args, "generate", args.tp, lambda world: _generate(args, world))
+
+
+def _generate(args: argparse.Namespace, world: World | None = None) -> None:
+    """Writes the continuations. With `world`, all ranks must call this function; the first rank writes."""
     import torch
 
     from weft.checkpoint.load import resolve
-    from weft.checkpoint.load_model import load_model
+    from weft.checkpoint.load_model import load_model, load_sharded_model
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
     from weft.generation.text import stop_ids_of, stream_pieces, tokenizer_of
     from weft.observe.console import Console
     from weft.parallel.world import local_device
 
+    def read():
+        names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        settings = {name: getattr(args, name) for name in names}
+        sampling = Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
+        texts, checkpoint = _read_prompts(args), resolve(args.source)
+        return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
+
     # Arguments are checked before the model is loaded.
-    names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    settings = {name: getattr(args, name) for name in names}
-    sampling = Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
-    texts = _read_prompts(args)
-    checkpoint = resolve(args.source)
-    tokenizer, stop_ids = tokenizer_of(checkpoint), stop_ids_of(checkpoint)
-    model = load_model(checkpoint, local_device(Console()), getattr(torch, args.dtype) if args.dtype else None)
+    sampling, texts, checkpoint, tokenizer, stop_ids = read() if world is None else world.agree(read)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    if world is None:
+        model = load_model(checkpoint, local_device(Console()), dtype)
+    else:
+        model = load_sharded_model(checkpoint, world, dtype)
     prompts = [tokenizer.prompt(text) for text in texts]
     written = [prompt.text for prompt in prompts]
     options = {"cache": not args.no_cache, "batch_invariant": args.batch_invariant}
     engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
+    if world is not None and world.rank:
+        list(stream_pieces(engine, prompts, sampling))  # the same steps as on the first rank
+        return
     begun, shown, single = False, 0, len(prompts) == 1
     start, first = time.perf_counter(), None
     ended = [False] * len(prompts)
@@ -125,7 +155,6 @@ def run(args: argparse.Namespace) -> int:
                 _show(number, written[number])
         if args.stats and first is not None:
             print(_stats(engine, first - start, time.perf_counter() - start), file=sys.stderr)
-    return 0
 
 
 def _stats(engine: Engine, first: float, total: float) -> str:

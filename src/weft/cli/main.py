@@ -188,6 +188,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
         verb.add_arguments(parser)
         try:
             args = parser.read(argv[1:])
+            args.words = argv[1:]  # for verbs that run in several processes
         except SystemExit as leaving:  # argparse has printed its help (code 0) or the error (code 2)
             return int(leaving.code or 0)
         with one_line_warnings(), nullcontext() if command in HANDLE_SIGTERM else terminable():

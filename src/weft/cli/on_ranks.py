@@ -13,6 +13,7 @@ from weft.errors import UserError
 
 if TYPE_CHECKING:
     from weft.config.run import RunConfig
+    from weft.parallel.world import World
     from weft.train.loop import Outcome
 
 
@@ -66,6 +67,41 @@ def run_on_ranks(
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]
     return launch_local(command, nproc, run_directory)
+
+
+def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: Callable[[World], None]) -> int:
+    """Runs a function on `tp` tensor parallel ranks, and returns the exit code.
+
+    Args:
+        args: parsed arguments of the command line.
+        verb: name of the subcommand. Local processes run this subcommand with the same arguments.
+        act: function that does the work of one rank.
+
+    Raises:
+        UserError: `tp` is not the number of processes that torchrun started, or exceeds the number of GPUs.
+    """
+    from weft.launch.local import checked_nproc, join_launcher, launch_local
+
+    if "RANK" not in os.environ:
+        nproc = checked_nproc(tp, "--tp")
+        return launch_local([sys.executable, "-m", "weft", verb, *args.words], nproc, None)
+    join_launcher()
+    from weft.config.mesh import ParallelSection, launched_ranks
+    from weft.launch.failures import report_exception, report_mistake
+    from weft.parallel.world import start_world
+
+    if tp != launched_ranks():
+        raise UserError(f"--tp {tp}, but there are {launched_ranks()} processes; set --tp to this number")
+    try:
+        world = start_world(ParallelSection(tp=tp, dp_shard=1))
+        act(world)
+        world.close()
+    except UserError as error:
+        report_mistake(error)
+        raise
+    except Exception as error:
+        return report_exception(error, {})
+    return 0
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from weft.observe.console import Console
 
     console, settings = Console(), vars(args).copy()
+    del settings["words"]
     old, new = resize(settings.pop("source"), settings.pop("out"), console=console, **settings)
     hint = (
         f"; new rows: {old} to {new - 1}; to train only new rows, set training.only_rows_from: {old}"

@@ -152,7 +152,7 @@ def send_to_launcher(text: str, kind: str) -> bool:
     return True
 
 
-def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path) -> int:
+def report_failed_ranks(failures: Mapping[int, Failure], run_directory: Path | None) -> int:
     """Prints which rank failed first, and how. Returns the exit code of the launcher.
 
     Prints nothing if a rank has already printed the error (a mistake in the input), or a signal stopped the ranks.
@@ -197,8 +197,14 @@ def _signal_name(number: int) -> str:
     return f"{name} (the system does this when memory runs out)" if name == "SIGKILL" else name
 
 
-def resume_hint(run_directory: Path) -> str:
-    """Returns a text that says from which checkpoint the same command resumes, and where the logs are."""
+def resume_hint(run_directory: Path | None) -> str:
+    """Returns a text that says from which checkpoint the same command resumes, and where the logs are.
+
+    Args:
+        run_directory: the run directory; None: the ranks do not train.
+    """
+    if run_directory is None:
+        return "run the same command again"
     from weft.checkpoint.load import checkpoints
 
     logs = f"the logs of the ranks are in {run_directory / 'logs'}"

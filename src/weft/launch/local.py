@@ -97,7 +97,7 @@ class LocalRanks:
         killed: the ranks that the launcher killed.
     """
 
-    def __init__(self, command: Sequence[str], nproc: int, run_directory: Path, received: list[int]):
+    def __init__(self, command: Sequence[str], nproc: int, run_directory: Path | None, received: list[int]):
         self.run_directory, self.received = run_directory, received
         self.ending: float | None = None
         self.killed: set[int] = set()
@@ -224,14 +224,14 @@ def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket
     return Rank(number, process, reading)
 
 
-def launch_local(command: Sequence[str], nproc: int, run_directory: Path) -> int:
+def launch_local(command: Sequence[str], nproc: int, run_directory: Path | None) -> int:
     """Runs `command` in `nproc` processes, as ranks 0 to `nproc` - 1, and waits until all ranks have ended.
 
     SIGTERM and SIGINT to this process ask all ranks to save a checkpoint and exit. If this process ends in any way, its
     ranks are killed.
 
     Args:
-        run_directory: directory of the run; messages name its last checkpoint and its logs.
+        run_directory: directory of the run, whose last checkpoint and logs messages name; None: the ranks do not train.
 
     Returns:
         The exit code: 0 if all ranks succeeded, 128 + the number of a signal that stopped the ranks, 3 if ranks had to
@@ -260,23 +260,26 @@ def join_launcher() -> None:
         die_with(process)
 
 
-def checked_nproc(nproc: int | None) -> int:
+def checked_nproc(nproc: int | None, option: str = "--nproc") -> int:
     """Returns the number of local processes: `nproc`; if None, the number of GPUs, or 1 without a GPU.
+
+    Args:
+        option: the option that sets the number, for messages.
 
     Raises:
         UserError: `nproc` is below 1, above the number of GPUs, or above PROCESSES_PER_CORE per core.
     """
     if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc {nproc}: use at least 1 process")
+        raise UserError(f"{option} {nproc}: use at least 1 process")
     import torch
 
     gpus, cores = torch.cuda.device_count(), os.cpu_count() or 1
     if nproc is None:
         return max(1, gpus)
     if gpus and nproc > gpus:
-        raise UserError(f"--nproc {nproc}: this machine has {gpus} GPUs; use at most {gpus} processes")
+        raise UserError(f"{option} {nproc}: this machine has {gpus} GPUs; use at most {gpus} processes")
     if nproc > PROCESSES_PER_CORE * cores:
         raise UserError(
-            f"--nproc {nproc}: this machine has {cores} cores; use at most {PROCESSES_PER_CORE * cores} processes"
+            f"{option} {nproc}: this machine has {cores} cores; use at most {PROCESSES_PER_CORE * cores} processes"
         )
     return nproc
