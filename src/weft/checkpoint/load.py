@@ -208,7 +208,7 @@ def load(
 
 
 def _huggingface_folder(checkpoint: Path, optimizer: torch.optim.Optimizer | None) -> HuggingFaceFolder | None:
-    """Opens a Hugging Face folder; None if the checkpoint is in Weft's format. Raises UserError as `load`."""
+    """Opens a Hugging Face folder; returns None for a checkpoint in Weft's format. Raises UserError as `load`."""
     if not is_huggingface(checkpoint):
         return None
     if optimizer is not None:

@@ -57,7 +57,8 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
         world: the ranks. All mesh axes except `tp` must have size 1.
 
     Raises:
-        UserError: as `load_model`; or the model is no built-in decoder, or its sizes are not multiples of the ranks.
+        UserError: as `load_model`; or the model is not a built-in decoder, or the number of ranks does not divide its
+            sizes.
     """
     return _load(*world.agree(lambda: _build(path, world.device, dtype, world)))
 

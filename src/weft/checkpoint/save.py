@@ -38,9 +38,8 @@ def save(
     """Writes the checkpoint `<run>/checkpoints/step-%08d` and deletes old checkpoints. Every rank must call it.
 
     All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256 in
-    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before the save.
-    The checkpoint that the new one displaces is deleted after the save. An existing checkpoint of this step is
-    replaced atomically.
+    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before the save, and
+    again after it, when the new checkpoint counts. An existing checkpoint of this step is replaced atomically.
 
     Args:
         step: number of optimizer steps so far.
@@ -122,7 +121,7 @@ def _collect(
 
 
 def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
-    """Writes the JSON files, checks the sizes of all files and renames the checkpoint; for rank 0."""
+    """Writes the JSON files, checks the sizes of all files, and renames the checkpoint. Only rank 0 calls it."""
     written = {name: files.write_json(partial / name, content) for name, content in contents.items()}
     files.write_checksums(partial, digests | written)
     if (damage := files.find_damage(partial, contents=False)) is not None:

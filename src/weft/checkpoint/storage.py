@@ -125,7 +125,7 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Numbers the ranks. Raises OSError, before anything is written, if the disk has too little space."""
+        """Adds the rank to each plan. Raises OSError, before anything is written, if the disk has too little space."""
         needed = sum(_size(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.directory).free
         if free < needed:

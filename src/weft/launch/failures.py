@@ -112,7 +112,7 @@ def out_of_resources(error: Exception) -> str | None:
 
 
 def report_mistake(error: UserError) -> None:
-    """Sends an error in the input to the launcher. The command line prints the error. (Torchrun prints it, too.)
+    """Sends a UserError to the launcher. The command line, not the launcher, prints it. (Torchrun prints it, too.)
 
     If all ranks found the same error, one rank on each machine reports it. The other ranks wait for GRACE seconds,
     because a launcher terminates all ranks as soon as the first one exits.

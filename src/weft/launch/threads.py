@@ -18,8 +18,8 @@ def wait_briefly() -> None:
 
 
 def use_huge_pages() -> None:
-    """Makes PyTorch request huge pages for large CPU tensors, which halves page faults, unless the variable is set.
+    """Makes PyTorch request huge pages for large CPU tensors, which halves the number of page faults.
 
-    PyTorch reads the variable at its first CPU allocation.
+    Does nothing if THP_MEM_ALLOC_ENABLE is set. PyTorch reads this variable at its first CPU allocation.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

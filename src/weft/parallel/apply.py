@@ -78,7 +78,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 
 
 def shard_for_inference(model: nn.Module, world: World) -> None:
-    """Shards a decoder over `tp`, and nothing else: parameters keep their dtype, and there is no FSDP2.
+    """Shards a decoder over `tp` only. Does not cast parameters, and does not apply FSDP2.
 
     Assumes plain parameters, which can be on the meta device.
 
@@ -94,9 +94,10 @@ def shard_for_inference(model: nn.Module, world: World) -> None:
 
 
 def assemble(plan: ModelPlan, world: World) -> nn.Module:
-    """Builds and shards a model, whose weights `fill_weights` then initializes.
+    """Builds a model and applies the transformations. `fill_weights` must be called afterwards.
 
-    The built-in decoder, and a Transformers model that is loaded from files, are still on the meta device.
+    The returned model is on the meta device if it is the built-in decoder, or a Transformers model that is loaded from
+    files.
     """
     single = is_single_rank(plan, world)
     state = ModelState(plan, world, SingleRankParameters(plan.dtype) if single else MeshParameters(plan, world))
@@ -113,7 +114,7 @@ def assemble(plan: ModelPlan, world: World) -> nn.Module:
 def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
     """Builds the plain (unsharded) model, or this rank's pipeline stages.
 
-    Returns stage number -> module; without a pipeline, the model has number 0.
+    Returns stage index -> module; without a pipeline, the index of the model is 0.
 
     The built-in decoder, and a Transformers model that is loaded from files, are on the meta device. Other models have
     the parameters that their own code initializes, equal on all ranks.
@@ -135,16 +136,16 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
 
 
 def freeze(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `only_rows_from`, freezes all parameters except the embedding and the head. Assumes plain parameters."""
+    """If `only_rows_from` is set, freezes all parameters except embedding and head. Assumes plain parameters."""
     if state.plan.only_rows_from is not None:
         freeze_all_but_rows(model, state.plan.only_rows_from)
     return model
 
 
 def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
-    """Casts parameters and buffers to `state_dtype`. Assumes plain parameters.
+    """Casts parameters and buffers to `ModelPlan.state_dtype`. Assumes plain parameters.
 
-    The cast to the compute dtype happens in forward: by FSDP2's policy, or by `SingleRankParameters` on a single rank.
+    They are cast to the compute dtype in each forward pass, by FSDP2 or, on a single rank, by `SingleRankParameters`.
     """
     model.to(state.plan.state_dtype)
     if isinstance(model, TransformersModel):
@@ -153,7 +154,7 @@ def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
-    """With `fp8`, replaces the blocks' linear layers with torchao's. Assumes plain, unsharded parameters."""
+    """If `fp8` is set, replaces the blocks' linear layers with torchao's. Assumes plain, unsharded parameters."""
     if state.plan.fp8:
         fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
     return model
@@ -162,9 +163,10 @@ def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
 def use_local_parameters(model: nn.Module, state: ModelState) -> nn.Module:
     """Makes forward passes use this rank's plain tensors instead of DTensor parameters.
 
-    Must be called after tensor parallelism, expert parallelism or the path for a single rank has created its DTensors.
-    (FSDP2 unwraps the DTensors that it creates.) Each block, each layer's experts (with `ep`) and the rest of the model
-    are wrapped separately, because FSDP2 gathers a module's parameters when that module's forward is called.
+    Must be called after `shard_over_tp`, `shard_over_ep`, `place_on_rank` and `replicate_scalars`, which create
+    DTensors. (FSDP2 itself unwraps the DTensors that it creates.) Each block, each layer's experts (with `ep`) and the
+    rest of the model are wrapped separately, because FSDP2 gathers a module's parameters when that module's forward is
+    called.
     """
     blocks = repeated_blocks(model)
     experts = [m for m in model.modules() if isinstance(m, Experts)] if state.world.ep_mesh is not None else []
@@ -187,8 +189,8 @@ def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
 def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
     """Compiles each block's forward, and the model's `token_logprobs` if it has this attribute.
 
-    Assumes that activation checkpointing is already applied, so that the compiler sees it, and that DTensor parameters
-    will be replaced outside of the compiled forward.
+    Assumes that activation checkpointing is already applied, so that the compiler sees it, and that
+    `use_local_parameters` will replace DTensor parameters outside of the compiled forward.
     """
     for block in repeated_blocks(model):
         options = compiler_options(block, state.world.device)
@@ -199,7 +201,7 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """Returns Inductor's options for a block: none, or a workaround for a bug with parallel blocks on CPUs.
+    """Returns Inductor's options for a block. For a parallel block on CPUs, an option works around a bug; else {}.
 
     In a parallel block, attention and MLP have the same input, and their output biases have the same gradient. On CPUs,
     Inductor (PyTorch 2.11 to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable
@@ -221,7 +223,7 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 
 
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
-    """Allocates or moves a sharded model to its device, and initializes the built-in decoder.
+    """Allocates a sharded model on its device, or moves it there. Initializes the built-in decoder.
 
     Other models were initialized when they were built, except for a Transformers model that is loaded from files. Its
     parameters stay uninitialized.

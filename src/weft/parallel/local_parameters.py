@@ -1,4 +1,4 @@
-"""Creates DTensor parameters, and makes forwards compute with their local shards."""
+"""Creates DTensor parameters, and makes forward passes use the local shards of these parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distribute_parameters(
 
 
 class LocalParameters:
-    """Replaces the DTensor parameters of an FSDP2 unit with this rank's plain tensors while a forward runs.
+    """Replaces the DTensor parameters of an FSDP2 unit with this rank's plain tensors during forward passes.
 
     Args:
         unit: module whose parameters FSDP2 gathers when the module's forward is called.

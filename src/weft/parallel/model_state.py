@@ -1,4 +1,4 @@
-"""Defines the state of a sharded model: its plan, its ranks, and the wrappers of its forwards."""
+"""Defines the state of a sharded model: the plan, the ranks, and the wrappers of forward methods."""
 
 from __future__ import annotations
 

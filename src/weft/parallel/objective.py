@@ -43,8 +43,9 @@ class Objective(Protocol):
 
     Optional methods:
 
-    - `prepare(forward, batch) -> dict` runs before each step's forwards, without gradient and dropout. The dict that it
-      returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the model.
+    - `prepare(forward, batch) -> dict` runs before the forward passes of each step, without gradient and dropout. The
+      dict that it returns is added to `batch.extra` before `inputs` and `loss` are called. `forward(inputs)` calls the
+      model.
     - `compute(forward, batch) -> Tensor | Loss` replaces `inputs` and `loss`. It can call the model several times, with
       gradient. It is not supported with pipeline parallelism, where the schedule calls the model.
     """
@@ -57,7 +58,7 @@ class Objective(Protocol):
         ...
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Returns the weight of the batch, a scalar: its number of tokens (with loss), sequences or pairs."""
+        """Returns the weight of the batch as a scalar tensor, such as the number of tokens with loss, or of pairs."""
         ...
 
     def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor | Loss:

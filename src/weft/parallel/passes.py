@@ -47,12 +47,12 @@ class Passes:
         seed: Callable[[Batch], None],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
-        """Accumulates gradients of the loss divided by `weight`. The last backward reduces them over ranks.
+        """Accumulates gradients of the loss divided by `weight`. The last backward pass reduces them over ranks.
 
         Args:
             weight: weight of the global batch; must not be 0.
             learned_tokens: number of tokens with loss in the global batch; normalizes auxiliary losses of experts.
-            seed: function that seeds the random generators for a micro-batch; called before each forward.
+            seed: function that seeds the random generators for a micro-batch; called before each forward pass.
             loss_scale: multiplier of the loss in backward.
 
         Returns:
@@ -93,7 +93,7 @@ class Passes:
         return (self.model,)
 
     def loss(self, batch: Batch, shard: Batch, learned_tokens: float | None) -> torch.Tensor | Loss:
-        """Runs a forward, and returns the loss of this rank's shard of a batch."""
+        """Runs a forward pass, and returns the loss of this rank's shard of a batch."""
         if self.compute is not None:
             return self.compute(lambda inputs: self.forward(self.complete(inputs, batch, shard, learned_tokens)), shard)
         outputs = self.forward(self.complete(self.objective.inputs(shard), batch, shard, learned_tokens))
@@ -152,11 +152,11 @@ class Passes:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
-    """Makes FSDP2 reduce gradients in the backward of a step's last micro-batch. Call it before each backward.
+    """Tells FSDP2 whether the next backward pass is the last of the step. Call it before each backward pass.
 
-    With `reduce_gradients: every`, each backward reduce-scatters gradients over `dp_shard` x `cp`, and the last one
-    also all-reduces gradients over `dp_replicate`. FSDP2 units that are not sharded, or not resharded after forward,
-    stay gathered until the last backward.
+    The last backward pass reduces gradients. With `reduce_gradients: every`, each backward pass reduce-scatters
+    gradients over `dp_shard` x `cp`, and the last one also all-reduces gradients over `dp_replicate`. FSDP2 units
+    that are not sharded, or not resharded after forward, stay gathered until the last backward pass.
 
     Args:
         last: whether this is the last micro-batch of the step.

@@ -42,7 +42,7 @@ _times = itertools.count()
 
 
 def attempts(missing: Callable[[], str], *, prints: bool) -> Iterator[None]:
-    """Yields at growing intervals, for a caller that polls a condition and leaves the loop when it is met.
+    """Yields at growing intervals. The caller checks a condition at each yield, and breaks when it is met.
 
     Args:
         missing: returns a description of what the caller waits for.
@@ -88,7 +88,7 @@ def _store() -> Store:
             store = _try_to_connect(host, int(number))[0]
             if store is not None and store.check([name]):
                 return store
-    raise AssertionError("attempts() ends by an exception")
+    raise AssertionError("internal error: `attempts` ended without an exception")
 
 
 def _serve(host: str, port: int) -> tuple[Store, int]:
@@ -141,7 +141,7 @@ def _connect(host: str, port: int) -> Store:
         store, problem = _try_to_connect(host, port)
         if store is not None:
             return store
-    raise AssertionError("attempts() ends by an exception")
+    raise AssertionError("internal error: `attempts` ended without an exception")
 
 
 def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:

@@ -25,17 +25,19 @@ GRACE = 2.0  # seconds that rank 0 waits for further reports after the first dif
 
 
 def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compares this rank's facts with rank 0's facts. All ranks must call it before they create process groups.
+    """Checks that facts about the run, such as config values and versions, are equal on all ranks.
+
+    All ranks must call this function before they create process groups.
 
     Each rank reads and writes a constant number of store entries, so the cost is linear in the number of ranks. Does
     nothing if the environment has no RANK (a single process), or if a process group is already initialized.
 
     Args:
-        facts: function that returns key -> value. Error messages print keys and values as they are.
+        facts: function that returns name of a fact -> value. Error messages contain these names and values unchanged.
 
     Raises:
         UserError: on all ranks, if the facts of any rank differ from rank 0's. The message names the ranks and the
-            keys. Only rank 0 prints it. Also if rank 0 has exited, or a rank does not start in time.
+            facts. Only rank 0 prints it. Also raised if rank 0 has exited, or a rank does not start in time.
     """
     if "RANK" not in os.environ or dist.is_initialized():
         return
@@ -132,7 +134,8 @@ def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
     differences.
 
     Args:
-        reports: rank -> key -> [the rank's value, rank 0's value]. The inner dictionary is empty if the rank is equal.
+        reports: rank -> name of a fact -> [the rank's value, rank 0's value]. The inner dictionary is empty if the
+            rank's facts are equal to rank 0's.
     """
     different = {rank: report for rank, report in reports.items() if report}
     shown = next(iter(different.values()))

@@ -11,9 +11,8 @@ from weft.config.model import ModelSection
 def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int) -> list[range]:
     """Returns the range of layers of each stage.
 
-    The numbers of layers are `parallel.stage_layers`. If this is None, they balance the cost of matrix products.
-
-    This cost includes the head in the last stage. Embedding look-ups have no cost.
+    `parallel.stage_layers` sets the number of layers of each stage. If it is None, the stages balance the cost of
+    matrix products, including the head in the last stage. Embedding look-ups have no cost.
 
     Args:
         sequence: number of tokens per sequence, for the cost of attention.
@@ -29,7 +28,7 @@ def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int
 
 
 def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """Returns the number of layers of each stage (at least 1) that minimizes the cost of the most expensive stage.
+    """Returns the numbers of layers per stage (at least 1) that minimize the cost of the most expensive stage.
 
     Args:
         costs: cost of each layer.
@@ -66,7 +65,7 @@ def balance_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> li
 
 
 def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int]:
-    """Returns the numbers of the stages that pipeline rank `rank` runs.
+    """Returns the indices of the stages that pipeline rank `rank` runs.
 
     These are every `ranks`-th stage. With a V-shaped schedule, they are one stage from the front and the mirrored stage
     from the end.
@@ -80,7 +79,7 @@ def stages_of_rank(parallel: ParallelSection, rank: int, ranks: int) -> list[int
 
 
 def rank_of_stage(parallel: ParallelSection, stage: int, ranks: int) -> int:
-    """Returns the pipeline rank that runs stage number `stage`.
+    """Returns the pipeline rank that runs the stage with index `stage`.
 
     Args:
         ranks: number of pipeline ranks.

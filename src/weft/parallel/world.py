@@ -120,7 +120,7 @@ class World:
             dist.barrier()
 
     def close(self) -> None:
-        """Waits for all ranks, then destroys the process group: gloo aborts if a rank still communicates."""
+        """Destroys the process group. First waits for all ranks, because gloo aborts if a rank still communicates."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
@@ -145,8 +145,8 @@ def local_device(console: Console) -> torch.device:
         local = int(os.environ.get("LOCAL_RANK", 0))
         if local >= torch.cuda.device_count():
             raise UserError(
-                f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; lower --nproc to "
-                "the number of GPUs"
+                f"local rank {local} has no GPU: the number of GPUs of this machine is "
+                f"{torch.cuda.device_count()}; lower --nproc to this number"
             )
         return torch.device("cuda", local)
     other = torch.accelerator.current_accelerator(check_available=True)
@@ -170,7 +170,7 @@ def start_world(section: ParallelSection) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if section.async_tp and device.type != "cuda":
-        error = UserError("parallel.async_tp: this needs GPUs, and the run is on CPUs; remove the key")
+        error = UserError("parallel.async_tp needs GPUs, but this run is on CPUs; remove the key")
         error.quiet = rank != 0  # raised on all ranks
         raise error
     if not dist.is_initialized():

@@ -1,6 +1,7 @@
 """Settings that Weft chooses for a session: dtype, CPU threads, and the behavior of the memory allocator.
 
-The dtype changes results, so a resumed run reuses it. The number of threads follows the ranks and cores of the session.
+The dtype changes results, so a resumed run reuses it. The number of threads depends on the ranks and cores of the
+current session.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ProfilingRecorder(Recorder):
     Attributes:
         records: whether this rank records a trace.
         seconds: the duration of each step, measured as in `weft train`.
-        marks: number of a mark in the trace -> address of each tensor storage at this mark -> its memory category.
+        marks: index of a mark in the trace -> address of each tensor storage at this mark -> its memory category.
         before: address, size in bytes and category of each tensor storage that existed before the trace began.
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """

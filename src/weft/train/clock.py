@@ -1,4 +1,4 @@
-"""Defines `StepClock`, which times steps. A step lasts from its request for a batch to the end of its update."""
+"""Defines `StepClock`, which times steps. A step lasts from the request for the batch to the end of the update."""
 
 from __future__ import annotations
 

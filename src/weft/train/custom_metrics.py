@@ -28,15 +28,15 @@ class Metric(Protocol):
     def step(self, state: State) -> Mapping[str, float | Pair]:
         """Returns the values of a logged step by name. Called on every rank.
 
-        A value is a number or a pair (sum, weight). A number is written as rank 0 returns it. Pairs are summed over the
-        data-parallel ranks, and sum / weight is written.
+        A value is a number or a pair (sum, weight). Of numbers, only those of rank 0 are written. Pairs are summed over
+        the data-parallel ranks, and sum / weight is written.
         """
         ...
 
     def outputs(self, outputs: torch.Tensor, batch: Batch) -> Mapping[str, Pair]:
         """Returns name -> pair (sum, weight) for one micro-batch of training or validation.
 
-        The arguments are those of the objective's `loss`; `outputs` has no gradient.
+        Receives the same arguments as the objective's `loss`, but `outputs` has no gradient.
         """
         ...
 

@@ -55,11 +55,12 @@ class Data:
     """The data of a run.
 
     Attributes:
-        length: number and size of the steps, and the intervals of validation and the like, in steps.
+        length: number and size of the steps, and how many steps pass between validations, checkpoints and samples.
         source: the training batches, as a function of the step.
         held_out: the validation sets.
-        digests: digests of the token stores by name: "train" and "validation", or "train/NAME" and "validation/NAME".
-        plan: number of samples that the run takes from each source of a mixture; None for a single source.
+        digests: name -> digest of a token store. The names are "train" and "validation", or "train/NAME" and
+            "validation/NAME".
+        plan: number of samples that the run takes from each source of a mixture; None unless `data.train` is a list.
     """
 
     length: RunLength
@@ -70,7 +71,7 @@ class Data:
 
 
 def layout_of(objective: object, config: RunConfig) -> Layout:
-    """Returns the layout of samples that the objective declares.
+    """Returns the fields of samples and the number of sequences per sample that the objective declares.
 
     Raises:
         UserError: `fields` or `sequences_per_sample` is invalid, or a field has the name of a built-in key of batches.
@@ -200,7 +201,7 @@ def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world:
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, dict[str, str]]:
-    """Opens the training data. Returns the dataset (several sources are concatenated) and the token stores' digests."""
+    """Opens the training data. Returns the dataset, which concatenates all sources, and the token stores' digests."""
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)

@@ -98,8 +98,7 @@ class Loop:
         self.saved_at = self.validated_at = 0
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
-        """Trains from step `step` to the end of the run, a non-finite loss or gradient, or a stop request on any
-        rank."""
+        """Trains from step `step` until the run ends, a loss or gradient is not finite, or any rank asks to stop."""
         stop = stop or StopRequest()
         state = self.begin(step, stop)
         batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
@@ -226,8 +225,8 @@ class Loop:
         """Computes the gradients of the global batch's mean loss, summed over micro-batches and ranks.
 
         Args:
-            weight: total weight of the *global* batch, by which the loss is divided before the first backward.
-            learned: total weight of the global batch's tokens, which is the weight of load balancing losses.
+            weight: total weight of the global batch, by which the loss is divided.
+            learned: total weight of the tokens of the global batch, which normalizes load balancing losses.
 
         Returns:
             The mean loss, in nats per token (or per unit of the objective's weight), and the objective's scalars.
@@ -253,8 +252,7 @@ class Loop:
         return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
-        """Seeds dropout by run seed, step and sample, so that dropout does not depend on ranks and needs no saved
-        state."""
+        """Seeds dropout by run seed, step and sample. So dropout does not depend on ranks, and needs no saved state."""
         key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 

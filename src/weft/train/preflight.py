@@ -27,7 +27,7 @@ from weft.train.job import Job
 
 
 def run_facts(config: RunConfig) -> dict[str, str]:
-    """Returns the facts that must be equal on all ranks, by name, as text for messages: config, data and versions.
+    """Returns name -> text for all config values, data digests and versions that must be equal on all ranks.
 
     Stores and tokenizers are compared by digest, not by path, because each machine may have its own copy.
     """

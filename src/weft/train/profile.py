@@ -92,7 +92,7 @@ class ProfiledLoop(Loop):
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, torch.Tensor))
 
     def write(self, folder: Path) -> None:
-        """Writes each rank's trace and memory picture. Rank 0 also writes profile.json and profile.html."""
+        """Writes each rank's trace, and its picture of memory. Rank 0 also writes profile.json and profile.html."""
         world = self.world
         reports = all_gather_object(world.agree(lambda: self.rank_report(folder) if self.recorder.records else None))
 
@@ -105,7 +105,7 @@ class ProfiledLoop(Loop):
         world.agree(write_files, only_first=True)
 
     def rank_report(self, folder: Path) -> dict[str, Any]:
-        """Writes the trace and the memory picture of this rank. Returns the entry of this rank in profile.json."""
+        """Writes this rank's trace and picture of memory over time. Returns this rank's entry in profile.json."""
         recorder, device, rank = self.recorder, self.world.device, self.world.rank
         recorder.profiler.stop()
         trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
@@ -170,7 +170,7 @@ class _Stopped(Exception):
 def profile(config: RunConfig, request: Request, console: Console | None = None) -> Outcome:
     """Runs the first steps of a run and records some of them. Creates `request.out` if the outcome is "finished".
 
-    The run directory is only read, for the dtype of the run.
+    Only the dtype is read from the run directory, and nothing is written there.
 
     Raises:
         UserError: the run cannot start (see `Trainer.fit`), the run has fewer steps than requested, or the output

@@ -29,8 +29,8 @@ def validate(
 
     Bits per byte are the bits of the predicted tokens (including end-of-document tokens), divided by the bytes of the
     predicted text tokens. Both exclude tokens that are not predicted: the first token of each document if documents are
-    separated, and tokens that a loss mask excludes. Each text token counts as
-    the mean number of bytes per token of the store.
+    separated, and tokens that a loss mask excludes. Each text token counts as the mean number of bytes per token of the
+    store.
 
     Args:
         full: whether to evaluate each set completely, instead of only up to `validation.tokens`.
@@ -38,7 +38,8 @@ def validate(
 
     Returns:
         `validation_loss` (nats per token), `validation_bits_per_byte` if the bytes are known, and `validation_NAME` for
-        each scalar of the objective. For each named set, the same metrics as `validation_loss/NAME` and so on.
+        each scalar of the objective. For each named set, the same metrics with the name of the set as suffix, such as
+        `validation_loss/SET`.
     """
     sums = [
         measure(model, passes, show(one.full if full else one.subset), world, one.bytes_per_token) for one in held_out

@@ -134,7 +134,8 @@ def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Itera
         raise damage
     if model_sum.hexdigest() != tensor.sha256:
         raise UserError(
-            f"{name} was not restored, although base and delta are intact; report this as a bug of Weft", delta
+            f"internal error: {name} was not restored, although base and delta are intact; report this bug",
+            delta,
         )
 
 

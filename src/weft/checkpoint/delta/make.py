@@ -69,8 +69,8 @@ def make(
 
     From the base and the delta, `apply` restores the model bit for bit.
 
-    Tensors are matched by their names in the model's files. A tensor of the model can have another number of rows (a
-    resized vocabulary) or another floating-point dtype than the base's tensor, or be missing in the base.
+    Tensors are matched by their names in the model's files. A tensor of the model can differ from the base's tensor in
+    the number of rows (a resized vocabulary) and in the floating-point dtype. It can also be missing in the base.
 
     Args:
         out: the folder to write.

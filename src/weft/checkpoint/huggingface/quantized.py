@@ -141,6 +141,7 @@ def _shapes(shape: tuple[int, ...], block: tuple[int, ...] | None) -> tuple[tupl
 
     Args:
         shape: shape of the tensor of quantized values.
+        block: number of rows and of columns that share a scale in FP8; None for MXFP4.
     """
     if block is None:
         fits = len(shape) == 4 and 2 * shape[3] == _BLOCK

@@ -22,7 +22,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self) -> dict[str, float]:
-        """Raises the bias of experts below the mean load, and lowers the bias of experts above the mean load.
+        """Raises the bias of experts whose load is below the mean load, and lowers it for experts above the mean.
 
         The load is summed over all ranks. Routers without a bias, and frozen routers, are not changed.
 
@@ -41,7 +41,7 @@ class ExpertBalance:
         return {"expert_load": load / layers} | ({"dropped": dropped / max(chosen, 1)} if limited else {})
 
     def _update(self) -> list[float]:
-        """Updates the routers of this stage, and clears their counts.
+        """Updates the expert biases of the routers of this stage, and clears the counts in these routers.
 
         Returns:
             Five totals over the layers of this stage: (highest load of an expert) / (mean load), number of layers,

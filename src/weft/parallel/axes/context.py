@@ -4,8 +4,8 @@
   sequence. A second all-to-all after attention gives each rank all heads of its own tokens, which are consecutive.
 - all_gather: each rank all-gathers keys and values, and computes attention for the queries of its own tokens. Under a
   causal mask later queries cost more. To balance the work, a rank has a chunk from the front of the sequence and the
-  mirrored chunk from its end. If attention is within documents, a rank has every N-th token, so that the ranks divide
-  the work of each document.
+  mirrored chunk from its end. If attention is within documents, each of N ranks has every N-th token, so that the
+  ranks divide the work of each document.
 - ring (`ring.py`): if the mask is purely causal, keys and values circulate among the ranks, so that each rank stores
   a single shard of them at a time. Otherwise (such as with a window, or attention within documents) the layer uses
   all_gather.
@@ -39,7 +39,7 @@ from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 
 
 def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
-    """Returns `method`, or for "auto" all_to_all if `cp` divides the heads of a `tp` rank, else all_gather."""
+    """Returns `method`. For "auto": all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather."""
     if method != "auto":
         return method
     groups = config.num_attention_heads if config.mla else config.kv_heads
@@ -96,7 +96,7 @@ class SequenceShard:
         return torch.cat([self.positions(seq, by_document, device, rank) for rank in ranks])
 
     def shard(self, batch: Batch) -> Batch:
-        """Returns the batch with this rank's tokens of each sequence, and `segments` of the full sequences."""
+        """Returns a batch with only this rank's tokens of each sequence; its `segments` cover the full sequences."""
         self.by_document = batch.segments is not None
         positions = self.positions(batch.tokens.shape[1], self.by_document, batch.tokens.device)
         return replace(
@@ -156,11 +156,11 @@ class SequenceShard:
         return seq, positions, self.gathered_positions(seq, self.by_document, positions.device)
 
     def _on_full_sequence(self, function: Callable, chosen: torch.Tensor) -> torch.Tensor:
-        """Applies `function` to a tensor of full sequences, and returns this rank's shard of the result.
+        """All-gathers a tensor over `cp`, applies `function`, and returns this rank's shard of the result.
 
         Args:
-            function: maps `[batch, seq, ...]` to `[batch, seq, ...]`.
-            chosen: this rank's shard `[batch, seq / ranks, ...]` of the tensor.
+            function: maps a tensor of full sequences `[batch, seq, ...]` to a tensor `[batch, seq, ...]`.
+            chosen: this rank's shard of the tensor, `[batch, seq / ranks, ...]`.
         """
         seq, device = chosen.shape[1] * self.group.size(), chosen.device
         order = self.gathered_positions(seq, self.by_document, device)
@@ -180,8 +180,8 @@ class SequenceShard:
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
         """Returns (mask for layers without a window, mask for layers with the window).
 
-        Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. A mask of
-        None means ring attention.
+        Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. If a
+        mask is None, the layer uses ring attention.
         """
         config = self.config
         seq, device, by_document = tokens.shape[1] * self.group.size(), tokens.device, segments is not None

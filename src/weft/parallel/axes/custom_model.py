@@ -58,7 +58,7 @@ class CustomModelCheck:
     def compare(self) -> None:
         """Compares the sharded model's results with those of the unsharded model.
 
-        Does nothing on other devices than CPUs, where there are no results of the unsharded model.
+        Does nothing on other devices than CPUs, because reference results are computed only on CPUs.
 
         Raises:
             UserError: if the results differ.

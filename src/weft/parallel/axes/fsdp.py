@@ -38,8 +38,8 @@ def replicate_scalars(model: nn.Module, state: ModelState) -> nn.Module:
 class MeshParameters:
     """Callable that returns, for a DTensor parameter, the plain tensor that this rank computes with.
 
-    FSDP2 casts parameters and reduces gradients, except for scalars. This class casts scalars, and all-reduces their
-    gradients in every backward.
+    FSDP2 casts parameters and reduces gradients, except for scalars. This class casts scalars, and all-reduces the
+    gradients of scalars in every backward pass.
     """
 
     def __init__(self, plan: ModelPlan, world: World):
@@ -69,8 +69,8 @@ def shard_over_data(model: nn.Module, state: ModelState) -> nn.Module:
     """Applies FSDP2 with its mixed-precision policy to units of `layers_per_fsdp_unit` blocks, and to the model.
 
     Must be the last transformation, so that other wrappers run inside of FSDP2's hooks. Replaces every parameter except
-    scalars with a DTensor sharded over `dp_shard` x `cp`, also if the size of that axis is 1. Gradients are summed over
-    ranks.
+    scalars with a DTensor sharded over `dp_shard` x `cp`, even if the size of this combined axis is 1. Gradients are
+    summed over ranks.
     """
     world, parallel, blocks = state.world, state.plan.parallel, repeated_blocks(model)
     policy = MixedPrecisionPolicy(
@@ -113,7 +113,7 @@ def _wrap(
     scalars: set[nn.Parameter],
     reshard: bool,
 ) -> None:
-    """Makes the modules of `unit` one FSDP2 unit, which all-gathers parameters, and reduces gradients, together.
+    """Makes the modules of `unit` one FSDP2 unit, whose parameters and gradients are communicated together.
 
     Args:
         mesh: FSDP2's mesh. Parameters are sharded over its last axis.
@@ -155,7 +155,7 @@ class SingleRankReduceScatter:
         self.input: torch.Tensor | None = None
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a new tensor at the first call (the input), and the same tensor at the second call (the output)."""
+        """Returns a buffer: a new tensor for FSDP2's first call (the input), the same tensor for the second."""
         buffer, self.input = self.input, None
         if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
             buffer = self.input = torch.empty(size, dtype=dtype, device=device)

@@ -43,7 +43,7 @@ SCHEDULES = {
 def build_local_stages(
     section: ModelSection, parallel: ParallelSection, world: World, sequence: int, dtype: torch.dtype
 ) -> dict[int, Decoder]:
-    """Builds this rank's pipeline stages on the current default device. Returns stage number -> stage.
+    """Builds this rank's pipeline stages on the current default device. Returns stage index -> stage.
 
     Args:
         section: configuration of the full model.
@@ -68,7 +68,7 @@ def build_local_stages(
 
 
 class Stages(Decoder):
-    """A module with the layers of this rank's stages, under the parameter names of the full model.
+    """A module that contains this rank's pipeline stages. Parameters have the names of the full model.
 
     It cannot be called: a schedule calls the stages. With tied embeddings, the matrix is a parameter of the first
     stage, and the last stage's copy of the matrix is not a parameter of this module.
@@ -89,7 +89,7 @@ class Stages(Decoder):
         self.layers = nn.ModuleList(own)
 
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        raise RuntimeError("pipeline stages are called by a schedule")
+        raise RuntimeError("internal error: `Stages` was called, but only a pipeline schedule may call the stages")
 
     def train(self, mode: bool = True) -> Stages:
         """Sets this module and its stages to training or evaluation mode."""

@@ -1,6 +1,6 @@
 """Transformations that replace FSDP2 on a single rank, where FSDP2 would copy parameters without need.
 
-Parameters are DTensors on a mesh of one rank. Forwards compute with the local tensors of parameters, cast to the
+Parameters are DTensors on a mesh of one rank. Forward passes use the local tensors of parameters, cast to the
 compute dtype as in FSDP2's mixed-precision policy.
 """
 
@@ -92,7 +92,7 @@ class SingleRankParameters:
         return leaf.to(self.dtype)
 
     def _cast(self, cached: _Cached, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `tensor` cast to `dtype`, cached until the parameter changes (for validation and generation)."""
+        """Returns `tensor` cast to `dtype`. The cast is cached for later calls until the parameter changes."""
         if tensor.dtype == self.dtype:
             return tensor
         cast, version = cached.cast, version_of(tensor)

@@ -141,7 +141,7 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
 
 
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Wraps a forward: all-gathers the sequence of the input, and reduce-scatters the partial output.
+    """Wraps a 'part' module's forward: all-gathers the input's sequence, and reduce-scatters the partial output.
 
     In a mixture of experts, every rank computes the same auxiliary loss. So the wrapper divides the weight of the
     auxiliary loss by the number of ranks.
@@ -158,7 +158,7 @@ def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
 
 
 def _embedding(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Looks up the ids in this rank's rows of the vocabulary (zeros for other ids), and reduce-scatters the outputs."""
+    """Wraps an embedding's forward: looks up ids in this rank's rows (zeros for other ids), and reduce-scatters."""
     assert isinstance(module, nn.Embedding)
     rows = module.num_embeddings // group.size()
     first = group.rank() * rows
@@ -184,7 +184,7 @@ def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callab
 
 
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
-    """Computes only some rows (output features) of a replicated linear layer."""
+    """Wraps a replicated linear layer's forward: computes only the output features `rows`."""
 
     def call(x):
         return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])
@@ -193,7 +193,7 @@ def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
 
 
 def _norm(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Computes the RMS norm of a vector that is sharded over `group`."""
+    """Wraps an RMS norm's forward: computes the norm of vectors whose last dimension is sharded over `group`."""
     assert isinstance(module, RMSNorm)
 
     def call(x):
@@ -251,7 +251,10 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _select(group: dist.ProcessGroup) -> Callable:
-    """Selects tokens of the full sequence. Returns this rank's shard of them, padded to a multiple of the ranks."""
+    """Returns a function that selects tokens of the full sequence, and returns this rank's shard of the selection.
+
+    The selection is padded to a multiple of the number of ranks.
+    """
 
     def call(hidden, tokens):
         kept = collectives.all_gather(hidden, SEQUENCE, group)[:, tokens]

@@ -1,8 +1,8 @@
 """PowerSGD (Vogels et al., 2019): replicas all-reduce low-rank factors of their gradients.
 
 FSDP2 reduces gradients within each replica. After the last backward, this module sums them over `dp_replicate`, the
-axis that can have slow links, in a few large collectives. Let M be the sum over replicas of a matrix's gradients and
-errors of earlier steps. M is approximated as M ~ Q P^T with
+axis that can have slow links, in a few large collectives. Let M be a matrix's gradient plus the error of the previous
+step, summed over replicas. M is approximated as M ~ Q P^T with
 
     P = orthogonal(M^T Q), Q = M P
 
@@ -41,8 +41,8 @@ class _Matrix:
 
     Attributes:
         placements: placements of Q. Its last dimension (the rank of the approximation) is not sharded.
-        p_groups: process groups of a replica over which each process's product P is partial.
-        q_groups: process groups of a replica over which each process's product Q is partial.
+        p_groups: process groups within a replica over which the product P is partial, and must be summed.
+        q_groups: process groups within a replica over which the product Q is partial, and must be summed.
         columns: the columns of the full matrix that are in this process's shard.
     """
 
@@ -88,7 +88,8 @@ class PowerSGD:
     def reduce(self, step: int) -> None:
         """Sums every gradient over the replicas in place, without compression in the first `start_step` steps.
 
-        If a sum is not finite, sets gradients to NaN on every replica, and does not change Q and errors.
+        If a sum is not finite, sets the gradients of all compressed parameters to NaN on every replica, and does not
+        change Q and errors.
 
         Args:
             step: number of optimizer updates so far.

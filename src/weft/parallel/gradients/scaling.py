@@ -28,7 +28,7 @@ class LossScale:
     Attributes:
         factor: the current scale.
         window: number of updates without overflow after which the scale is doubled.
-        row: number of updates since the scale last changed.
+        row: number of consecutive updates without overflow since the scale last changed.
         skipped: number of updates of this run that were skipped because of an overflow.
     """
 

@@ -114,7 +114,7 @@ class _Operation:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records the operations of a forward, their outputs, and which outputs autograd saves."""
+    """Records the operations of a forward pass, the outputs of these operations, and which outputs autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,13 +158,13 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Restores the values of tensors from outside of the block, which the forward overwrote in place."""
+        """Restores the values of tensors from outside of the block, which the forward pass overwrote."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)
 
     def results(self) -> list[Result]:
-        """Returns the results that can be saved for backward, up to the last one that backward uses."""
+        """Returns the results that can be saved for backward. Omits operations that recomputation does not reach."""
         needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
         return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]
 

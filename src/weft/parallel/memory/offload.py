@@ -2,8 +2,8 @@
 
 `parameters`: FSDP2 copies each unit's parameters to the device when it gathers them, and copies gradients back to the
 host. Optimizer state is on the host, and updates are computed there. `optimizer`: only optimizer state is on the host.
-An update copies the state of a few parameters at a time to the device, where the update is computed, so results equal
-those without offloading in all bits. (ZeRO-Offload, Ren et al., 2021, computes the update on the host.)
+An update copies the state of a few parameters at a time to the device, where the update is computed, so results are
+bitwise equal to results without offloading. (ZeRO-Offload, Ren et al., 2021, computes the update on the host.)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Ema(Callback):
 
     Args:
         decay: decay rate of the average; an update is decay * average + (1 - decay) * parameters.
-        every: interval of the updates of the average, in steps.
+        every: number of steps between two updates of the average.
         validate: whether validations use the averaged weights.
     """
 
