@@ -66,7 +66,7 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
 def _build(
     path: str | Path, device: str | torch.device, dtype: torch.dtype | None, world: World | None = None
 ) -> tuple[Path, nn.Module]:
-    """Builds a checkpoint's model without its weights. Returns the path that `resolve` returned, and the model."""
+    """Builds the model of a checkpoint, but does not load the weights. Returns the checkpoint's path and the model."""
     from weft.models.build import build_model
 
     if not isinstance(dtype, torch.dtype | None):

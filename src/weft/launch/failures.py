@@ -198,10 +198,10 @@ def _signal_name(number: int) -> str:
 
 
 def resume_hint(run_directory: Path | None) -> str:
-    """Returns a text that says from which checkpoint the same command resumes, and where the logs are.
+    """Returns the end of a failure message: the checkpoint from which the same command resumes, and the logs.
 
     Args:
-        run_directory: the run directory; None: the ranks do not train.
+        run_directory: the run directory. None if the command does not train: there is nothing to resume.
     """
     if run_directory is None:
         return "run the same command again"

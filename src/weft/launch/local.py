@@ -231,7 +231,8 @@ def launch_local(command: Sequence[str], nproc: int, run_directory: Path | None)
     ranks are killed.
 
     Args:
-        run_directory: directory of the run, whose last checkpoint and logs messages name; None: the ranks do not train.
+        run_directory: the directory of the run, in which messages look up the last checkpoint and the logs. None if
+            `command` does not train.
 
     Returns:
         The exit code: 0 if all ranks succeeded, 128 + the number of a signal that stopped the ranks, 3 if ranks had to
@@ -264,7 +265,7 @@ def checked_nproc(nproc: int | None, option: str = "--nproc") -> int:
     """Returns the number of local processes: `nproc`; if None, the number of GPUs, or 1 without a GPU.
 
     Args:
-        option: the option that sets the number, for messages.
+        option: name of the command-line option that set `nproc`, for messages.
 
     Raises:
         UserError: `nproc` is below 1, above the number of GPUs, or above PROCESSES_PER_CORE per core.

@@ -137,7 +137,7 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
     return tokens * group.size(), torch.arange(tokens) + tokens * group.rank()
 
 
-# Wrappers of forwards. The closures use only what torch.compile can trace.
+# Wrappers of forward methods. The closures use only what torch.compile can trace.
 
 
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
