@@ -27,7 +27,6 @@ __all__ = [
     "import_model",
     "load_model",
     "pack",
-    "perplexity",
 ]
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from weft.data.tokenizers.tokenizer import Tokenizer
     from weft.errors import UserError
     from weft.evaluation.evaluate import evaluate
-    from weft.evaluation.perplexity import perplexity
     from weft.export.export_model import export_model
     from weft.generation.adapters import LowRank
     from weft.generation.engine import Engine
@@ -61,7 +59,6 @@ _MODULES = {
     "import_model": "weft.checkpoint.huggingface.import_model",
     "load_model": "weft.checkpoint.load_model",
     "pack": "weft.data.packing.pack",
-    "perplexity": "weft.evaluation.perplexity",
 }
 
 

@@ -208,7 +208,7 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
     for names, place, what in (
         (["rollin"], folder, "did you mean 'rolling'"),
         (["rolling"], tmp_path / "gone", "no such folder"),
-        ([], folder, "--tasks is empty"),
+        ([], folder, "`tasks` is empty"),
     ):
         with pytest.raises(UserError, match=what):
             find_tasks(names, place)
@@ -217,7 +217,7 @@ def test_what_cannot_be_asked_is_told_in_one_line(both, folders, tasks, tmp_path
         ("choices", tokenizer, {}, "cannot build choices: FileNotFoundError.*gone.jsonl"),
         ("rolling", tokenizer, {"limit": 0}, "limit is 0"),
         ("rolling", tokenizer, {"num_fewshot": -1}, "num_fewshot is -1"),
-        ("rolling", None, {}, "--tokenizer"),
+        ("rolling", None, {}, "set `tokenizer`"),
     ):
         with pytest.raises(UserError, match=what) as problem:
             evaluate_tasks(model, [name], every, Settings(tokenizer=given, **more))

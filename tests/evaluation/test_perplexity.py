@@ -15,7 +15,6 @@ from weft.cli.main import main
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.evaluation.evaluate import Evaluation
-from weft.evaluation.perplexity import perplexity
 
 VOCABULARY = 90
 LENGTHS = np.array([5, 2, 1, 40, 9, 1, 17, 30, 8, 3])
@@ -44,6 +43,10 @@ def store(tmp_path_factory):
     return make_store(tmp_path_factory.mktemp("stores") / "store", LENGTHS, tokens=tokens)
 
 
+def perplexity(model, store, **settings):
+    return weft.evaluate(model, store=store, **settings).all
+
+
 def one_by_one(theirs, documents, length, stride):
     """Each token's loss by a forward of its own: `[(nats, token)]`; the window in which it stands, from its number."""
     found = []
@@ -69,7 +72,12 @@ def test_every_token_once_with_the_context_that_is_promised(theirs, ours, store,
     each = store.info.bytes / (LENGTHS.sum() - len(LENGTHS))
     for batch_size in (1, 7):
         found = perplexity(
-            ours, store, sequence_length=length, stride=stride, documents_apart=apart, batch_size=batch_size
+            ours,
+            store,
+            sequence_length=length,
+            stride=stride,
+            documents="apart" if apart else "joined",
+            batch_size=batch_size,
         )
         assert found.tokens == len(expected)
         assert found.loss == pytest.approx(nats / len(expected), abs=1e-6)  # theirs rotates in float32
@@ -87,7 +95,7 @@ def test_the_first_tokens_only(theirs, ours, store, apart):
     documents = [store.document(i) for i in range(len(LENGTHS))] if apart else [np.asarray(store.tokens)]
     expected = one_by_one(theirs, documents, 8, 8)
     for limit in (1, 30, 1000):
-        found = perplexity(ours, store, sequence_length=8, documents_apart=apart, max_tokens=limit)
+        found = perplexity(ours, store, sequence_length=8, documents="apart" if apart else "joined", max_tokens=limit)
         assert found.tokens == len(expected[:limit])
         assert found.nats == pytest.approx(sum(loss for loss, _ in expected[:limit]), abs=1e-5)
 
@@ -118,7 +126,7 @@ class Successor(torch.nn.Module):
 def test_a_model_of_the_users_own_and_its_mode_is_left_alone(tmp_path):
     store = make_store(tmp_path / "count", [5, 4], tokens=[1, 2, 3, 4, 0, 7, 8, 9, 0])
     model = Successor()
-    found = weft.perplexity(model, store)
+    found = perplexity(model, store)
     assert found.nats == pytest.approx(-(5 * math.log(0.75) + 2 * math.log(0.25 / 89)), rel=1e-6)
     assert model.training
 
@@ -131,7 +139,7 @@ def test_bytes_are_those_of_the_text_in_utf_8(tmp_path, tiny_tokenizer):
     random_llama(tmp_path / "hf", 512)
     shutil.copy(tiny_tokenizer / "tokenizer.json", tmp_path / "hf")
     model = weft.load_model(tmp_path / "hf")
-    found = perplexity(model, tmp_path / "store", documents_apart=False, tokenizer=tmp_path / "hf")
+    found = perplexity(model, tmp_path / "store", documents="joined", tokenizer=tmp_path / "hf")
     size = sum(len(text.encode()) for text in texts)
     tokens = TokenStore(tmp_path / "store").num_tokens - len(texts)  # of text; its first is not predicted
     assert found.bytes == pytest.approx(size * (tokens - 1) / tokens, rel=1e-12)
@@ -185,7 +193,7 @@ def test_what_cannot_be_measured_is_told_in_one_line(tmp_path, folder, theirs, o
 def test_weights_that_are_no_numbers(tmp_path, folder, theirs, store):
     model = weft.load_model(folder)
     model.norm.weight.data.fill_(math.nan)
-    with pytest.raises(UserError, match=r"not finite.*--dtype float32"):
+    with pytest.raises(UserError, match=r"not finite.*`dtype` float32"):
         perplexity(model, store, sequence_length=16)
 
 

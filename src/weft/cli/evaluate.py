@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = evaluate(args.source, args.stores, args.tasks, console=console, **settings)
     except UserError as error:  # its message names arguments of the function
-        raise UserError(re.sub("`(store|device)`", r"--\1", str(error))) from error
+        raise UserError(_with_options(str(error))) from error
     if found.stores:
         _print_stores(found, console)
     if found.tasks:
@@ -100,6 +100,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         replace_file(Path(args.json), json.dumps(found.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0
+
+
+def _with_options(message: str) -> str:
+    """Replaces names of arguments, such as `include_path`, by the options of the command line."""
+    return re.sub("`([a-z_]+)`", lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
 def _print_stores(found: Evaluation, console: Console) -> None:

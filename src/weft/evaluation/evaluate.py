@@ -120,7 +120,7 @@ def evaluate(
     if stores and how.tokenizer is None:
         console.warning(
             f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so it is not checked whether the "
-            "store was packed with the model's tokenizer; set --tokenizer"
+            "store was packed with the model's tokenizer; pass a tokenizer"
         )
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: console.warning(str(message))

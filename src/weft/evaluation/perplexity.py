@@ -1,4 +1,4 @@
-"""Defines `weft.perplexity`, which computes loss, perplexity and bits per byte of a model on a token store."""
+"""Defines `evaluate_store`, which computes loss, perplexity and bits per byte of a model on a token store."""
 
 from __future__ import annotations
 
@@ -76,77 +76,35 @@ def combine(results: Iterable[StoreResult]) -> StoreResult:
     return StoreResult("all", sum(one.nats for one in results), sum(one.tokens for one in results), size)
 
 
-def perplexity(
-    model: nn.Module,
-    store: str | Path | TokenStore,
-    *,
-    sequence_length: int | None = None,
-    stride: int | None = None,
-    documents_apart: bool = True,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
-    tokenizer: str | Path | None = None,
+def evaluate_store(
+    model: nn.Module, store: TokenStore, settings: Settings, console: Console | None = None
 ) -> StoreResult:
-    """Evaluates a model on a token store. Every token except the first one of each document is predicted exactly once.
-
-    >>> model = weft.load_model("runs/run")
-    >>> found = weft.perplexity(model, "heldout", sequence_length=64, stride=32)
-    >>> found.perplexity == math.exp(found.loss)
-    True
+    """Evaluates a model on a token store. Every token except the first of each document is predicted exactly once.
 
     Args:
-        model: a module that `weft.load_model` returned, on any device. It is in eval mode during the call.
-        store: a store of texts or conversations. If it has a loss mask, only tokens with mask 1 count.
-        sequence_length: maximum number of input tokens of a window. Default: 1024, or the model's maximum if smaller.
-        stride: distance in tokens between consecutive windows of a document longer than one window, in
-            1 .. `sequence_length`. A predicted token then has at least `sequence_length - stride` tokens of context,
-            except near the start of its document. Default: `sequence_length`, so that no token is read twice.
-        documents_apart: whether to evaluate each document separately. If False, documents are concatenated, and all
-            tokens except the first token of the store are predicted.
-        batch_size: number of sequences of full length per batch. Shorter sequences form larger batches. The batch size
-            affects only rounding.
-        max_tokens: maximum number of tokens to predict.
-        tokenizer: the model's tokenizer, which is compared with the tokenizer that the store was packed with. If None,
-            only the vocabulary sizes are compared.
+        settings: a result of `Settings.with_windows`.
 
     Raises:
-        UserError: the store does not fit the model, a setting is out of range, the store has no token to predict, or
-            the loss is not finite.
+        UserError: the store does not fit the model, the store has no token to predict, or the loss is not finite.
     """
-    settings = Settings(
-        sequence_length=sequence_length,
-        stride=stride,
-        documents="apart" if documents_apart else "joined",
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        tokenizer=tokenizer,
-    )
-    return evaluate_store(model, store, settings.with_windows(model, {}))
-
-
-def evaluate_store(
-    model: nn.Module, store: str | Path | TokenStore, settings: Settings, console: Console | None = None
-) -> StoreResult:
-    """Evaluates a model on a token store, like `perplexity`. `settings` is a result of `Settings.with_windows`."""
     console = console or Console(prints=False)
     length, stride, apart = settings.sequence_length, settings.stride, settings.documents == "apart"
     assert length is not None
     assert stride is not None
     check_length(model, length, "windows of", "set a shorter sequence length")
-    opened = store if isinstance(store, TokenStore) else TokenStore(store)
-    _check_fit(model, opened, settings.tokenizer)
-    total = count_predictions(opened, apart=apart)
+    _check_fit(model, store, settings.tokenizer)
+    total = count_predictions(store, apart=apart)
     total = total if settings.max_tokens is None else min(total, settings.max_tokens)
     if total == 0:
-        raise UserError("no token to predict: no document has two or more tokens; pack more text", opened.path)
-    info = opened.info
+        raise UserError("no token to predict: no document has two or more tokens; pack more text", store.path)
+    info = store.info
     each = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id)
     call, device = forward_of(model), next(model.parameters()).device
     nats, tokens, text, done = 0.0, 0.0, 0.0, 0
-    progress = console.progress(total, f"evaluating {opened.path.name}", "token")
+    progress = console.progress(total, f"evaluating {store.path.name}", "token")
     with eval_mode(model), torch.no_grad(), progress as bar:
-        windows = scoring_windows(opened, length, stride, apart=apart, limit=settings.max_tokens)
-        for batch in scoring_batches(opened, windows, settings.batch_size * length):
+        windows = scoring_windows(store, length, stride, apart=apart, limit=settings.max_tokens)
+        for batch in scoring_batches(store, windows, settings.batch_size * length):
             ids, labels, weight = (torch.from_numpy(batch[key]) for key in ("tokens", "labels", "weight"))
             logprobs = call({"tokens": ids.to(device), "labels": labels.to(device)})
             # `where` instead of a product with 0, because log-probabilities of padding can be infinite.
@@ -156,13 +114,13 @@ def evaluate_store(
             done += batch["predicted"]
             bar.update(done, loss=nats / max(tokens, 1))
     if not math.isfinite(nats):
-        raise UserError("the model's loss is not finite; try --dtype float32, or use another checkpoint")
+        raise UserError("the model's loss is not finite; try `dtype` float32, or use another checkpoint")
     if tokens == 0:
         raise UserError(
             "no token to predict: the store's mask is 0 for all evaluated tokens; pack it again, or use another one",
-            opened.path,
+            store.path,
         )
-    return StoreResult(str(opened.path), nats, int(tokens), text * each.mean if each is not None and text else None)
+    return StoreResult(str(store.path), nats, int(tokens), text * each.mean if each is not None and text else None)
 
 
 def _check_fit(model: nn.Module, store: TokenStore, tokenizer: str | Path | None) -> None:

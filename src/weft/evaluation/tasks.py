@@ -32,13 +32,13 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         UserError: the harness is not installed, the folder does not exist, or a task is unknown.
     """
     if find_spec("lm_eval") is None:
-        raise UserError("--tasks needs EleutherAI's lm-evaluation-harness; run `pip install 'weft-train[eval]'`")
+        raise UserError("`tasks` needs EleutherAI's lm-evaluation-harness; run `pip install 'weft-train[eval]'`")
     from lm_eval.tasks import TaskManager
 
     if not tasks:
-        raise UserError("--tasks is empty; set it to one or several tasks, separated by commas")
+        raise UserError("`tasks` is empty; set it to one or several tasks, separated by commas")
     if include_path is not None and not Path(include_path).is_dir():
-        raise UserError("no such folder of tasks; set --include-path to a folder with YAML files", include_path)
+        raise UserError("no such folder of tasks; set `include_path` to a folder with YAML files", include_path)
     manager = None
     if include_path is not None:
         manager = TaskManager(include_path=str(include_path), include_defaults=False)
@@ -70,7 +70,7 @@ def evaluate_tasks(
         UserError: the model has no tokenizer, or a task cannot be built.
     """
     if settings.tokenizer is None:
-        raise UserError("tasks need a tokenizer, but this model has none; set --tokenizer")
+        raise UserError("tasks need a tokenizer, but this model has none; set `tokenizer`")
     import lm_eval
 
     from weft.data.tokenizers.tokenizer import Tokenizer
