@@ -149,7 +149,7 @@ def _is_open_at(handle: int, path: Path) -> bool:
 
 
 def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
-    """Renames a folder to `out`. The folder and its new name are then on disk, if the caller has fsynced its files.
+    """Renames a folder to `out`. If the caller has fsynced the files in the folder, all of it is then on disk.
 
     Args:
         replace: whether to replace an existing `out`: the two folders are exchanged, then the old one is deleted. If

@@ -88,9 +88,10 @@ def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = B
 
 
 def _block_counts(size: int, weights: Sequence[Fraction], left: Sequence[int | None]) -> list[int]:
-    """Returns the number of samples of each source in a block of `size` samples, or fewer if a source has too few left.
+    """Returns the number of samples of each source in a block of `size` samples.
 
-    The shorter block ends where the first source is exhausted, so the weights hold as long as possible.
+    If a source has too few samples left, the block is shorter: it ends where the first source is exhausted, so the
+    weights hold as long as possible.
     """
     weights = [Fraction(0) if most == 0 else weight for weight, most in zip(weights, left, strict=True)]
     total = sum(weights)

@@ -60,7 +60,7 @@ NAMES = (
     PrivateName("torch.distributed.tensor:DTensor._spec", "DTensor(local, spec) takes 1/20 of the time of from_local",
                 "use DTensor.from_local"),
     PrivateName("torch:Tensor._version", "tells whether a tensor was written in place", "casts of parameters are not "
-                "cached between forwards, and saved activations are not checked for writes"),
+                "cached between forward passes, and saved activations are not checked for writes"),
     PrivateName("torch:UntypedStorage._cdata", "the identity of a storage; data_ptr() is 0 for all empty and meta ones",
                 "use data_ptr(), wrong for empty tensors"),
     PrivateName("torch._ops:OpOverload._schema", "names, arguments and mutability of an operator", "activation "
@@ -69,7 +69,7 @@ NAMES = (
                 "torch.nn.utils adds them up in float32, Weft in float64", "one vector_norm per gradient"),
     PrivateName("torch.ops:aten._foreach_mul_", "scales many gradients in one kernel; "
                 "clip_grads_with_norm_ divides by norm + 1e-6", "one mul_ per gradient"),
-    PrivateName("torch:_C._current_graph_task_id", "tells whether a forward runs inside of backward (recomputation)",
+    PrivateName("torch:_C._current_graph_task_id", "tells whether a forward pass runs within backward (recomputation)",
                 "routers count recomputed tokens twice"),
     PrivateName("torch:_C._SetExcludeDispatchKeyGuard", "detaches a tensor that still counts in-place writes",
                 "a write over a saved activation is not detected"),

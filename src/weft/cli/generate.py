@@ -158,7 +158,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
 
 
 def _stats(engine: Engine, first: float, total: float) -> str:
-    """Returns the line of `--stats`.
+    """Returns the line of text that `--stats` prints.
 
     Args:
         first: time until the first new token, in seconds.

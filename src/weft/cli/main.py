@@ -162,7 +162,7 @@ def unwritable(stream: TextIO) -> bool:
 def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
     """Finds a subcommand, parses its arguments, runs it and returns its exit code.
 
-    If a UserError is raised, prints the error, unless another rank reports it, and returns 2.
+    If the subcommand raises a UserError, returns 2, and prints the error unless another rank reports it.
 
     Args:
         argv: the words of the command line after `command`.

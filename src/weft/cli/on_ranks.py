@@ -105,7 +105,7 @@ def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: C
 
 
 def run_rank(load: Callable[[], RunConfig], act: Callable[[RunConfig], Outcome], verb: str) -> int:
-    """Runs `act` on this rank, reports a failure, and returns the exit code.
+    """Runs `act` on this rank and returns the exit code. If `load` or `act` fails, reports the failure.
 
     Args:
         load: function that returns the checked config.

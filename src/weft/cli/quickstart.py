@@ -130,7 +130,7 @@ def quoted(argument: str) -> str:
 def split_library(home: Path) -> tuple[list[Path], list[Path]]:
     """Splits the Python files of the standard library into training files and held-out files.
 
-    A hash of the path selects HELD_OUT_PERCENT of the files as held out. The lists are written to train.txt and
+    A hash of the path selects HELD_OUT_PERCENT percent of the files as held out. The lists are written to train.txt and
     heldout.txt in `home`, and returned.
     """
     root = Path(sysconfig.get_paths()["stdlib"])

@@ -38,7 +38,7 @@ class ComponentKind:
         injected: names of the arguments that Weft passes by position, before the configuration keys.
         methods: name of a method -> names of the positional arguments that Weft passes. A custom class must have at
             least one of these methods.
-        needs: names of further methods; the class must have all of them. Alternatives are separated by " or ".
+        needs: names of further methods that the class must have. The entry "a or b" requires only one of both methods.
     """
 
     folder: str | None
@@ -48,8 +48,11 @@ class ComponentKind:
 
 
 def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
-    """Returns `ComponentKind.methods` of components that Weft calls: classes with `__call__`, or with `forward`
-    (nn.Module).
+    """Returns `ComponentKind.methods` for components that Weft calls like a function. The class defines `__call__` or,
+    if it is an nn.Module, `forward`.
+
+    Args:
+        arguments: names of the positional arguments of the call.
     """
     return {"__call__": arguments, "forward": arguments}
 
@@ -207,13 +210,17 @@ def _as_type(default: Any, kind: Any) -> Any:
 
 
 def _missing_method(kind: str, has: Callable[[str], bool]) -> str | None:
-    """Returns the first entry of the kind's `needs` of which a class has no method; None if there is none."""
+    """Returns the first requirement in the kind's `needs` that a class does not fulfill; None if it fulfills all.
+
+    Args:
+        kind: a key of `COMPONENT_KINDS`.
+        has: returns whether the class has the method of a given name.
+    """
     return next((need for need in COMPONENT_KINDS[kind].needs if not any(map(has, need.split(" or ")))), None)
 
 
 def _check_methods(type_: str, source: ClassSource, methods: Mapping[str, tuple[str, ...]]) -> None:
-    """Raises UserError if a class has none of `methods`, or if one of these methods does not take the arguments of the
-    call.
+    """Raises UserError if a class has none of `methods`, or if the signature of one of them does not match Weft's call.
 
     Reads the source of the class; does not import it.
     """

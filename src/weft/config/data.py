@@ -117,7 +117,9 @@ class StageSection(_WithoutNulls):
     """A stage of a curriculum: mixture weights for a number of tokens."""
 
     tokens: int | None = Field(None, ge=1)
-    """Length of the stage in tokens, rounded up to complete sequences. The last stage may omit it."""
+    """Length of the stage in tokens, rounded up to complete sequences. The last stage lasts until the end of
+    the run, whatever its `tokens`, and may omit this key.
+    """
     weights: dict[str, Annotated[float, Ge(0)]]
     """Weight of each source by name, relative to the other weights; a source that is not named has weight 0."""
 
@@ -127,8 +129,8 @@ class LengthWarmupSection(Section):
     `sequence_length`.
 
     A target length grows linearly from `start` to `sequence_length` over the first `steps` steps. In each step, all
-    sequences have the length `start * 2**k`, with the largest k for which this length does not exceed the target. They
-    are pieces of full sequences, so the number of tokens in a batch does not change.
+    sequences have the length `start * 2**k`, with the largest k for which this length does not exceed the target. These
+    sequences are pieces of full sequences, so the number of tokens in a batch does not change.
     """
 
     start: int = Field(ge=1)
@@ -208,7 +210,7 @@ class DataSection(Section):
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
-        """Returns the phases of a weighted mixture. For the arguments, see `stages`."""
+        """Returns the phases of a weighted mixture (`weft.mixing.Phase`). Takes the same arguments as `stages`."""
         limits = [
             None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)

@@ -55,7 +55,7 @@ def _check_document_attention(draft: Draft) -> None:
 
 
 def data_section(draft: Draft) -> DataSection:
-    """Returns the section `data` with the values that are known."""
+    """Returns the section `data`. Keys that are not set or have a problem get their default, or None."""
     return partial_section(DataSection, draft.get, "data")
 
 
@@ -108,8 +108,8 @@ def _check_mixture(draft: Draft) -> None:
     if len(draft.problems) == before and (given or curriculum):
         check_shares(draft, [1] * len(names), 1)
     if draft.get("training.epochs") is not None and section.weighted:
-        what = "a weighted mixture has no epochs, because its sources differ in passes; set training.tokens or steps"
-        draft.report("training.epochs", what, "data.train")
+        what = "a weighted mixture has no epochs, because its sources have different numbers of passes"
+        draft.report("training.epochs", f"{what}; set training.tokens or steps", "data.train")
 
 
 def _check_curriculum(draft: Draft, names: list[str]) -> None:

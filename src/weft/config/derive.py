@@ -25,9 +25,9 @@ class RunLength:
         steps: number of optimizer updates.
         sequences_per_step: number of sequences in the global batch.
         sequence_length: number of tokens per sequence.
-        sequences_per_rank: number of sequences of each data rank in a step, including padding sequences.
+        sequences_per_rank: number of sequences per step on each data parallel rank, including padding sequences.
         micro_batch_size: number of sequences per forward pass and rank.
-        accumulation: number of forward passes per step and rank.
+        accumulation: number of micro-batches per step and rank.
         epochs: number of passes over the training data; None if the size of the data is not known.
         validation_every, checkpoint_every, samples_every: intervals in steps.
     """
@@ -120,13 +120,13 @@ def derive(
 def split_batch(
     sequences: int, length: int, mesh: MeshShape, micro_batch_size: int | None, parallel: ParallelSection
 ) -> tuple[int, int]:
-    """Returns the number of sequences of a data rank in a step, and the micro-batch size.
+    """Returns the number of sequences per step on a data parallel rank, and the micro-batch size.
 
     Args:
         sequences: number of sequences in the global batch.
         length: number of tokens per sequence.
-        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS, but with
-            a pipeline at most the size that gives one micro-batch for each stage.
+        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS. With a
+            pipeline, the size is reduced further, so that a step has at least as many micro-batches as stages.
     """
     per_rank = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:

@@ -37,7 +37,7 @@ REQUIRED = {
 
 
 class Draft:
-    """The tree, the values and the problems of a run's file. It is pydantic's context when sections are validated.
+    """The tree, the values and the problems of a run's file. Sections get it as pydantic's validation context.
 
     Args:
         tree: the merged file.
@@ -51,7 +51,8 @@ class Draft:
         values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
             is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
         origins: origin of each value by dotted key.
-        meant: correct dotted keys of misspelled keys. They are not reported as missing, and get no default.
+        meant: dotted keys that misspelled keys of the file most likely stand for. They are not reported as missing, and
+            get no default.
         config: the validated configuration; None if a value is not valid.
     """
 
@@ -96,7 +97,8 @@ class Draft:
         """Adds the problem `what` of the dotted key `key`, at a line of a file.
 
         The line is the first of these that exists: the line that sets `key`, the lines that set the keys in `also`, and
-        the line of the nearest section that contains `key`. If `key` is a section, the keys in `also` come before it.
+        the line of the nearest section that contains `key`. If `key` is a section, the lines of the keys in `also` come
+        first.
         """
         node = self.tree.get(*key.split("."))
         for place in (*also, key) if node is not None and node.is_mapping else (key, *also):
@@ -148,7 +150,13 @@ class Draft:
         return self.config.model_copy(update=changed)
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
-        """In lists of sections, replaces each string by a mapping that has the string at the section's required key."""
+        """Replaces the strings in lists of sections by mappings: in `data.train`, "a" becomes `{store: a}`.
+
+        Args:
+            node: node of a section.
+            section: class of the section.
+            key: dotted key of the section.
+        """
         if not node.is_mapping:
             return node
         fields, content = field_names(section), dict(node.value)
@@ -167,8 +175,13 @@ class Draft:
         return replace(node, value=content)
 
     def _item(self, item: Node, required: str, names: type[Component] | None, key: str) -> Node:
-        """Returns an item of a list of sections. A string becomes a mapping that has it at the key `required`, unless
-        it is a short name of the component `names`."""
+        """Returns an item of a list of sections. A string becomes the mapping `{required: string}`.
+
+        Args:
+            names: class of the components in the list, if the list can contain short names of built-in components. Such
+                a name is not replaced, and is reported if it is unknown.
+            key: dotted key of the item.
+        """
         if not isinstance(item.value, str):
             return item
         if names is None or ":" in item.value:
@@ -241,7 +254,9 @@ class Draft:
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Returns pydantic's error with its place in the file, found by keys, indices and names of union branches."""
+        """Returns pydantic's error with its place in the file. The place is found by the keys, indices and names of
+        union branches in the error's location.
+        """
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []

@@ -65,7 +65,7 @@ class FieldError:
 
 
 def convert(error: FieldError) -> Any:
-    """Returns the error's value as the expected type; None if the value cannot be converted without a change.
+    """Returns the error's value as the expected type; None if the conversion would change the value.
 
     The number 1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes a string.
     """

@@ -1,4 +1,4 @@
-"""Checks a run file against its tokenizer and its token stores, whose headers are read, but not their tokens."""
+"""Checks a run file against the headers of its tokenizer and of its token stores. Does not read tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Opened(NamedTuple):
     """A token store whose header was read.
 
     Attributes:
-        key: dotted key of the run file that names the store.
+        key: dotted key of the run file whose value is the path of the store.
         path: path of the store.
     """
 

@@ -115,8 +115,13 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
 
 
 def _list_above(base: Node, parts: list[str]) -> str | None:
-    """Returns the dotted key of the list above an item (`data.train` for `data.train.0.weight`); None if there is no
-    list.
+    """Returns the dotted key of the list that contains an item (`data.train` for `data.train.0.weight`).
+
+    Returns None if no list contains it.
+
+    Args:
+        base: the tree of the files.
+        parts: the parts of the item's dotted key.
     """
     for place, part in enumerate(parts):
         name, bracket, _ = part.partition("[")

@@ -123,7 +123,7 @@ class ParallelSection(Section):
         return self.stages_per_rank or (2 if self.pp_schedule in SEVERAL_STAGES else 1)
 
     def supports(self, micro_batches: int, pp: int) -> bool:
-        """Whether PyTorch's schedule supports a number of micro-batches per step over `pp` ranks."""
+        """Whether PyTorch's class for the pipeline schedule supports this number of micro-batches over `pp` ranks."""
         if self.pp_schedule in ("1f1b", "dualpipev"):
             return pp == 1 or micro_batches >= pp * self.virtual_stages
         if self.pp_schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
@@ -144,7 +144,7 @@ class MeshShape:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different sequences."""
+        """Number of data parallel ranks, which process different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -162,7 +162,7 @@ class MeshShape:
 
 
 def least_ranks(section: ParallelSection) -> int:
-    """Returns the smallest world size for which a section gives a mesh."""
+    """Returns the smallest world size that fits the axes in a section."""
     known = math.prod(max(1, getattr(section, axis)) for axis in AXES)
     if -1 in (section.dp_shard, section.cp):  # `ep` divides their product
         inner = max(1, section.dp_shard) * max(1, section.cp)
@@ -214,6 +214,7 @@ def can_exchange_heads(heads: Iterable[int], tp: int, cp: int) -> bool:
     """Whether context parallel ranks can exchange heads for tokens: `cp` must divide each number of heads of a rank.
 
     Args:
-        heads: numbers of heads of the model: query heads, and key/value heads. A rank has 1/`tp` of each, at least 1.
+        heads: the model's number of query heads, and its number of key/value heads. Each tensor parallel rank has
+            1/`tp` of both, but at least 1.
     """
     return all(max(1, count // tp) % cp == 0 for count in heads)

@@ -85,8 +85,8 @@ class ModelSection(Section):
     layers have `rope_theta` and `rope_scaling`, like all others.
     """
     no_rope_layers: list[int] | None = None
-    """For each layer, 1 if it has a rotary embedding and 0 if it has none (Hugging Face's key). Default: all layers
-    have one.
+    """For each layer, 1 or 0. Despite the name, which is Hugging Face's, 1 means that the layer has a rotary embedding,
+    and 0 that it has none. Default: all layers have one.
     """
     no_rope_layer_interval: int | None = Field(None, ge=1)
     """Interval N: layers N, 2N, 3N, ... (counted from 1) have no rotary embedding. Default: all layers have one."""
@@ -120,7 +120,9 @@ class ModelSection(Section):
     residual branch; `both`: before and after. A final norm is always added.
     """
     use_parallel_residual: bool = False
-    """Whether attention and MLP of a layer read the same input, and their outputs are added to it."""
+    """Whether attention and MLP of a layer are computed in parallel: both read the layer's input, and both outputs are
+    added to this input.
+    """
     rms_norm_eps: float = Field(1e-5, gt=0)
     """Epsilon of all norms, including LayerNorm."""
     qk_norm: bool = False
@@ -227,7 +229,7 @@ class ModelSection(Section):
         return 4 * self.hidden_size if self.mlp == "plain" else -(-8 * self.hidden_size // 24) * 8
 
     def _attention(self) -> tuple[int, int]:
-        """Returns two numbers of parameters of a layer's attention: those in matrices, and those in vectors."""
+        """Counts the parameters of a layer's attention. Returns the number in matrices, and the number in vectors."""
         heads, groups, head = self.num_attention_heads, self.kv_heads, self.qk_head_dim
         vectors = (heads if self.attention_sinks else 0) + (self.hidden_size if self.output_bias else 0)
         if self.mla is not None:

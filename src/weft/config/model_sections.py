@@ -39,7 +39,7 @@ class ExpertsSection(Section):
     routed_scaling_factor: float = Field(1.0, gt=0)
     """Number by which the routing weights are multiplied."""
     n_group: int = Field(1, ge=1)
-    """Number of groups of experts (DeepSeek-AI, 2024)."""
+    """Number of groups into which the experts are divided (DeepSeek-AI, 2024); see `topk_group`."""
     topk_group: int = Field(1, ge=1)
     """Number of groups from which a token's experts are chosen: the groups with the highest scores."""
     router_bias: bool = False
@@ -47,8 +47,9 @@ class ExpertsSection(Section):
     expert_bias: bool = False
     """Whether the experts have biases."""
     swiglu_limit: float | None = Field(None, gt=0)
-    """If set, experts use the activation of gpt-oss, (up + 1) * gate * sigmoid(1.702 * gate), with gate and up clamped
-    to this limit. Default: the activation is `hidden_act`, without a clamp.
+    """If set, experts use the activation of gpt-oss, `(up + 1) * gate * sigmoid(1.702 * gate)`. Values of
+    `gate` above this limit and values of `up` outside [-limit, limit] are clamped before. Default: the activation is
+    `hidden_act`, without a clamp.
     """
 
     capacity_factor: float | None = Field(None, gt=0)
@@ -68,8 +69,8 @@ class ExpertsSection(Section):
     """Amount by which the correction bias of an expert changes per step."""
 
     def parameters(self, hidden: int, inner: int, bias: bool) -> tuple[int, int, int]:
-        """Returns three numbers of parameters of a layer: those in all matrices, those in the matrices that a token
-        uses, and those in vectors.
+        """Counts the parameters of a layer. Returns the number of parameters in all matrices, in the matrices that one
+        token uses, and in vectors.
 
         Args:
             hidden: the model's hidden size.
@@ -113,7 +114,7 @@ class LatentAttentionSection(Section):
     """Whether the two dimensions of a rotated pair are adjacent. Otherwise they are `qk_rope_head_dim / 2` apart."""
 
     def parameters(self, hidden: int, heads: int, bias: bool) -> tuple[int, int]:
-        """Returns two numbers of parameters of a layer: those in matrices, and those in vectors.
+        """Counts the parameters of a layer. Returns the number of parameters in matrices, and the number in vectors.
 
         Args:
             hidden: the model's hidden size.

@@ -52,8 +52,8 @@ def _resolved(model: Node, problems: list[Problem]) -> Node:
     """Returns the section with the keys of its preset, checkpoint or folder.
 
     Raises:
-        ConfigError: the preset, checkpoint or folder cannot be read. The list of problems is empty if the later check
-            of the section reports the error.
+        ConfigError: the preset, checkpoint or folder cannot be read. The error has no problems if the later check of
+            the section reports them.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:
@@ -141,7 +141,7 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
 
 
 def _same(name: str, node: Node, has: Any) -> bool:
-    """Whether a key has the value of the checkpoint. The keys for load balancing of experts are allowed to differ."""
+    """Whether the run file sets a key to the checkpoint's value `has`. Load balancing of experts may differ."""
     if name == "moe" and node.is_mapping and isinstance(has, dict):
         given = node.plain()
         return all(key in BALANCE or value == has.get(key) for key, value in given.items())
@@ -149,7 +149,7 @@ def _same(name: str, node: Node, has: Any) -> bool:
 
 
 def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
-    """Returns the model section of a checkpoint, or of a Hugging Face folder."""
+    """Returns the model section that `found`, a checkpoint or Hugging Face folder, contains."""
     if not is_huggingface(found):
         try:
             content = json.loads((found / "model.json").read_bytes())

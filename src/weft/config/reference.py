@@ -16,7 +16,15 @@ from pydantic.fields import FieldInfo
 
 from weft.config.components import built_ins, find_component
 from weft.config.error_messages import describe, spell
-from weft.config.fields import descriptions, field_names, listed_sections, section_class, sections_in
+from weft.config.fields import (
+    branches,
+    descriptions,
+    field_names,
+    listed_sections,
+    required_key,
+    section_class,
+    sections_in,
+)
 from weft.config.model import ModelSection
 from weft.config.run import RunConfig
 from weft.config.section import Component, CustomClass, TextPattern
@@ -26,7 +34,7 @@ from weft.formatting import amount
 
 # Sections whose required keys the schema requires too: they are items of lists, or chosen by `type`.
 _COMPLETE = ("StoreSource", "StageSection", "TransformersModelSection")
-_EXTENDS = "File or list of files to inherit from, relative to this file."
+_EXTENDS = "File or list of files to inherit from, relative to this file; later files of the list take precedence."
 _EXAMPLE = Path(__file__).with_name("example.yaml")
 
 
@@ -73,7 +81,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _allow_texts(node: Any, components: dict[str, type[Component]]) -> None:
-    """Changes the schema so that items of lists of sections can be strings, which stand for the item's required key."""
+    """Changes the schema so that items of lists of sections can be strings: the values of the items' required key."""
     if isinstance(node, dict) and isinstance(node.get("items"), dict):
         branches = node["items"].get("anyOf") or node["items"].get("oneOf") or [node["items"]]
         names = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
@@ -136,9 +144,10 @@ data: {train: store, validation: heldout}
 training: {tokens: 1e9}
 ```
 
-- **Inheritance.** `extends: base.yaml`, or a list of files, whose paths are relative to the inheriting file. Mappings
-  are merged, lists and values are replaced, and the inheriting file takes precedence. A section with another `type`
-  replaces the inherited section, because its keys are the arguments of another class.
+- **Inheritance.** `extends: base.yaml`, or a list of files. Their paths are relative to the inheriting file. Mappings
+  are merged, lists and values are replaced. Later files of the list take precedence over earlier files, and the
+  inheriting file takes precedence over all files of the list. A section with another `type` replaces the inherited
+  section, because its keys are the arguments of another class.
 - **Paths** of stores, tokenizers and runs are relative to the working directory.
 - **Environment variables.** `${NAME}` in a value is replaced by the environment variable, and a leading `~/` by the
   home folder. The result is not expanded again. Write `$${NAME}` for the text `${NAME}`. A variable that is not set is
@@ -155,7 +164,8 @@ training: {tokens: 1e9}
 """
 _PRESETS = """\
 The number of parameters includes the embedding and the output head. A preset without a vocabulary size, such as
-`llama-60m`, takes the size from the tokenizer; the table assumes a vocabulary of 32,000."""
+`llama-60m`, takes the size from the tokenizer; the table assumes a vocabulary of 32,000. `llama-14m` is named after its
+size with a vocabulary of 8,192, which is 13.8M parameters."""
 
 
 def examples() -> dict[str, str]:
@@ -195,6 +205,8 @@ def _chapters(key: str, info: FieldInfo, level: int) -> Iterator[str]:
             text += f"\n```yaml\n{examples()[key]}```\n"
         fields, described = field_names(section), descriptions(section)
         rows = [_row(name, field, described.get(name, "")) for name, field in fields.items()]
+        if number == 0 and len(kinds) > 1 and get_origin(getattr(fields.get("type"), "annotation", None)) is Literal:
+            rows[list(fields).index("type")] = _type_row(list(kinds.values()), described["type"])
         yield text + (f"\n{_table(rows)}" if rows and (number == 0 or not issubclass(section, Component)) else "")
         for name, field in fields.items():
             yield from _chapters(f"{key}.{name}", field, level + 1)
@@ -237,6 +249,13 @@ def _row(name: str, info: FieldInfo, description: str) -> str:
     return f"| `{name}` | {_kind(info.annotation, info.metadata)} | {default} | {_prose(description)} |"
 
 
+def _type_row(sections: list[type[BaseModel]], description: str) -> str:
+    """Returns the row of `type` for a key that allows several section classes."""
+    fields = [field_names(section)["type"] for section in sections]
+    values = [_kind(field.annotation).replace("string", "module:Class") for field in fields]
+    return f"| `type` | {' or '.join(values)} | `{spell(fields[0].default)}` | {_prose(description)} |"
+
+
 def _table(rows: list[str]) -> str:
     return "| key | value | default | description |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
 
@@ -258,7 +277,7 @@ def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is list and arguments:
-        return f"list of {_one(_kind(arguments[0]))}"
+        return f"list of {_one(' or '.join([*_short_forms(arguments[0]), _kind(arguments[0])]))}"
     if origin is tuple:
         return f"[{', '.join(_kind(part) for part in arguments if part is not ...)}]"
     if origin is dict and arguments:
@@ -266,6 +285,14 @@ def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
     if isinstance(kind, type) and issubclass(kind, Component):
         return "`{type: ..., ...}`"
     return "string" if kind is str else describe(kind).removeprefix("an ").removeprefix("a ")
+
+
+def _short_forms(item: Any) -> list[str]:
+    """Describes the string that can stand for a section in a list: the value of the section's required key."""
+    sections = [kind for kind in branches(item) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    key = required_key(sections[0]) if sections and str not in branches(item) else None
+    kind = _kind(field_names(sections[0])[key].annotation, field_names(sections[0])[key].metadata) if key else ""
+    return [kind] if kind in ("string", "folder") else []
 
 
 def _number(bound: float) -> str:

@@ -150,7 +150,7 @@ def _check_trained_rows(draft: Draft) -> None:
         what = f"{first}, but the embedding has rows 0 to {rows - 1} (model.vocab_size {rows}); set the first new row"
         draft.report(key, f"{what} (`weft resize` adds rows)", "model.vocab_size")
     elif draft.get("model.load_optimizer"):
-        what = "the saved optimizer state is for all parameters, but training.only_rows_from trains only rows of two"
+        what = "the saved optimizer state is for all parameters, but training.only_rows_from freezes most of them"
         draft.report("model.load_optimizer", f"{what}; remove one of the two keys")
 
 

@@ -22,14 +22,14 @@ from weft.errors import ConfigError, Problem
 
 
 class RunSection(Section):
-    """Names the run directory, `<directory>/<name>`, and seeds all randomness."""
+    """Name, directory and random seed of the run. The run directory is `<directory>/<name>`."""
 
     name: str | None = None
     """Name of the run. Default: the file's name without `.yaml`."""
     directory: Folder = "runs"
     """Parent folder of run directories."""
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights, of the sample order and of dropout."""
+    """Seed of the initial weights, of the sample order, of dropout, of generated text and of gradient compression."""
 
 
 class ObjectiveSection(Component):
@@ -42,8 +42,8 @@ class ObjectiveSection(Component):
 
 
 class OptimizerSection(Component):
-    """The optimizer. `weft/optim/` defines the built-in optimizers; keys that are not listed here are arguments of the
-    class.
+    """The optimizer. All keys except `type` and `no_decay` are arguments of the optimizer's class. `weft/optim/`
+    defines the built-in optimizers.
     """
 
     kind: ClassVar[str] = "optimizer"
@@ -134,7 +134,9 @@ def _default(section: type[BaseModel]) -> Any:
 
 
 class RunConfig(Section):
-    """The checked and completed configuration of a run. The result of a run depends on this and on the data only."""
+    """The checked and completed configuration of a run. The result of a run depends only on this configuration and on
+    the data.
+    """
 
     run: RunSection = _default(RunSection)
     model: Annotated[

@@ -21,7 +21,7 @@ from pydantic import (
 
 @dataclass(frozen=True)
 class TextPattern(StringConstraints):
-    """A type for strings that match `pattern`. `words` describe the type in messages and in docs/configuration.md."""
+    """A type for strings that match `pattern`; messages and docs/configuration.md describe it by `words`."""
 
     words: str = ""
     WORDS: ClassVar[dict[str, str]] = {}  # pattern -> words

@@ -30,7 +30,10 @@ class TrainingSection(Section):
     batch_tokens: int | None = Field(None, ge=1)
     """Number of tokens in the global batch of all ranks. Default: the tokens of 32 sequences."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Number of sequences per forward pass and rank. Default: as many as fit into 8,192 tokens, at least one."""
+    """Number of sequences per forward pass and rank. Default: as many as fit into 8,192 tokens, at least one.
+    With pipeline parallelism, the default is smaller if a step would otherwise have fewer micro-batches than pipeline
+    stages, or a number of micro-batches that the schedule does not support.
+    """
     dtype: DType = "auto"
     """Compute dtype. Parameters and optimizer state are float32 (with `float64`, float64). `auto`: bfloat16 on devices
     where it is faster, otherwise float32. `float16` uses loss scaling.
@@ -58,8 +61,9 @@ class TrainingSection(Section):
     memory (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
-    """First trained row of the embedding and of the output head: the rows from this number on are trained, and all
-    other parameters are frozen. Use it to train newly added tokens. Default: all parameters are trained.
+    """Index of the first trained row of the embedding and of the output head, counted from 0. This row and all later
+    rows are trained; all other parameters are frozen. Use it to train newly added tokens. Default: all parameters are
+    trained.
     """
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""

@@ -13,10 +13,10 @@ MAX_INTEGER, _MAX_FLOAT = 2**31 - 1, 1e38
 
 
 def bounded(value: Any, key: str, most: int = MAX_INTEGER) -> Any:
-    """Returns the value unchanged.
+    """Checks the numbers in a value, and returns the value unchanged.
 
     Raises:
-        UserError: a number in the value is not finite, or is above `most` (for an integer).
+        UserError: a number is not finite, or an integer is above `most`.
     """
     for one in value if isinstance(value, list) else [value]:
         limit = most if type(one) is int else _MAX_FLOAT

@@ -117,7 +117,7 @@ def renaming(
 
     Args:
         always: keys of `model:` that all models of the family have.
-        table: key of `model:` -> key of config.json; passed to `same`.
+        table: key of `model:` -> key of config.json, made with `same`.
         defaults: default values of config.json's keys; passed to `read`.
         windows: functions that read and write the keys of sliding windows; None: the table has these keys.
         allowed: key of config.json -> the only supported value; passed to `refuse`.

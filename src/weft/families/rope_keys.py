@@ -32,7 +32,7 @@ _REQUIRED = {
 
 
 def rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value of `rope_scaling` or, if missing or empty, `rope_parameters`.
+    """Returns the value of `rope_scaling` or, if this key is missing or empty, of `rope_parameters`.
 
     `rope_scaling` is the older key, which model cards ask users to add.
 
@@ -77,7 +77,7 @@ def read_rope(
 
 
 def rope_type(given: Mapping[str, Any]) -> str:
-    """Returns the `rope_type` of a mapping (or older `type`). Raises UserError if the value is unknown."""
+    """Returns the value of `rope_type` or of the older key `type`. Raises UserError if the value is unknown."""
     kind = given["rope_type"] if "rope_type" in given else given.get("type", "default")
     if not isinstance(kind, str) or kind not in ("default", *_SCALING):
         raise UserError(

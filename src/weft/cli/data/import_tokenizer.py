@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(imported: Imported, source: Path, args: argparse.Namespace, console: Console) -> str:
-    """Compares ids with the original library, and returns the result as text.
+    """Compares the ids of an imported tokenizer with the ids of the original library. Returns the result as text.
 
-    Raises UserError if ids differ, or only warns with --allow-differences.
+    If ids differ, raises UserError or, with --allow-differences, warns.
     """
     from weft.data.tokenizers.import_tokenizer import EDGE_CASES, TEST_TEXTS, compare_ids
     from weft.errors import UserError

@@ -21,8 +21,8 @@ class Batch:
         weight: weight of each label in the loss, float32 `[batch, seq]`; 0 for labels without loss and for padding.
         segments: index of each token's document in its sequence, int64 `[batch, seq]`; None if attention is not limited
             to documents.
-        samples: number of the sample of each sequence, counted over all epochs, int64 `[batch]`; -1 for padding. The
-            sequences of one sample are adjacent.
+        samples: for each sequence, the index of its sample in the run, counted over all epochs, int64 `[batch]`; -1 for
+            padding. The sequences of one sample are adjacent.
         extra: values of the fields that the objective declares, each `[batch, ...]`.
         layout: the declared fields, and the number of sequences per sample.
         share: fraction of each sequence's tokens on this rank: 1, or 1 / cp with context parallelism.
@@ -123,8 +123,9 @@ class Batch:
         """Returns a batch in which every tensor is replaced by the result of a function.
 
         Args:
-            along: function of a tensor and its dimension of tokens, for tensors with one value per token.
-            others: function of a tensor, for all other tensors.
+            along: function for tensors with one value per token; its arguments are the tensor and the index of the
+                dimension of tokens.
+            others: function for all other tensors; its argument is the tensor.
         """
         tensors = {name: getattr(self, name) for name in TOKEN_KEYS}
         dims = {name: field.seq_dim for name, field in self.layout.fields.items()}

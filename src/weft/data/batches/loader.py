@@ -27,7 +27,7 @@ class BatchSource:
         rank, ranks: index of this rank, and number of ranks among which a batch is distributed. A rank with fewer
             samples than other ranks gets padding.
         seed: seed of the default order, which shuffles each epoch; None keeps the dataset's order.
-        order: maps sample numbers to indices of the dataset.
+        order: maps indices of samples in the run to indices of the dataset.
         length_warmup: schedule of shorter sequences in early steps; None: no step has shorter sequences.
         layout: contents of a sample.
     """
@@ -53,15 +53,18 @@ class BatchSource:
         self.length_warmup = length_warmup
 
     def samples(self, step: int) -> np.ndarray:
-        """Returns the sample numbers of a step's global batch, counted over all epochs, `[batch_size]`."""
+        """Returns the indices in the run (counted over all epochs) of the samples in a step's batch, `[batch_size]`."""
         return np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
 
     def rank_samples(self, step: int) -> np.ndarray:
-        """Returns the sample numbers of this rank's part of a step's global batch."""
+        """Returns the indices in the run of the samples in this rank's part of a step's global batch."""
         return self.samples(step)[self.rank * self.samples_per_rank : (self.rank + 1) * self.samples_per_rank]
 
     def read(self, step: int) -> np.ndarray:
-        """Returns the sample numbers that this rank reads for a step. A rank without samples reads one, as padding."""
+        """Returns the indices in the run of the samples that this rank reads for a step.
+
+        A rank without samples reads the first sample of the global batch, as padding.
+        """
         mine = self.rank_samples(step)
         return mine if len(mine) else self.samples(step)[:1]
 

@@ -82,10 +82,10 @@ class ConcatDataset:
 class MixtureOrder:
     """The order of a mixture: maps each sample of a run to a sample of a `ConcatDataset`.
 
-    The samples of a run are divided into blocks. Each block contains a fixed number of samples of each source (set by
-    the `Phase` of the block). The samples of a source are spread evenly over the block, each at a random position in
-    its own interval. So shares are exact in each block, and nearly exact in any short range of samples. The `k`-th
-    sample of a source in the run is the `k`-th sample of that source's shuffled epochs, independent of other sources.
+    The samples of a run are divided into blocks. The `Phase` of a block sets how many samples of each source
+    the block contains. The samples of a source are spread evenly over the block, each at a random position in its own
+    interval. So shares are exact in each block, and nearly exact in any short range of samples. The `k`-th sample of a
+    source in the run is the `k`-th sample of that source's shuffled epochs, independent of other sources.
 
     Args:
         dataset: the sources of the mixture.
@@ -112,7 +112,7 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays `[n]`: each sample's source, and how many samples of this source precede it in the run.
+        """Returns two arrays `[n]`: the index of each sample's source, and the number of earlier samples of the source.
 
         Raises:
             UserError: a sample lies beyond the end of the mixture, because the sources are exhausted.
@@ -135,7 +135,7 @@ class MixtureOrder:
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each slot of a block, and how many earlier slots of the block have this source."""
+        """Returns, for each slot of a block, the source and the number of earlier slots with this source."""
         first = phase.start + block * phase.block
         if first not in self._blocks:
             if len(self._blocks) >= 4:

@@ -1,4 +1,4 @@
-"""Defines the order in which a run reads a dataset: shuffled epochs, computed from the sample number without state."""
+"""Defines the order in which a run reads a dataset: shuffled epochs, which are computed without state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Order(Protocol):
     """
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """Maps sample numbers, counted over all epochs (int64 `[n]`), to indices of the dataset (int64 `[n]`)."""
+        """Maps indices of samples in the run (over all epochs) to indices of the dataset; both int64 `[n]`."""
         ...
 
 
@@ -27,7 +27,7 @@ class Epochs:
 
     Args:
         size: number of samples in the dataset.
-        key: seed of the permutations; each epoch combines it with the epoch's number.
+        key: seed of the permutations; each epoch combines it with the epoch's index.
         shuffle: whether to shuffle each epoch; False keeps the order of the dataset.
     """
 
@@ -49,7 +49,7 @@ class Epochs:
         return result
 
     def _chunk(self, epoch: int, chunk: int) -> np.ndarray:
-        """Returns the chunk number `chunk` of an epoch's order. Cached, because consecutive steps share chunks."""
+        """Returns the chunk with index `chunk` of an epoch's order. Caches the last two chunks."""
         if (epoch, chunk) not in self._chunks:
             if len(self._chunks) >= 2:
                 self._chunks.pop(next(iter(self._chunks)))

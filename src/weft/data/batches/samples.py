@@ -53,7 +53,7 @@ def collate(
 
     Args:
         indices: indices of the samples in the dataset.
-        samples: number of each sample in the run, counted over all epochs.
+        samples: index of each sample in the run, counted over all epochs.
         real: number of samples that are trained on. All samples after the first `real` samples get weight 0.
 
     Raises:

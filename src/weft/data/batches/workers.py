@@ -169,7 +169,10 @@ def _initialize_worker(worker: int) -> None:
 
 
 def _exit_at_sigterm(trainer: int) -> None:
-    """Exits when the trainer sends SIGTERM, by which it stops workers that hang. Ignores SIGTERM of other processes."""
+    """Makes this worker exit if the training process, with the id `trainer`, sends SIGTERM to stop a hanging worker.
+
+    SIGTERM of other processes is ignored.
+    """
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)

@@ -210,7 +210,7 @@ class ConversationEncoder:
         return _Draft(text, spans, learn_end)
 
     def _message_span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
-        """Returns the span of the assistant message `number` in the text, without the message's header.
+        """Returns the span in the text of the assistant message with index `number`, without the message's header.
 
         The span is the text that the message adds to the rendered messages before it. The span ends with the
         end-of-turn token, where a model stops; white space after that token is not part of the span.
@@ -247,7 +247,7 @@ class ConversationEncoder:
         """Applies `max_tokens` and `overlong` to the documents in `encoded`.
 
         Args:
-            lines: line number in the unit of each record in `encoded`.
+            lines: for each record in `encoded`, its line number in the unit.
             sizes: number of bytes of each document's text.
 
         Returns:

@@ -218,7 +218,7 @@ def _alpaca(record: Record, layout: RecordLayout) -> list[dict]:
 
 
 def _preferences(record: Record, layout: RecordLayout) -> list[tuple[list[dict], int]]:
-    """Returns (messages, number of messages in the prompt) of the chosen and of the rejected conversation."""
+    """Returns the chosen and the rejected conversation, each as (messages, number of messages in the prompt)."""
     keys = layout.keys
     answers = [
         text_or_messages(required(record, keys[name]), "assistant", keys[name]) for name in ("chosen", "rejected")

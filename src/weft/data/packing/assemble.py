@@ -44,14 +44,14 @@ class HashedFile:
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def verify(self, states: list[tuple[int, str]], on_progress: Callable[[int], None] | None) -> list[Any]:
-        """Checks that the first `size` bytes of the file have the recorded digest, for several sizes.
+        """For several sizes, checks whether the first `size` bytes of the file have the recorded digest.
 
         Args:
-            states: each size and its hexadecimal sha256, ascending.
+            states: (size, hexadecimal sha256) pairs, by ascending size.
             on_progress: called with the number of bytes that have been checked so far.
 
         Returns:
-            The sha256 object of each size, up to the first size whose digest differs.
+            The sha256 object of each size before the first size whose digest differs.
         """
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:

@@ -147,7 +147,7 @@ def _file_state(path: str) -> tuple[int, int]:
 
 
 def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of the units in shard i of n. A unit is in the shard of its first byte."""
+    """Returns the range [start, stop) of the units in shard i of n. A unit belongs to the shard of its first byte."""
     total = sum(unit.size for unit in units)
     starts = list(accumulate((unit.size for unit in units), initial=0))[:-1]
     return (

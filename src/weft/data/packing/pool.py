@@ -98,7 +98,7 @@ class InProcess(Pool):
 
 
 class _Worker:
-    """A worker process, and what its parent knows of it.
+    """The parent's view of a worker process.
 
     Attributes:
         parts: parts that were sent and are not finished; the first one is in progress.

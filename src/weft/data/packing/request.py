@@ -57,10 +57,13 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
 
 
 def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, fail: bool) -> None:
-    """Raises UserError if `fail`, and an earlier pack with the same request rejected documents that `fail` forbids.
+    """Raises UserError if `fail` is set and the earlier pack that wrote the store at `out` rejected documents.
+
+    Documents whose rejection `encoder.drops` allows do not count.
 
     Args:
-        rejected: reason -> number of documents.
+        rejected: reason -> number of documents that the earlier pack rejected.
+        fail: whether the current pack must fail at a rejected document.
     """
     for reason, number in rejected.items():
         if fail and reason not in encoder.drops:

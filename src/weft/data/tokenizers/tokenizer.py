@@ -90,7 +90,7 @@ class Tokenizer:
         return cls(Path(path), exact=exact, checked=checked)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the ids of a text. `add_special_tokens`: include special tokens that the tokenizer adds, as `<s>`."""
+        """Returns the ids of a text. `add_special_tokens`: include special tokens such as `<s>`."""
         return self._reference.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -103,7 +103,8 @@ def check_size(vocab_size: int, special: Sequence[str]) -> None:
 def split_long_words(text: str) -> Iterator[str]:
     """Splits a text into pieces in which no word is longer than about 2 * LONG characters; most texts are not split.
 
-    A longer word covers all characters between two consecutive multiples of LONG. The text is split at both multiples.
+    A word of at least 2 * LONG characters covers all positions between two consecutive multiples of LONG. The text is
+    split at both multiples.
     """
     begin = 0
     for start in range(0, len(text) - LONG + 1, LONG):

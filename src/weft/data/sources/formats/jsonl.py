@@ -34,7 +34,7 @@ class LineReader:
 
     Attributes:
         single_until: number of the last line that must be parsed separately from the next line, even if its value is
-            unfinished; 0: no line must.
+            unfinished; 0: there is no such line.
     """
 
     def __init__(self, blocks: Iterator[bytes]):

@@ -131,12 +131,14 @@ class NearDuplicates:
         self.keys[:, first : first + len(rows)] = keys.T
 
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
-        """Links each item of a group to the group's first item, if the two are similar.
+        """Compares each item of a group with the group's first item, and links the two if they are similar.
 
-        Repeats this with the remaining items of each group, up to `LEADERS` times.
+        The items that are neither the first item nor linked to it form a smaller group, with which this is repeated, up
+        to `LEADERS` times in all.
 
         Args:
-            numbers, group: items and their groups, as yielded by `Groups.equal`.
+            numbers, group: indices of items and of their groups, as yielded by `Groups.equal`.
+            first_of: for each item of the store, an earlier item of its cluster, or the item itself. A link changes it.
         """
         for _ in range(LEADERS):
             starts = np.concatenate([[True], group[1:] != group[:-1]])

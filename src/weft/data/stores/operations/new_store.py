@@ -88,7 +88,7 @@ class StoreWriter:
         """Writes `tokens.idx`. Returns the content of `store.json`, which the caller writes."""
         writer, old = self.writer, self.source.info
         assert writer.documents + self.left_out.total() == old.documents, (
-            "the numbers of written and removed documents do not add up"
+            "internal error: the numbers of written and removed documents do not add up"
         )
         all_kept = writer.documents == old.documents
         source = SourceFile(

@@ -177,9 +177,9 @@ class _Verification:
                 "its offset is not the end of the previous document", start, store.offsets[block] != begins
             )
             numbers = np.arange(start, block.stop)
-            self._add_documents("its boundary in the index is not its number", start, boundaries[block] != numbers)
+            self._add_documents("its boundary in the index is wrong", start, boundaries[block] != numbers)
             offset = int(ends[-1])
-        self._add_documents("its boundary in the index is not its number", count, boundaries[count:] != count)
+        self._add_documents("its boundary in the index is wrong", count, boundaries[count:] != count)
         with open(path, "rb") as file:
             self._compare("tokens.idx", hashlib.file_digest(file, "sha256").hexdigest(), store.info.idx_sha256)
         release_pages(store.lengths, store.offsets, boundaries)
