@@ -373,3 +373,21 @@ def test_words_appear_as_they_come(tmp_path):
         pieces, _ = streamed(tokenizer, tokenizer.encode("the tokens and the tokens"))
         assert all(pieces)
         assert "".join(pieces) == "the tokens and the tokens"
+
+
+@pytest.mark.parametrize("shape", ["prepend", "gemma", "always", "never", "llama3"])
+def test_the_bytes_of_tokens_and_a_text_after_a_prompt(tmp_path, shape):
+    made = cases.trained(shape, TEXTS) if shape == "llama3" else cases.llama2_like(TEXTS, shape)
+    eod = cases.SPECIAL if shape == "llama3" else "</s>"
+    tokenizer = Tokenizer.load(cases.save(made, tmp_path, eod))
+    assert tokenizer.special_ids >= {tokenizer.eod_id}
+    for text in [*TEXTS[:30], "Kalo mi \u65e5\u672c\U0001f600 {x: 1}\n\n y"]:
+        ids = tokenizer.encode(text)
+        written = b"".join(tokenizer.token_bytes[id] for id in ids)  # SentencePiece's decoder removes a first blank
+        assert tokenizer.decode(ids).encode() == written.removeprefix(b"" if shape == "llama3" else b" ")
+        for cut in range(1, len(ids), 3):
+            prompt = tokenizer.decode(ids[:cut])
+            if "\ufffd" in prompt or text.startswith(" "):
+                continue
+            decoder = tokenizer.stream_decoder(ids[:cut])
+            assert prompt + "".join(map(decoder.step, ids[cut:])) + decoder.flush() == tokenizer.decode(ids)

@@ -49,7 +49,8 @@ SEPARATOR = "\0\1weft: the next document\1\0"
 _VISIBLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 _SPELLING = {byte: chr(byte) for byte in _VISIBLE}
 _SPELLING |= {byte: chr(256 + n) for n, byte in enumerate(sorted({*range(256)} - _VISIBLE))}
-_BYTES = frozenset(_SPELLING.values())
+_SPELLED = {character: byte for byte, character in _SPELLING.items()}
+_BYTES = frozenset(_SPELLED)
 # Gemma's pre-tokenizer. It never matches, because the normalizer has replaced all blanks.
 _NO_BLANKS = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -129,6 +130,12 @@ def make_recipe(content: Any) -> Recipe | str:
 def spell_bytes(token: bytes) -> str:
     """Returns the characters by which byte-level tokenizers represent the bytes of a token."""
     return "".join(map(_SPELLING.__getitem__, token))
+
+
+def spelled_bytes(token: str) -> bytes:
+    """Returns the bytes that a token represents; the bytes of its text if the token is not byte-level."""
+    spelled = [_SPELLED.get(character) for character in token]
+    return token.encode() if None in spelled else bytes(spelled)
 
 
 def _without_added(content: Any) -> list[str]:

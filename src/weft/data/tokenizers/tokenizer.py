@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.data.tokenizers.exactness import make_recipe
 from weft.data.tokenizers.fast_encoder import FastEncoder, concatenate_ids
+from weft.data.tokenizers.token_bytes import token_bytes
 from weft.errors import UserError
 from weft.headers import read_tokenizer, tokenizer_file
 
@@ -139,9 +140,9 @@ class Tokenizer:
                 return Prompt(text[:-1], self.encode(text[:-1]), first)
         return Prompt(text, self.encode(text) or [self.eod_id], None)
 
-    def stream_decoder(self) -> StreamDecoder:
-        """Returns a decoder of ids that arrive one at a time."""
-        return StreamDecoder(self)
+    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
+        """Returns a decoder of ids that arrive one at a time, after the ids of a prompt."""
+        return StreamDecoder(self, prompt)
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -149,6 +150,21 @@ class Tokenizer:
         if b"ByteFallback" not in tokenizer_file(self.path).read_bytes():
             return frozenset()
         return frozenset(id for token, id in self._reference.get_vocab().items() if BYTE.fullmatch(token))
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes of each token in a text, by id; None if they depend on other tokens, as in WordPiece.
+
+        The bytes of all tokens of a text, joined, are the text, except for a blank that the decoder removes from the
+        beginning. Ids that no token has are empty.
+        """
+        return token_bytes(read_tokenizer(self.path)[1], self._reference)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which are not part of a text."""
+        added = self._reference.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special) | {self.eod_id}
 
     @functools.cached_property
     def _reference(self) -> tokenizers.Tokenizer:
@@ -260,13 +276,20 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes ids that arrive one at a time, and returns only complete characters.
 
-    All returned pieces together equal the result of `decode` for all ids.
+    All returned pieces together equal what the ids add to the result of `decode` for the prompt. (SentencePiece's
+    decoder removes a blank from the beginning, but not after a prompt.)
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # the last decoded ids, as context for the decoder, and the ids after them
-        self._decoded = 0  # number of the last decoded ids in `_ids`
+        if prompt and prompt[-1] in tokenizer.special_ids:  # a text begins
+            prompt = ()
+        begin = max(0, len(prompt) - 1)
+        while begin > 0 and prompt[begin] in tokenizer.byte_ids:  # bytes of one character are decoded together
+            begin -= 1
+        # The last decoded ids, as context for the decoder, and the ids after them.
+        self._ids = list(prompt[begin:])
+        self._decoded = len(self._ids)  # number of the last decoded ids in `_ids`
 
     def step(self, id: int) -> str:
         """Adds an id and returns the new text; empty while a character is incomplete."""
