@@ -162,3 +162,23 @@ def test_stats_and_their_cost(their_folder, capsys):
     said = capsys.readouterr()
     assert said.out == plain
     assert said.err.strip().endswith("batch-invariant: 12 forward passes instead of 6")
+
+
+def test_texts_that_follow_a_schema_a_regex_or_a_grammar(their_folder, tmp_path, capsys):
+    folder, file = their_folder(), tmp_path / "schema.json"
+    file.write_text(
+        '{"type": "object", "required": ["a"], "properties": {"a": {"enum": [1, true]}}, "maxProperties": 1}'
+    )
+    assert json.loads(written(capsys, folder, "Kalo: ", "--json-schema", file)[len("Kalo: ") :])["a"] in (1, True)
+    assert re.fullmatch(r"Kalo[ab]{3}\n", written(capsys, folder, "Kalo", "--regex", "[ab]{3}"))
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text('start: "x" start? "y"')
+    grown = written(capsys, folder, "Kalo", "--grammar", grammar, "--max-new-tokens", 100, "--seed", 2)[4:-1]
+    assert grown == "x" * (len(grown) // 2) + "y" * (len(grown) // 2)
+    file.write_text('{"items": {"not": {}}}')
+    refused = mistake(capsys, folder, "Kalo", "--json-schema", file)
+    assert "schema.json: json_schema: /items/not: this keyword cannot be enforced; remove it" in refused
+    assert "unclosed group" in mistake(capsys, folder, "Kalo", "--regex", "(")
+    assert "none.json: this file cannot be read" in mistake(
+        capsys, folder, "a", "--json-schema", tmp_path / "none.json"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weft.generation.engine import Engine
+    from weft.generation.settings import Sampling
     from weft.parallel.world import World
 
 HELP = "generate text with a trained model"
@@ -57,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; can be given several times"
+    )
+    parser.add_argument(
+        "--json-schema", metavar="FILE", help="write JSON that follows a JSON schema; {} allows any JSON"
+    )
+    parser.add_argument("--regex", metavar="R", help="write text that matches a regular expression completely")
+    parser.add_argument(
+        "--grammar", metavar="FILE", help="write text that follows a grammar in llguidance's Lark syntax"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed; the same seed and prompt give the same text (default: 0)"
@@ -108,16 +117,12 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model, load_sharded_model
     from weft.generation.engine import Engine
-    from weft.generation.settings import Sampling
     from weft.generation.text import stop_ids_of, stream_pieces, tokenizer_of
     from weft.observe.console import Console
     from weft.parallel.world import local_device
 
     def read():
-        names = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
-        settings = {name: getattr(args, name) for name in names}
-        sampling = Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
-        texts, checkpoint = _read_prompts(args), resolve(args.source)
+        sampling, texts, checkpoint = _read_sampling(args), _read_prompts(args), resolve(args.source)
         return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
 
     # Arguments are checked before the model is loaded.
@@ -180,6 +185,35 @@ def _show(number: int, text: str) -> None:
         number: index of the text, counted from 0.
     """
     _write(f"{chr(10) if number else ''}[{number + 1}] {text}\n")
+
+
+def _read_sampling(args: argparse.Namespace) -> Sampling:
+    """Returns the settings of generation. Raises UserError if one is invalid, or if its file cannot be read."""
+    from weft.errors import UserError
+    from weft.generation.settings import Sampling
+
+    settings = {
+        name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "seed", "regex")
+    }
+    settings |= {"json_schema": _read_text(args.json_schema), "grammar": _read_text(args.grammar)}
+    try:
+        return Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
+    except UserError as error:
+        files = {"json_schema": args.json_schema, "grammar": args.grammar}
+        raise UserError(error.what, files.get(re.split("[: ]", error.what)[0])) from None
+
+
+def _read_text(path: str | None) -> str | None:
+    """Returns the text of a file; None without a path. Raises UserError if the file cannot be read."""
+    from weft.errors import UserError
+
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"this file cannot be read: {why}; check the path", path) from None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:

@@ -16,12 +16,13 @@ from weft.errors import UserError
 from weft.generation.adapters import Adapters, Deltas
 from weft.generation.blocks import BlockPool, block_digest
 from weft.generation.cache import BLOCK
-from weft.generation.limits import blocks_in_memory, check_length, check_prompt, shares_blocks
+from weft.generation.constraints import new_constraint
+from weft.generation.limits import blocks_in_memory, check_length, check_prompt, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
 from weft.generation.sampler import Choice, Context, choose, new_generator
 from weft.generation.sequence import GeneratedSequence
 from weft.generation.settings import Sampling
-from weft.generation.stream import Finish, Stream
+from weft.generation.stream import Stream
 from weft.models.layers.rope import rotary_changes_at
 
 
@@ -79,8 +80,7 @@ class Engine:
         # Keys that no layer sees any more are released, unless a layer has full attention.
         windows = [] if paged is None else paged.windows
         self._window = None if paged is None or None in windows else max(w for w in windows if w is not None)
-        self.blocks = BlockPool(0)
-        self._most = 0
+        self.blocks, self._most = BlockPool(0), 0
         if paged is not None:
             self._most = blocks_in_memory(model) if max_cache_tokens is None else -(-max_cache_tokens // BLOCK)
         self.lock, self._adapters = threading.RLock(), Adapters()
@@ -109,35 +109,32 @@ class Engine:
 
         Raises:
             UserError: the prompt is empty, has tokens outside the vocabulary, or is too long for the model or the
-                cache; stop strings are given without a tokenizer; or there is no such adapter.
+                cache; stop strings or a constraint are given without a tokenizer; no text meets the constraint; or
+                there is no such adapter.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UserError("texts need a tokenizer; pass token ids")
-            prompt = self.tokenizer.prompt(prompt)
-        ids, first = (prompt.ids, prompt.first) if isinstance(prompt, Prompt) else (list(prompt), None)
-        if sampling.stop and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer; use stop token ids")
+        ids, first = encode_prompt(prompt, sampling, self.tokenizer)
         self.check([ids], sampling)
-        stream = Stream(self, sampling, self.tokenizer)
+        stop_ids = self.stop_ids if stop_ids is None else stop_ids
+        stream = Stream(self, ids, sampling, self.tokenizer)
         with self.lock:
-            chosen = self._adapters.get(adapter)
             for index in range(sampling.n):
                 generator = new_generator(sampling.seed, copy + index, ids)
-                sequence = GeneratedSequence(
-                    next(self._ids),
-                    list(ids),
-                    len(ids),
-                    sampling,
-                    stream,
-                    index,
-                    Context(sampling, generator, ids, (), first),
-                    self.stop_ids if stop_ids is None else stop_ids,
-                    rotary=len(ids),
-                    adapter=chosen,
-                    shares=shares_blocks(self._scaling, len(ids) + sampling.max_new_tokens),
+                constraint = new_constraint(sampling.constraint, self.tokenizer, stop_ids, first is not None)
+                self._waiting.append(
+                    GeneratedSequence(
+                        next(self._ids),
+                        list(ids),
+                        len(ids),
+                        sampling,
+                        stream,
+                        index,
+                        Context(sampling, generator, ids, (), first, constraint),
+                        stop_ids,
+                        rotary=len(ids),
+                        adapter=self._adapters.get(adapter),
+                        shares=shares_blocks(self._scaling, len(ids) + sampling.max_new_tokens),
+                    )
                 )
-                self._waiting.append(sequence)
         return stream
 
     def add_adapter(self, name: str, deltas: Deltas) -> None:
@@ -159,6 +156,7 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Checks prompts. Raises UserError as `submit` does."""
+        new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
         for ids in prompts:
             check_prompt(self.model, ids)
         longest = max(map(len, prompts))
@@ -316,13 +314,13 @@ class Engine:
 
     def _append(self, sequence: GeneratedSequence, choice: Choice) -> None:
         """Adds a new token to a sequence, and ends the sequence if it is complete."""
-        sequence.tokens.append(choice.token)
         self.new_tokens += 1
-        sequence.context = sequence.context._replace(allowed=None)
-        finish: Finish | None = "length" if sequence.new >= sequence.sampling.max_new_tokens else None
-        if choice.token in sequence.stop_ids:
-            finish = "stop"
-        if sequence.stream.put(sequence.index, choice, finish):
+        try:
+            ended = sequence.append(choice)
+        except UserError as error:  # other streams go on
+            sequence.stream.error = error
+            return self.cancel(sequence.stream)
+        if ended:
             self._remove(sequence)
         elif self.runner.cache is not None and rotary_changes_at(self._scaling, len(sequence.tokens)):
             # The cached keys have the previous rotary embedding.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
 from weft.config.model_sections import RopeScaling
+from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.generation.cache import BLOCK
+from weft.generation.settings import Sampling
 from weft.models.decoder import Decoder
 from weft.models.layers.rope import rotary_depends_on_length
 from weft.parallel.memory.free import free_memory
@@ -18,6 +20,23 @@ from weft.parallel.model_state import state_of
 from weft.parallel.ranks import all_gather_object
 
 SHARE = 0.5  # part of the free memory that a cache may take
+
+
+def encode_prompt(
+    prompt: str | Prompt | Sequence[int], sampling: Sampling, tokenizer: Tokenizer | None
+) -> tuple[list[int], Collection[int] | None]:
+    """Returns the ids of a prompt, and `Prompt.first`.
+
+    Raises:
+        UserError: a text or stop strings are given without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UserError("texts need a tokenizer; pass token ids")
+        prompt = tokenizer.prompt(prompt)
+    if sampling.stop and tokenizer is None:
+        raise UserError("stop strings need a tokenizer; use stop token ids")
+    return (prompt.ids, prompt.first) if isinstance(prompt, Prompt) else (list(prompt), None)
 
 
 def check_prompt(model: nn.Module, ids: Sequence[int]) -> None:

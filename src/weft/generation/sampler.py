@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.generation.constraints import Constraint
 from weft.generation.settings import Sampling
 
 
@@ -35,6 +36,7 @@ class Context(NamedTuple):
         prompt: token ids of the prompt.
         new: token ids of the continuation.
         allowed: ids that are allowed as the next token; None: all.
+        constraint: decides from `new` which tokens are allowed; None: all.
     """
 
     sampling: Sampling
@@ -42,6 +44,7 @@ class Context(NamedTuple):
     prompt: Sequence[int]
     new: Sequence[int]
     allowed: Collection[int] | None = None
+    constraint: Constraint | None = None
 
 
 def new_generator(seed: int, copy: int, prompt: Sequence[int]) -> torch.Generator:
@@ -81,7 +84,10 @@ def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
 
 def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
     """Returns the logits with bias and penalties. The logits of tokens that are not allowed are minus infinity."""
-    plain = [not (c.sampling.penalizes or c.sampling.logit_bias) and c.allowed is None for c in contexts]
+    plain = [
+        not (c.sampling.penalizes or c.sampling.logit_bias) and c.allowed is None and c.constraint is None
+        for c in contexts
+    ]
     if all(plain):
         return logits
     logits = logits.clone()
@@ -109,6 +115,10 @@ def _process_row(logits: torch.Tensor, context: Context) -> torch.Tensor:
         ids, counts = torch.tensor(list(context.new), device=device).unique(return_counts=True)
         amounts = sampling.presence_penalty + sampling.frequency_penalty * counts.to(logits.dtype)
         logits = logits.index_add(0, ids, -amounts)
+    if context.constraint is not None:
+        mask = context.constraint.mask(context.new)[: len(logits)].to(device)
+        mask = torch.nn.functional.pad(mask, (0, len(logits) - len(mask)))  # a vocabulary can have unused ids
+        logits = logits.masked_fill(~mask, float("-inf"))
     return logits
 
 

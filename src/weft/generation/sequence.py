@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from weft.generation.adapters import Adapter
-from weft.generation.sampler import Context
+from weft.generation.sampler import Choice, Context
 from weft.generation.settings import Sampling
-from weft.generation.stream import Stream
+from weft.generation.stream import Finish, Stream
 
 
 @dataclass(eq=False)
@@ -42,6 +42,22 @@ class GeneratedSequence:
     digests: list[bytes] = field(default_factory=list)
     pending: list[bytes] = field(default_factory=list)
     shares: bool = True
+
+    def append(self, choice: Choice) -> bool:
+        """Adds a new token, also to the stream. Returns whether the continuation has ended.
+
+        Raises:
+            UserError: the constraint fails (see `Constraint.advance`).
+        """
+        self.tokens.append(choice.token)
+        self.context = self.context._replace(allowed=None)
+        finish: Finish | None = "length" if self.new >= self.sampling.max_new_tokens else None
+        constraint, complete = self.context.constraint, False
+        if choice.token in self.stop_ids:
+            finish = "stop"
+        elif constraint is not None and constraint.advance(self.tokens[self.prompt :]):
+            finish, complete = "stop", True
+        return self.stream.put(self.index, choice, finish, complete=complete)
 
     @property
     def new(self) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from weft.errors import UserError
+from weft.generation.constraints import compile_constraint
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,16 @@ class Sampling:
         n: number of continuations per prompt.
         logprobs: number of most likely tokens whose log-probabilities are returned with each new token, whose own is
             returned too; None: no log-probabilities. They are those of the model: without bias, penalties,
-            temperature, and selection.
+            temperature, selection, and constraint.
+        json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
+            JSON) or JSON text; None: no schema. Keys are written in the order of `properties`. Needs llguidance and a
+            tokenizer, like `regex` and `grammar`; only one of the three can be set.
+        regex: a regular expression, in the syntax of Rust's regex crate, that the complete continuation must match.
+        grammar: a context-free grammar in llguidance's variant of Lark, whose rule `start` describes the continuation.
         seed: seed of the random numbers. The same seed and prompt give the same tokens.
 
     Raises:
-        UserError: a value is out of range.
+        UserError: a value is out of range, or a schema, regex or grammar is invalid or cannot be enforced.
     """
 
     max_new_tokens: int
@@ -60,6 +68,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self):
         for ok, name, remedy in (
@@ -88,6 +99,12 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             if token < 0 or math.isnan(bias):
                 raise UserError(f"logit_bias is {{{token}: {bias}}}; set token ids from 0 on, and numbers")
+        _ = self.constraint  # invalid constraints are refused here
+
+    @cached_property
+    def constraint(self) -> str | None:
+        """The compiled schema, regex or grammar (see `weft.generation.constraints.Constraint`), or None."""
+        return compile_constraint(self.json_schema, self.regex, self.grammar)
 
     @property
     def penalizes(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +28,8 @@ class Piece:
             stop string.
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
-        finish: why the continuation ends with this piece: a stop token or string, the maximum number of tokens, or
-            `Stream.cancel`. None: it does not end.
+        finish: why the continuation ends with this piece: a stop token or string, or a complete text of a schema, regex
+            or grammar; the maximum number of tokens; or `Stream.cancel`. None: it does not end.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
 
@@ -50,11 +50,11 @@ class Stream:
         error: the exception that ended the continuations, or None.
     """
 
-    def __init__(self, engine: Engine, sampling: Sampling, tokenizer: Tokenizer | None):
+    def __init__(self, engine: Engine, prompt: Sequence[int], sampling: Sampling, tokenizer: Tokenizer | None):
         self._engine = engine
         self._pieces: deque[Piece] = deque()
         self._open = sampling.n  # continuations that have not ended
-        self._decoders = [None if tokenizer is None else tokenizer.stream_decoder() for _ in range(sampling.n)]
+        self._decoders = [None if tokenizer is None else tokenizer.stream_decoder(prompt) for _ in range(sampling.n)]
         self._stops = [StopStrings(sampling.stop) for _ in range(sampling.n)]
         self.error: Exception | None = None
 
@@ -94,11 +94,14 @@ class Stream:
         """Ends the continuations, and frees their part of the cache. Has no effect after the end."""
         self._engine.cancel(self)
 
-    def put(self, index: int, choice: Choice, finish: Finish | None) -> bool:
-        """Adds a new token of a continuation. Returns whether the continuation has ended."""
+    def put(self, index: int, choice: Choice, finish: Finish | None, *, complete: bool = False) -> bool:
+        """Adds a new token of a continuation. Returns whether the continuation has ended.
+
+        `complete`: the token completes a constrained text, so it is not a stop token, though `finish` is "stop".
+        """
         text = ""
         decoder, stops = self._decoders[index], self._stops[index]
-        ends = finish == "stop"  # the text of a stop token is not part of the continuation
+        ends = finish == "stop" and not complete  # the text of a stop token is not part of the continuation
         if decoder is not None:
             text = stops.feed("" if ends else decoder.step(choice.token))
             if stops.found is None and finish is not None:

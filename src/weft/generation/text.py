@@ -54,7 +54,7 @@ def generate(
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: divisor of the logits; 0: greedy decoding.
         ignore_eos: whether to continue after a token that ends a text.
-        settings: other attributes of `weft.Sampling`, such as `top_p`, `seed` and `stop`. Repeated prompts get
+        settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Repeated prompts get
             different continuations. `n` and `logprobs` need a `weft.Engine`.
 
     Returns:
@@ -84,7 +84,8 @@ def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, 
     if not prompts:
         return []
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
-    tokenizer = tokenizer_of(checkpoint) if isinstance(prompts[0], str) or sampling.stop else None
+    needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
+    tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, local_device(Console()))
     stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)

@@ -134,8 +134,7 @@ def spell_bytes(token: bytes) -> str:
 
 def spelled_bytes(token: str) -> bytes:
     """Returns the bytes that a token represents; the bytes of its text if the token is not byte-level."""
-    spelled = [_SPELLED.get(character) for character in token]
-    return token.encode() if None in spelled else bytes(spelled)
+    return bytes(map(_SPELLED.__getitem__, token)) if _BYTES.issuperset(token) else token.encode()
 
 
 def _without_added(content: Any) -> list[str]:

@@ -24,8 +24,8 @@ def token_bytes(content: Any, reference: tokenizers.Tokenizer) -> list[bytes] | 
     Returns:
         The bytes, empty for ids without a token; None if the decoder is neither byte-level nor SentencePiece's.
     """
-    decoder = content.get("decoder") or {"type": "none"}
-    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    decoder: dict[str, Any] = content.get("decoder") or {"type": "none"}
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {part["type"] for part in parts}
     vocabulary = reference.get_vocab(with_added_tokens=True)
     found = [b""] * (max(vocabulary.values(), default=-1) + 1)
