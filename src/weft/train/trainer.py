@@ -96,10 +96,7 @@ class Trainer:
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         world, job = start_world(self.config.parallel), None
         try:
-            if self.config.training.fp8:  # checked before the run directory is created
-                world.agree(lambda: raise_unless_usable(world.device))
-            for warning in world.agree(lambda: warnings(self.user_config, world.shape), only_first=True):
-                self.console.warning(warning)
+            self._check_and_warn(world)
             job = prepare(self.config, world, self.console, fresh=self.fresh)
             if self.from_last_good:
                 for line in world.agree(lambda: set_aside_damaged(job.run.path), only_first=True):
@@ -145,6 +142,13 @@ class Trainer:
         finally:
             if job is not None:
                 job.run.release()  # this process may train here again
+
+    def _check_and_warn(self, world: World) -> None:
+        """Checks fp8, and prints the warnings of the config, before the run directory is created."""
+        if self.config.training.fp8:
+            world.agree(lambda: raise_unless_usable(world.device))
+        for warning in world.agree(lambda: warnings(self.user_config, world.shape), only_first=True):
+            self.console.warning(warning)
 
 
 def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
