@@ -37,7 +37,7 @@ def amount(number: float, full: float = 1e3) -> str:
 
 
 def cell(value: Any) -> str:
-    """Returns the text of a table cell. Floats have four significant digits, or no decimals from 1,000 on."""
+    """Returns the text of a table cell. Floats have four significant digits; from 1,000, they have no decimals."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -50,7 +50,7 @@ class Phase:
 
 
 def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = BLOCK) -> list[Phase]:
-    """Returns the phases of a run, from its first sample on. The phases do not depend on the length of the run.
+    """Returns the phases of a run. The phases do not depend on the length of the run.
 
     Every block contains each source's share of samples, rounded by largest remainders. A block in which a source would
     exceed its limit ends where that source is exhausted. After that, the other sources replace the exhausted source in

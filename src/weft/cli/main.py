@@ -200,7 +200,10 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
 
 
 def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None:
-    """Returns the module of a subcommand, built in or a plugin (`verb.NAME`, `verb.data.NAME`); None if unknown."""
+    """Returns the module of a subcommand, which is built in or a plugin; None if there is no such subcommand.
+
+    The plugin of `weft NAME` is `verb.NAME`, and the plugin of `weft data NAME` is `verb.data.NAME`.
+    """
     module = None if name.startswith("-") else built_in(package, name, "HELP")
     if module is not None:
         return module

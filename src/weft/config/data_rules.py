@@ -67,7 +67,7 @@ def _check_names(draft: Draft) -> None:
         if not re.fullmatch(r"\w[\w.-]*", name):
             what = f"{name!r} is not valid as part of metric names; use only letters, digits, _, - and ."
         elif name in MEASUREMENTS:
-            what = f"{name!r} is the name of a measurement (metric validation_loss/{name}); rename the set"
+            what = f"{name!r} is reserved (for the metric validation_loss/{name}); rename the set"
         if what is not None:
             draft.report(f"data.validation.{name}", what)
 

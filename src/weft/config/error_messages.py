@@ -99,7 +99,7 @@ def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tup
 
 
 def _fits(key: str, error: FieldError) -> bool:
-    """Whether an error shows that its union branch accepts values of this shape, so that the error is worth reporting.
+    """Whether an error of a union branch is worth reporting: the branch accepts values of the same shape.
 
     Args:
         key: dotted key of the union.

@@ -1,4 +1,4 @@
-"""Finds the keys of a section class, their descriptions, and the section classes below."""
+"""Finds the keys of a section class, the descriptions of the keys, and the classes of subsections."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def required_key(section: type[BaseModel]) -> str | None:
 
 
 def branches(annotation: Any) -> list[Any]:
-    """Returns the alternatives of a union, without `Annotated`."""
+    """Returns the alternatives of a union, without `Annotated`. Any other annotation is its own only alternative."""
     if get_origin(annotation) is Annotated:
         return branches(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -81,7 +81,7 @@ def _sections(alternatives: list[Any]) -> list[type[BaseModel]]:
 
 @cache
 def known_keys(section: type[BaseModel]) -> frozenset[str]:
-    """Returns the dotted keys of a section and of the sections below, except arguments of components."""
+    """Returns the dotted keys of a section and of its subsections, except arguments of components."""
     found = set()
     for name, info in field_names(section).items():
         below = section_class(info.annotation)

@@ -90,7 +90,14 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
 
 
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
-    """Returns all keys of config.json. `head_dim` is the number of rotary dimensions, as in Transformers' class."""
+    """Returns all config.json keys for keys of `model:`.
+
+    `head_dim` is the number of rotary dimensions, as in Transformers' class.
+
+    Args:
+        keys: keys of `model:`.
+        table: key of `model:` -> key of config.json.
+    """
     rotary_dim = (keys["mla"] or {}).get("qk_rope_head_dim", keys["head_dim"])
     return write(keys, table) | write_rope(keys) | {"head_dim": rotary_dim}
 

@@ -67,7 +67,7 @@ def to_hf(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def scalar(keys: dict[str, Any]) -> float:
-    """Returns the value of `query_pre_attn_scalar`, as an integer if possible."""
+    """Returns config.json's `query_pre_attn_scalar` for keys of `model:`, as an integer if possible."""
     value = keys["attention_multiplier"] ** -2
     return round(value) if abs(value - round(value)) < 1e-6 else value
 

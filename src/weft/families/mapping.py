@@ -259,7 +259,7 @@ def activation(name: Any, key: str) -> str:
 
 
 def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces activation names in a written config.json by those of the original, if both name the same function.
+    """Replaces activation names in a written config.json by the original's names, if both name the same function.
 
     Transformers computes `gelu_new` and `gelu_pytorch_tanh` in different orders, so logits differ in the last digits.
 

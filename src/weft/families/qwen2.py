@@ -19,7 +19,14 @@ _ALWAYS = {"family": "qwen2", "attention_bias": True, "attention_output_bias": F
 
 
 def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Reads the sliding window: if `use_sliding_window` is true, the layers from `max_window_layers` on have it."""
+    """Returns the keys of `model:` for the sliding window of a config.json.
+
+    Only layers with an index of at least `max_window_layers` have a window, and only if `use_sliding_window` is true.
+
+    Args:
+        config: a config.json.
+        layers: number of layers.
+    """
     window, first = read_window(config, 4096), integer(config, "max_window_layers", 28, least=0)
     if not flag(config, "use_sliding_window", False):
         window = None
@@ -27,7 +34,7 @@ def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def write_windows(keys: dict[str, Any]) -> dict[str, Any]:
-    """Writes the keys of the sliding window, including the older keys."""
+    """Returns the config.json keys of the sliding window, including the older keys, for keys of `model:`."""
     written = write_layer_types(keys)
     types = [*written["layer_types"], "sliding_attention"]
     return written | {

@@ -288,10 +288,10 @@ class ConversationEncoder:
 
 
 def _find_start(base: str, before: str, text: str) -> int | None:
-    """Returns the position in `text` of an answer, after the lines of the answer's header that `text` contains.
+    """Returns the position in `text` at which an answer begins: after the complete lines of the answer's header.
 
-    Returns None if `text` contains no line of the header. Some templates end the header with the beginning of the
-    reasoning, which is missing in answers without reasoning. So `text` can contain the header in part.
+    Returns None if `text` contains no complete line of the header. `text` can lack the last lines, because some
+    templates end the header with the beginning of the reasoning, but leave it out in answers without reasoning.
 
     Args:
         base: rendered messages before the answer.

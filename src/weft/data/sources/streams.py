@@ -228,6 +228,9 @@ def _before_damage(member: Any, block: bytes) -> bytes:
     """Returns the decompressed content of the longest undamaged prefix of a block.
 
     zlib drops this content when it raises an error.
+
+    Args:
+        member: copy of the zlib decompressor, before it decompressed the block.
     """
     found, good, bad = b"", 0, len(block)
     while bad - good > 1:

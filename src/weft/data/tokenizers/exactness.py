@@ -58,7 +58,7 @@ _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "p
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings with which gigatoken returns the same ids for a tokenizer.json as `tokenizers`.
+    """The settings with which gigatoken returns the same ids as `tokenizers` for a tokenizer.json.
 
     Attributes:
         json: a tokenizer.json for gigatoken, reduced to the relevant fields and without added tokens.

@@ -103,7 +103,7 @@ class Tokenizer:
         return self._reference.token_to_id(token)
 
     def encode_batch(self, texts: Sequence[str], *, close: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes many texts; the ids equal those of `encode`.
+        """Encodes many texts. The ids of each text are the ids that `encode` returns.
 
         Args:
             close: append the end-of-document token to each text.

@@ -32,8 +32,8 @@ class Converted:
 
     Attributes:
         documents, tokens: number of documents and of tokens in the output.
-        closed: number of documents to which an end-of-document token was added; 0 if the input does not record its
-            number of tokens.
+        closed: number of documents to which an end-of-document token was added; 0 if the input's number of tokens
+            is not known before it is read.
         linked: whether the files are hard links to the input, so that nothing was copied.
         mask_lost: whether the input had a loss mask, which the output format does not support.
     """

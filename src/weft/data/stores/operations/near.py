@@ -166,9 +166,10 @@ def _rensa() -> Any:
 
 
 def rows_per_band(threshold: float) -> int:
-    """Returns the number of rows (numbers of a signature) per band, at most 16.
+    """Returns the number of rows per band, at most 16. A row is one of the numbers of a signature.
 
-    It is the highest number with which 99% of the pairs with similarity `threshold` agree in at least one band.
+    The result is the highest number of rows with which at least 99% of the pairs whose similarity is `threshold` agree
+    in all rows of some band.
     """
     for rows in range(16, 1, -1):
         if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= 0.99:
