@@ -34,6 +34,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", metavar="FILE", dest="prompts_file", help="continue each line of a text file, except blank lines"
     )
+    _add_settings(parser)
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
+    )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="compute each prompt alone, so that no bit of a text depends on the other prompts (slower)",
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="print tokens per second and the use of the cache to standard error"
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shard the model over N processes on this machine, one per GPU (tensor parallelism; default: 1)",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="recompute all tokens at each step, without a key-value cache (for comparison)",
+    )
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that `_read_sampling` reads."""
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens (default: 128)"
     )
@@ -69,29 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="random seed; the same seed and prompt give the same text (default: 0)"
-    )
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
-    )
-    parser.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="compute each prompt alone, so that no bit of a text depends on the other prompts (slower)",
-    )
-    parser.add_argument(
-        "--stats", action="store_true", help="print tokens per second and the use of the cache to standard error"
-    )
-    parser.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="shard the model over N processes on this machine, one per GPU (tensor parallelism; default: 1)",
-    )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="recompute all tokens at each step, without a key-value cache (for comparison)",
     )
 
 
