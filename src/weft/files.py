@@ -75,7 +75,11 @@ def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Itera
 
 
 def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replaces the content of a file atomically; concurrent calls are safe. Raises OSError if writing fails."""
+    """Replaces the content of a file atomically; concurrent calls are safe. Raises OSError if writing fails.
+
+    Args:
+        durable: whether to fsync the file and its folder.
+    """
     with new_file(path, os.getpid(), durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     abandoned = re.compile(rf"\.{re.escape(path.name)}\.\d+\.partial")
@@ -90,6 +94,9 @@ def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
     """Context that makes an empty hidden folder next to `out`, which the block passes to `publish`.
 
     The folder is deleted after the block if it was not renamed.
+
+    Args:
+        mark: text in the hidden name. Concurrent writers of a path need different marks.
 
     Raises:
         UserError: another process is writing `out`.

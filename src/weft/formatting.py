@@ -138,7 +138,11 @@ def percent(part: float, total: float) -> str:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings to one mapping with dotted keys."""
+    """Flattens nested mappings to one mapping with dotted keys.
+
+    Args:
+        prefix: dotted key of `tree`.
+    """
     if not isinstance(tree, dict):
         return {prefix: tree}
     return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -145,6 +145,10 @@ def built_ins(package: ModuleType, defines: str) -> dict[str, ModuleType]:
 def find(kind: str, name: str, package: ModuleType, defines: str) -> Any:
     """Returns the built-in (a module of `package`), the plugin, or the `module:Name` that a name refers to.
 
+    Args:
+        kind: the kind of plugin, one of `KINDS`.
+        defines: see `built_in`.
+
     Raises:
         UserError: the name is unknown (the message lists the known names), or its module cannot be imported.
     """

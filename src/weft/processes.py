@@ -42,6 +42,9 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yields the folders of this process's control group and of its parent groups (Linux only).
 
     Yields with each folder whether it belongs to the unified hierarchy (cgroup version 2).
+
+    Args:
+        controller: name of a controller, such as "cpu" or "memory".
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

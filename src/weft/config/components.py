@@ -119,6 +119,10 @@ def _built_in_class(kind: str, path: Path) -> ClassSource | None:
 def find_component(type_: str, kind: str) -> ComponentClass:
     """Returns the class that a `type:` names. Reads the class from its source file, without importing it.
 
+    Args:
+        type_: the value of `type`.
+        kind: a key of `COMPONENT_KINDS`.
+
     Raises:
         UserError: the component does not exist, or Weft cannot call it. For an unknown name, the message lists the
             known names.
@@ -245,6 +249,9 @@ def _locate(type_: str, kind: str) -> tuple[str, str | None]:
     """Returns the module and the class name of a `type:`. The class name is None for a built-in component.
 
     The name of a plugin is resolved to its `module:Class`.
+
+    Args:
+        kind: a key of `COMPONENT_KINDS`.
     """
     module, colon, name = type_.partition(":")
     if colon:

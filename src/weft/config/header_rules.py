@@ -78,6 +78,10 @@ def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
     """Checks that the sources of a mixture have enough sequences for the run.
 
     With best-fit packing, the run checks this when it starts.
+
+    Args:
+        sizes: number of sequences of each source.
+        length: number of tokens per sequence.
     """
     section, steps = data_section(draft), run_steps(draft)
     if draft.problems or not section.weighted or not all(sizes):

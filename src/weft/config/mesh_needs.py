@@ -219,7 +219,12 @@ class Needs:
             yield Reason(key, f"{what}; set {experts}, true or false")
 
     def _micro_batches(self, shape: MeshShape, sequences: int, length: int) -> Reason | None:
-        """Returns a reason if the schedule does not support the number of micro-batches per step; else None."""
+        """Returns a reason if the schedule does not support the number of micro-batches per step; else None.
+
+        Args:
+            sequences: number of sequences in the global batch.
+            length: number of tokens per sequence.
+        """
         section, pp = self.section, shape.pp
         per_rank, micro = split_batch(sequences, length, shape, self.micro, section)
         count = -(-per_rank // micro)

@@ -75,6 +75,9 @@ class Module:
         """Returns what a dotted name in this module refers to; None if the source does not show it.
 
         Returns a class; an expression or function, with the module that defines it; or the name of a module.
+
+        Args:
+            depth: maximum number of imports and aliases to follow.
         """
         head, _, rest = name.partition(".")
         found: Found = None

@@ -190,7 +190,13 @@ def markdown() -> str:
 
 
 def _chapters(key: str, info: FieldInfo, level: int) -> Iterator[str]:
-    """Yields a chapter for each section class that a field allows as its value."""
+    """Yields a chapter for each section class that a field allows as its value.
+
+    Args:
+        key: dotted key of the field.
+        info: the field.
+        level: heading level of the chapter.
+    """
     kinds: dict[str, type[BaseModel]] = {}
     for section in sections_in(info.annotation):
         kinds.setdefault(section.kind if issubclass(section, Component) else section.__name__, section)

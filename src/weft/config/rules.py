@@ -22,7 +22,11 @@ LENGTHS = ("training.steps", "training.tokens", "training.epochs")
 
 
 def apply_rules(draft: Draft, *, check_data: bool) -> None:
-    """Fills in derived keys, and reports keys that contradict each other."""
+    """Fills in derived keys, and reports keys that contradict each other.
+
+    Args:
+        check_data: whether the headers of the tokenizer and of the token stores are checked too.
+    """
     for key, what, also in model_mistakes(known_model(draft.get)):
         draft.report(f"model.{key}", what, *(f"model.{name}" for name in also))
     check_components(draft)
@@ -163,7 +167,11 @@ def _check_recomputation(draft: Draft) -> None:
 
 
 def _check_precision(draft: Draft, steps: int | None) -> None:
-    """Reports keys that have no effect, or do not work, with the chosen dtypes or the length of the run."""
+    """Reports keys that have no effect, or do not work, with the chosen dtypes or the length of the run.
+
+    Args:
+        steps: number of steps of the run; None if it is not known.
+    """
     start = draft.get("parallel.compress.start_step")
     if start is not None and steps is not None and start >= steps:
         what = f"{start:,}, but the run has {steps:,} steps; lower the number, or remove the section"

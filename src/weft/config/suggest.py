@@ -151,7 +151,11 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns `; did you mean 'x'?`, or an empty string if no known word is similar."""
+    """Returns `; did you mean 'x'?`, or an empty string if no known word is similar.
+
+    Args:
+        cutoff: minimum similarity, from 0 to 1.
+    """
     found = nearest(word, known, cutoff)
     return f"; did you mean {found!r}?" if found else ""
 

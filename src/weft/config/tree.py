@@ -210,7 +210,11 @@ class _Builder:
             self.above.pop()
 
     def expand(self, text: str, key: str, line: int | None) -> str:
-        """Replaces `${NAME}` and a leading `~/` in a scalar. The result is not expanded again."""
+        """Replaces `${NAME}` and a leading `~/` in a scalar. The result is not expanded again.
+
+        Args:
+            key, line: dotted key and line of the scalar, for problems.
+        """
 
         def value(match: re.Match[str]) -> str:
             dollars, name = match.groups()

@@ -1,4 +1,7 @@
-"""Reads and checks single values of a config.json. Does not import torch."""
+"""Reads and checks single values of a config.json. Does not import torch.
+
+A `default` is the value of a missing key.
+"""
 
 from __future__ import annotations
 

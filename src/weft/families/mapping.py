@@ -83,7 +83,12 @@ QKV = {f"layers.{{n}}.attention.{name}": kind for name, kind in (("q_proj", "q")
 
 
 def expert_weights(hf_prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Returns the `Weight`s of experts if the file has a tensor per expert, such as `{hf_prefix}.{e}.{gate}.weight`."""
+    """Returns the `Weight`s of experts if the file has a tensor per expert, such as `{hf_prefix}.{e}.{gate}.weight`.
+
+    Args:
+        hf_prefix: beginning of the tensors' names in the file, without the expert.
+        gate, up, down: names of an expert's matrices in the file.
+    """
     names = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     return tuple(
         Weight(f"layers.{{n}}.mlp.experts.{name}", f"{hf_prefix}.{{e}}.{hf_name}.weight")
@@ -218,7 +223,11 @@ def write(keys: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_window(config: Mapping[str, Any], default: int | None) -> int | None:
-    """Returns `sliding_window`; None if null. Raises UserError if the value is not a positive integer."""
+    """Returns the value of `sliding_window`, which is `default` if the key is missing; None if it is null.
+
+    Raises:
+        UserError: the value is not a positive integer.
+    """
     if config.get("sliding_window", default) is None:
         return None
     return integer(config, "sliding_window", default or 1)
@@ -252,7 +261,12 @@ def write_layer_types(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def activation(name: Any, key: str) -> str:
-    """Returns Weft's name of an activation function. Raises UserError if the function is unknown."""
+    """Returns Weft's name of an activation function. Raises UserError if the function is unknown.
+
+    Args:
+        name: the name in config.json.
+        key: the key of config.json, for the message.
+    """
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UserError(f"{key}: unknown activation function {reprlib.repr(name)}; use {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

@@ -77,7 +77,11 @@ def read_rope(
 
 
 def rope_type(given: Mapping[str, Any]) -> str:
-    """Returns the value of `rope_type` or of the older key `type`. Raises UserError if the value is unknown."""
+    """Returns the value of `rope_type` or of the older key `type`. Raises UserError if the value is unknown.
+
+    Args:
+        given: the value of `rope_scaling` or `rope_parameters`.
+    """
     kind = given["rope_type"] if "rope_type" in given else given.get("type", "default")
     if not isinstance(kind, str) or kind not in ("default", *_SCALING):
         raise UserError(
@@ -89,7 +93,14 @@ def rope_type(given: Mapping[str, Any]) -> str:
 def _read_scaling(
     config: Mapping[str, Any], given: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the keys of `rope_scaling` in the `model:` section, except `rope_type`."""
+    """Returns the keys of `rope_scaling` in the `model:` section, except `rope_type`.
+
+    Args:
+        config: a config.json.
+        given: the value of `rope_scaling` or `rope_parameters` in it.
+        kind: the rope type.
+        defaults: default values of the family's config.json keys.
+    """
     max_positions = integer(config, "max_position_embeddings", defaults["max_position_embeddings"])
     scaling: dict[str, Any] = {}
     for key in _SCALING[kind]:

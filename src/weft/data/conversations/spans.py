@@ -123,7 +123,12 @@ def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) 
 
 
 def _is_byte_level(content: dict[str, Any], added: list[tokenizers.AddedToken]) -> bool:
-    """Whether the concatenated tokens of a text are always exactly the bytes of the text."""
+    """Whether the concatenated tokens of a text are always exactly the bytes of the text.
+
+    Args:
+        content: content of tokenizer.json.
+        added: the added tokens.
+    """
     if content.get("normalizer") is not None or content["model"].get("type") != "BPE":
         return False
     model = content["model"]

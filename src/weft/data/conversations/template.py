@@ -215,6 +215,8 @@ class ChatTemplate:
         """Renders messages. Returns the text, and the character spans [start, end) of its generation blocks.
 
         Args:
+            tools: JSON schemas of tools.
+            variables: further variables of the template, for this text only.
             prompt: whether to append the beginning of an assistant message (`add_generation_prompt`).
 
         Raises:

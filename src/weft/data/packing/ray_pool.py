@@ -80,7 +80,11 @@ _encoders: dict[str, Any] = {}  # open encoders of this Ray worker: loading one 
 
 
 def _encode(shared: tuple[Job, Any], part: Part) -> tuple[BaseException | None, int]:
-    """Encodes a part in a Ray worker; returns the error, if any, and the number of tokens."""
+    """Encodes a part in a Ray worker; returns the error, if any, and the number of tokens.
+
+    Args:
+        shared: the job and the encoder, which all tasks share.
+    """
     from weft.data.packing.encode_part import encode_part
 
     job, encoder = shared

@@ -148,7 +148,12 @@ def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
 
 
 def _build(place: Path, store: TokenStore, length: int, locked: bool, console: Console) -> PackingIndex:
-    """Writes the index to a temporary folder, renames the folder to `place`, and opens the index."""
+    """Writes the index to a temporary folder, renames the folder to `place`, and opens the index.
+
+    Args:
+        length: number of tokens per sequence.
+        locked: whether this process holds the lock, so that no other process builds the index.
+    """
     if locked:  # no other process is writing, so partial folders were left by killed processes
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)

@@ -41,7 +41,11 @@ def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Returns the byte offset of each row group; 0 for the first, so that the units' sizes sum to the file size."""
+    """Returns the byte offset of each row group; 0 for the first, so that the units' sizes sum to the file size.
+
+    Args:
+        metadata: pyarrow's metadata of a Parquet file.
+    """
     starts: list[int] = []
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -117,7 +121,12 @@ def arrow_rows(file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Doc
 
 
 def _batches(source: Any, size: int) -> Iterator[tuple[Any, int]]:
-    """Yields each batch of an Arrow file or stream, with the approximate byte offset at which the batch ends."""
+    """Yields each batch of an Arrow file or stream, with the approximate byte offset at which the batch ends.
+
+    Args:
+        source: the opened file.
+        size: size of the file in bytes.
+    """
     if source.read(len(ARROW_FILE)) == ARROW_FILE:
         try:
             file = pa.ipc.open_file(source)

@@ -158,7 +158,11 @@ def _normalizers(rules: Any) -> list[dict[str, Any]]:
 
 
 def _sentencepiece_model(model: Any, unknown: int) -> dict[str, Any]:
-    """Returns the `model` of a tokenizer.json for a SentencePiece ModelProto."""
+    """Returns the `model` of a tokenizer.json for a SentencePiece ModelProto.
+
+    Args:
+        unknown: id of the unknown piece.
+    """
     spec = model.trainer_spec
     pieces = [(piece.piece, piece.score) for piece in model.pieces]
     if spec.model_type != spec.BPE:
@@ -265,6 +269,11 @@ def _bpe(vocabulary: dict[str, int], ranks: dict[str, tuple[float, int]], **opti
 
     The merges are all pairs of tokens that form a token, sorted by the rank of the formed token. Pairs that form the
     same token are sorted by the length of the left token, longest first.
+
+    Args:
+        vocabulary: token -> id.
+        ranks: rank of each token that takes part in merges, as a part or as the result.
+        options: further keys of `model`.
     """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):

@@ -88,7 +88,14 @@ class _DocumentSizes:
 
 
 def _count_tokens(index: Path, lengths, offsets, boundaries, itemsize: int) -> int:
-    """Returns the number of tokens. Raises UserError if the sequences or the document boundaries are not contiguous."""
+    """Returns the number of tokens. Raises UserError if the sequences or the document boundaries are not contiguous.
+
+    Args:
+        index: path of the index, for messages.
+        lengths, offsets: number of tokens and byte offset of each sequence.
+        boundaries: the document boundaries, as indices of sequences.
+        itemsize: number of bytes per token.
+    """
     count, end, edge = len(lengths), 0, 0
     for start in range(0, count, BLOCK_DOCUMENTS):
         block = np.array(lengths[start : start + BLOCK_DOCUMENTS], np.int64)

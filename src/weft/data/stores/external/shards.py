@@ -115,6 +115,8 @@ def _column_decoder(sizes: list, number: int, encoding: str, dtype: str | None, 
         sizes: size of each column in bytes; None for columns of variable size.
         number: index of the column that contains the ids.
         encoding: MDS encoding of this column, such as `ndarray:int32`.
+        dtype: dtype of the ids, which is required if the column contains bytes.
+        index: path of index.json, for messages.
     """
     kind, *details = encoding.split(":")
     if kind not in ("bytes", "ndarray"):
@@ -167,7 +169,14 @@ def _read(path: Path, compression: str | None) -> np.ndarray:
 
 
 def _documents(path: Path, data: np.ndarray, count: int, decode: Decode) -> Documents:
-    """Decodes the samples of a shard to documents. Raises UserError if the shard is damaged."""
+    """Decodes the samples of a shard to documents. Raises UserError if the shard is damaged.
+
+    Args:
+        path: path of the shard, for messages.
+        data: bytes of the shard.
+        count: number of samples of the shard, as in the index.
+        decode: function that extracts the ids from a sample.
+    """
     try:
         if int(data[:4].view("<u4")[0]) != count:
             raise ValueError("its number of samples differs from the index")
