@@ -57,6 +57,9 @@ NAMES = (
                 "functional_call takes 10 times as long", "wrap forwards in torch.func.functional_call"),
     PrivateName("torch.nn:Module._modules", "copies a Transformers model with two children replaced, without running "
                 "its constructor", "the head of a Transformers model is called by the model's forward (slower)"),
+    PrivateName("torch.nn:Module._forward_hooks", "tells whether a module computes what its class says; see has_hooks",
+                "no compiled decoding step"),
+    PrivateName("torch.nn:Module._forward_pre_hooks", "see _forward_hooks", "no compiled decoding step"),
     PrivateName("torch.distributed.tensor:DTensor._spec", "DTensor(local, spec) takes 1/20 of the time of from_local",
                 "use DTensor.from_local"),
     PrivateName("torch:Tensor._version", "tells whether a tensor was written in place", "casts of parameters are not "
@@ -154,6 +157,11 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns a tensor's version, which increases with each in-place write."""
     return tensor._version
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module's forward pass calls hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -119,9 +119,7 @@ class PagedCache:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Implements `weft.models.decoder.Cache.attend`."""
-        if layer not in self._pools:  # with the dtype and device of the first write
-            self._pools[layer] = [x.new_zeros(self.blocks, BLOCK, x.shape[1], x.shape[3]) for x in (k, v)]
-        pools = self._pools[layer]
+        pools = self.pools(layer, k, v)
         for pool, new in zip(pools, (k, v), strict=True):
             new = new[0].transpose(0, 1)[: len(self._slots)]
             pool.flatten(0, 1).index_copy_(0, self._slots, new.to(pool.dtype))
@@ -144,6 +142,20 @@ class PagedCache:
         if padding := q.shape[2] - len(self._slots):
             outputs.append(outputs[0].new_zeros(len(outputs[0]), padding, outputs[0].shape[2]))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(0)
+
+    def pools(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the pools of a layer's keys and values, `[blocks, BLOCK, kv_heads, head_dim]`.
+
+        The first call allocates them.
+
+        Args:
+            layer: index of the layer.
+            k: keys `[1, kv_heads, tokens, head_dim]`, which determine shape, dtype and device.
+            v: values, likewise.
+        """
+        if layer not in self._pools:
+            self._pools[layer] = [x.new_zeros(self.blocks, BLOCK, x.shape[1], x.shape[3]) for x in (k, v)]
+        return self._pools[layer]
 
     def _view(self, index: int, layer: int, device: torch.device) -> _View:
         """Returns the view of a group in a layer. Layers with equal windows share it."""

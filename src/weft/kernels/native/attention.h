@@ -1,0 +1,122 @@
+// Attention of one token per row to the paged cache.
+#pragma once
+#include "vectors.h"
+
+// Floats of scratch memory that `attend` needs for `heads` query heads and `keys` keys.
+INLINE int64_t attend_scratch(int64_t heads, int64_t keys, int64_t head_dim) {
+    const int64_t padded = (head_dim + LANES - 1) / LANES * LANES;
+    return heads * (keys + 2 * BLOCK + 2 * padded + 1) + BLOCK * padded;
+}
+
+// Rotates the pairs of dimensions (i, i + rotary_dim / 2) of a head.
+static void rotate(float *x, const float *cos, const float *sin, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float first = x[i], second = x[i + half];
+        x[i] = first * cos[i] - second * sin[i];
+        x[i + half] = second * cos[i] + first * sin[i];
+    }
+}
+
+// Writes a head's key or value of one token to the cache.
+static void write_cache(const float *x, int64_t dim, void *pool, int64_t dtype, int64_t at) {
+    if (dtype == FLOAT32) memcpy((float *)pool + at, x, dim * sizeof(float));
+    else
+        for (int64_t i = 0; i < dim; i++) ((uint16_t *)pool + at)[i] = to_bfloat16(x[i]);
+}
+
+// Reads the keys or values of a block: [BLOCK, padded].
+INLINE void read_block(const void *pool, int64_t dtype, int64_t at, int64_t stride, int64_t dim, int64_t padded,
+                       float *out) {
+    for (int j = 0; j < BLOCK; j++, at += stride) {
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES)
+            store(out + j * padded + i,
+                  dtype == FLOAT32 ? load((const float *)pool + at + i) : load_bfloat16((const uint16_t *)pool + at + i));
+        for (; i < dim; i++) out[j * padded + i] = element(pool, dtype, at + i);
+    }
+}
+
+// Stores the scores of the keys of a block with the query of one head.
+INLINE void score_block(const float *keys, const float *query, int64_t padded, float scale, float softcap, float *out) {
+    for (int j = 0; j < BLOCK; j += LANES) {
+        vec sums[LANES] = {};
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const vec q = load(query + i);
+#pragma GCC unroll 16
+            for (int lane = 0; lane < LANES; lane++) sums[lane] += q * load(keys + (j + lane) * padded + i);
+        }
+        const vec found = sums_of(sums) * scale;
+        store(out + j, softcap == 0 ? found : softcap * tanh_of(found / softcap));
+    }
+}
+
+// Replaces `count` scores, a multiple of BLOCK, by e^(score - maximum). Only those in [begin, end) have weight.
+INLINE float exponentiate(float *scores, int64_t count, int64_t begin, int64_t end, const float *sink) {
+    float most = sink ? *sink : -INFINITY;
+    for (int64_t i = 0; i < begin; i++) scores[i] = -INFINITY;
+    for (int64_t i = end; i < count; i++) scores[i] = -INFINITY;
+    vec largest = splat(most), sums = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+        const vec v = load(scores + i);
+        largest = select_less(largest, v, v, largest);
+    }
+    for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+    for (int64_t i = 0; i < count; i += LANES) store(scores + i, exp_of(load(scores + i) - most));
+    for (int64_t i = 0; i < begin; i++) scores[i] = 0;
+    for (int64_t i = end; i < count; i++) scores[i] = 0;
+    for (int64_t i = 0; i < count; i += LANES) sums += load(scores + i);
+    vec extra = splat(sink ? *sink - most : 0);
+    return sum_of(sums) + (sink ? exp_of(extra)[0] : 0.0f);
+}
+
+// Adds the weighted values of a block, of the tokens [begin, end), to the output of one head.
+INLINE void add_values(const float *values, const float *weights, int64_t begin, int64_t end, int64_t padded,
+                       float *out) {
+    for (int64_t i = 0; i < padded; i += LANES) {
+        vec sum = load(out + i);
+        for (int64_t j = begin; j < end; j++) sum += weights[j] * load(values + j * padded + i);
+        store(out + i, sum);
+    }
+}
+
+// Computes the attention of `count` query heads of one row, from `head` on, which share a key/value head.
+static void attend(const Model *model, const Layer *layer, const Step *step, int64_t row, int64_t head, int64_t count,
+                   const float *q, float *out, float *scratch) {
+    const int64_t dim = model->head_dim, padded = (dim + LANES - 1) / LANES * LANES, position = step->positions[row];
+    const int64_t first = layer->window && position >= layer->window ? position - layer->window + 1 : 0;
+    const int64_t begin = first / BLOCK, end = position / BLOCK + 1, keys = (end - begin) * BLOCK;
+    const int64_t stride = model->kv_heads * dim, group = head / (model->heads / model->kv_heads);
+    const int64_t *blocks = step->blocks + step->tables[row];
+    float *block = scratch, *queries = block + BLOCK * padded, *sums = queries + count * padded;
+    float *totals = sums + count * padded, *scores = totals + count;
+    memset(scratch, 0, (BLOCK + 2 * count) * padded * sizeof(float)); // padding must be 0
+    for (int64_t h = 0; h < count; h++) memcpy(queries + h * padded, q + h * dim, dim * sizeof(float));
+    for (int64_t b = begin; b < end; b++) {
+        const int64_t at = blocks[b] * BLOCK * stride + group * dim;
+        read_block(layer->keys, model->cache_dtype, at, stride, dim, padded, block);
+        for (int64_t h = 0; h < count; h++)
+            score_block(block, queries + h * padded, padded, (float)model->score_scale, (float)model->score_softcap,
+                        scores + h * keys + (b - begin) * BLOCK);
+    }
+    for (int64_t h = 0; h < count; h++) {
+        const float *slopes = model->slopes.data;
+        if (slopes)
+            for (int64_t i = 0; i < keys; i++)
+                scores[h * keys + i] -= slopes[head + h] * (float)(position - begin * BLOCK - i);
+        float sink = 0;
+        if (layer->sinks.data) sink = element(layer->sinks.data, layer->sinks.dtype, head + h);
+        totals[h] = exponentiate(scores + h * keys, keys, first - begin * BLOCK, position + 1 - begin * BLOCK,
+                                 layer->sinks.data ? &sink : 0);
+    }
+    for (int64_t b = begin; b < end; b++) {
+        const int64_t at = blocks[b] * BLOCK * stride + group * dim;
+        const int64_t from = b * BLOCK < first ? first - b * BLOCK : 0;
+        const int64_t until = (b + 1) * BLOCK > position + 1 ? position + 1 - b * BLOCK : BLOCK;
+        read_block(layer->values, model->cache_dtype, at, stride, dim, padded, block);
+        for (int64_t h = 0; h < count; h++)
+            add_values(block, scores + h * keys + (b - begin) * BLOCK, from, until, padded, sums + h * padded);
+    }
+    for (int64_t h = 0; h < count; h++)
+        for (int64_t i = 0; i < dim; i++) out[h * dim + i] = sums[h * padded + i] / totals[h];
+}
