@@ -25,10 +25,27 @@ static void write_cache(const float *x, int64_t dim, void *pool, int64_t dtype, 
         for (int64_t i = 0; i < dim; i++) ((uint16_t *)pool + at)[i] = to_bfloat16(x[i]);
 }
 
+// Index of the first element of a unit of the cache: the tokens of a block for one key/value head of a row's sequence.
+// The units [0, count) of `heads` heads from `group` on follow one another in the order of the blocks' memory.
+typedef struct {
+    const int64_t *blocks;
+    int64_t count, heads, group, block_stride, dim;
+} Units;
+
+INLINE int64_t unit_begin(const Units *u, int64_t unit) {
+    unit = unit < u->count ? unit : u->count - 1;
+    return u->blocks[unit / u->heads] * u->block_stride + (u->group + unit % u->heads) * u->dim;
+}
+
 // Reads the keys or values of a block: [BLOCK, padded].
-INLINE void read_block(const void *pool, int64_t dtype, int64_t at, int64_t stride, int64_t dim, int64_t padded,
+INLINE void read_block(const void *pool, int64_t dtype, const Units *units, int64_t unit, int64_t padded,
                        float *out) {
+    const int64_t dim = units->dim, stride = units->block_stride / BLOCK, size = dtype == FLOAT32 ? 4 : 2;
+    const int64_t next = unit_begin(units, unit + 2);
+    int64_t at = unit_begin(units, unit);
     for (int j = 0; j < BLOCK; j++, at += stride) {
+        for (int64_t line = 0; line < dim * size; line += 64)
+            __builtin_prefetch((const char *)pool + (next + j * stride) * size + line);
         int64_t i = 0;
         for (; i + LANES <= dim; i += LANES)
             store(out + j * padded + i,
@@ -80,24 +97,26 @@ INLINE void add_values(const float *values, const float *weights, int64_t begin,
     }
 }
 
-// Computes the attention of `count` query heads of one row, from `head` on, which share a key/value head.
+// Computes the attention of `count` query heads of one row, from `head` on: a part of the heads of one key/value head,
+// or all heads of some. The cache is read in the order of its memory.
 static void attend(const Model *model, const Layer *layer, const Step *step, int64_t row, int64_t head, int64_t count,
                    const float *q, float *out, float *scratch) {
     const int64_t dim = model->head_dim, padded = (dim + LANES - 1) / LANES * LANES, position = step->positions[row];
     const int64_t first = layer->window && position >= layer->window ? position - layer->window + 1 : 0;
     const int64_t begin = first / BLOCK, end = position / BLOCK + 1, keys = (end - begin) * BLOCK;
-    const int64_t stride = model->kv_heads * dim, group = head / (model->heads / model->kv_heads);
-    const int64_t *blocks = step->blocks + step->tables[row];
+    const int64_t share = model->heads / model->kv_heads, many = count < share ? count : share, groups = count / many;
+    const Units units = {step->blocks + step->tables[row] + begin, (end - begin) * groups, groups, head / share,
+                         BLOCK * model->kv_heads * dim, dim};
     float *block = scratch, *queries = block + BLOCK * padded, *sums = queries + count * padded;
     float *totals = sums + count * padded, *scores = totals + count;
     memset(scratch, 0, (BLOCK + 2 * count) * padded * sizeof(float)); // padding must be 0
     for (int64_t h = 0; h < count; h++) memcpy(queries + h * padded, q + h * dim, dim * sizeof(float));
-    for (int64_t b = begin; b < end; b++) {
-        const int64_t at = blocks[b] * BLOCK * stride + group * dim;
-        read_block(layer->keys, model->cache_dtype, at, stride, dim, padded, block);
-        for (int64_t h = 0; h < count; h++)
+    for (int64_t unit = 0; unit < units.count; unit++) {
+        const int64_t b = unit / groups, from = unit % groups * many;
+        read_block(layer->keys, model->cache_dtype, &units, unit, padded, block);
+        for (int64_t h = from; h < from + many; h++)
             score_block(block, queries + h * padded, padded, (float)model->score_scale, (float)model->score_softcap,
-                        scores + h * keys + (b - begin) * BLOCK);
+                        scores + h * keys + b * BLOCK);
     }
     for (int64_t h = 0; h < count; h++) {
         const float *slopes = model->slopes.data;
@@ -109,13 +128,13 @@ static void attend(const Model *model, const Layer *layer, const Step *step, int
         totals[h] = exponentiate(scores + h * keys, keys, first - begin * BLOCK, position + 1 - begin * BLOCK,
                                  layer->sinks.data ? &sink : 0);
     }
-    for (int64_t b = begin; b < end; b++) {
-        const int64_t at = blocks[b] * BLOCK * stride + group * dim;
-        const int64_t from = b * BLOCK < first ? first - b * BLOCK : 0;
-        const int64_t until = (b + 1) * BLOCK > position + 1 ? position + 1 - b * BLOCK : BLOCK;
-        read_block(layer->values, model->cache_dtype, at, stride, dim, padded, block);
-        for (int64_t h = 0; h < count; h++)
-            add_values(block, scores + h * keys + (b - begin) * BLOCK, from, until, padded, sums + h * padded);
+    for (int64_t unit = 0; unit < units.count; unit++) {
+        const int64_t b = unit / groups, from = unit % groups * many, start = (begin + b) * BLOCK;
+        const int64_t skipped = start < first ? first - start : 0;
+        const int64_t until = start + BLOCK > position + 1 ? position + 1 - start : BLOCK;
+        read_block(layer->values, model->cache_dtype, &units, unit, padded, block);
+        for (int64_t h = from; h < from + many; h++)
+            add_values(block, scores + h * keys + b * BLOCK, skipped, until, padded, sums + h * padded);
     }
     for (int64_t h = 0; h < count; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = sums[h * padded + i] / totals[h];

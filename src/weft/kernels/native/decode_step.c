@@ -53,7 +53,7 @@ static int64_t place(const Model *m, int64_t rows, int64_t longest, int threads,
     float **shared[] = {&w->queries, &w->keys, &w->values, &w->attended, &w->branch, &w->inner};
     const int64_t widths[] = {heads, groups, groups, heads, m->hidden, m->inner};
     for (int i = 0; i < 6; i++) *shared[i] = base + at, at += aligned(rows * widths[i]);
-    const int64_t scratch = most_of(most_of(attend_scratch(m->heads / m->kv_heads, longest, m->head_dim), widest),
+    const int64_t scratch = most_of(most_of(attend_scratch(m->heads, longest, m->head_dim), widest),
                                     2 * rows * STRIPE_ROWS);
     float **own[] = {&w->x, &w->normed, &w->attention_branch, &w->scratch, (float **)&w->packed.data};
     const int64_t sizes[] = {rows * m->hidden, rows * m->hidden, rows * m->hidden, scratch, (rows + 16) * (widest + 64)};
@@ -193,11 +193,15 @@ static void attention(const Model *m, const Layer *layer, const Step *s, Work *w
     }
     place_heads(m, layer, s, w);
     wait_for_all(w);
-    // Query heads that share a key/value head are computed together if there is enough work for all threads.
-    const int64_t many = s->rows * m->kv_heads >= 2 * w->threads ? group : 1, tasks = m->heads / many;
-    for (int64_t task = w->thread; task < s->rows * tasks; task += w->threads) {
-        const int64_t t = task / tasks, head = task % tasks * many, at = (t * m->heads + head) * dim;
-        attend(m, layer, s, t, head, many, w->queries + at, w->attended + at, w->scratch);
+    // The heads of a row are computed together, as far as there is enough work for all threads.
+    int64_t parts = (2 * w->threads + s->rows - 1) / s->rows;
+    if (parts > m->kv_heads) parts = m->heads;
+    const int64_t kind = parts > m->kv_heads ? 1 : group;
+    for (int64_t task = w->thread; task < s->rows * parts; task += w->threads) {
+        const int64_t t = task / parts, part = task % parts;
+        const int64_t head = m->heads / kind * part / parts * kind;
+        const int64_t end = m->heads / kind * (part + 1) / parts * kind, at = (t * m->heads + head) * dim;
+        attend(m, layer, s, t, head, end - head, w->queries + at, w->attended + at, w->scratch);
     }
     wait_for_all(w);
     const Matrix *output[] = {&layer->o};

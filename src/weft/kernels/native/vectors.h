@@ -9,6 +9,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #ifdef __AVX512F__
+#include <immintrin.h>
 #define LANES 16
 #else
 #define LANES 8
@@ -47,10 +48,18 @@ INLINE uint16_t to_bfloat16(float x) {
 }
 
 INLINE vec load_bfloat16(const uint16_t *p) {
+#ifdef __AVX512F__ // GCC splits the conversion
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+#endif
     return (vec)(__builtin_convertvector(*(const halves_unaligned *)p, uvec) << 16);
 }
 
-INLINE vec load_int8(const int8_t *p) { return __builtin_convertvector(*(const bytes_unaligned *)p, vec); }
+INLINE vec load_int8(const int8_t *p) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+#endif
+    return __builtin_convertvector(*(const bytes_unaligned *)p, vec);
+}
 
 // Reads element `i` of an array of FLOAT32 or BFLOAT16.
 INLINE float element(const void *data, int64_t dtype, int64_t i) {
