@@ -28,6 +28,8 @@ def _cores() -> int:
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("OMP_NUM_THREADS", str(min(4, max(1, _cores() // _workers)) if _workers > 1 else 1))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests of compiled decoding steps ask for them; other tests do not run the C compiler.
+os.environ.setdefault("WEFT_COMPILE", "0")
 # Nothing a test does reaches a hub or a tracker's server.
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_MODE="offline")
 

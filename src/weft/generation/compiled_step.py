@@ -6,6 +6,7 @@ PyTorch needs some hundred operators per token, whose overhead exceeds the time 
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.errors import UserError
 from weft.generation.cache import PagedCache
 from weft.kernels.attention import alibi_slopes
-from weft.kernels.decode_step import ACTIVATIONS, DTYPES, MAX_ROWS, NORMS, library
+from weft.kernels.decode_step import ACTIVATIONS, DTYPES, MAX_ROWS, NORMS, Matrix, Model, Norm, Step, Vector, library
 from weft.kernels.decode_step import Layer as LayerStruct
-from weft.kernels.decode_step import Matrix, Model, Norm, Step, Vector
 from weft.models.decoder import Block, Decoder
 from weft.models.layers.attention import Attention, CoreAttention
 from weft.models.layers.dropout import Dropout
@@ -67,6 +68,60 @@ def unsupported(model: Decoder) -> str | None:
         if has_hooks(module) or "forward" in vars(module):
             return f"the module {name or 'model'} has hooks or another forward"
     return None
+
+
+class CompiledDecoding:
+    """Chooses the sequences whose new tokens the compiled step computes, as soon as it is compiled.
+
+    Args:
+        model: the model.
+        cache: its cache.
+        compiled: whether to use the compiled step. None: if the model and the machine support it, once the compiler has
+            finished, unless the environment variable WEFT_COMPILE is 0.
+        wait: whether to wait for the compiler, so that all steps are computed alike.
+
+    Attributes:
+        reason: why there is no compiled step, as a clause, or None.
+
+    Raises:
+        UserError: `compiled` is True, but there can be no compiled step.
+    """
+
+    def __init__(self, model: Decoder, cache: PagedCache, compiled: bool | None, wait: bool):
+        self._model, self._cache, self._wait = model, cache, wait or bool(compiled)
+        self._step: CompiledStep | None = None
+        self.reason: str | None = None
+        off = os.environ.get("WEFT_COMPILE") == "0" if compiled is None else not compiled
+        self._off = "it is turned off" if off else None
+        if compiled and self._find() is None:
+            raise UserError(f"compile=True: there can be no compiled decoding step: {self.reason}; use compile=None")
+
+    def chosen(self, works: Sequence[Work]) -> list[int]:
+        """Returns the indices of the works that `forward` shall compute."""
+        few = [i for i, w in enumerate(works) if w.end - w.start <= MOST_TOKENS and w.adapter is None]
+        # With a new prompt, the model can have changed.
+        if len(few) < len(works) or (self._step is None and self.reason is None):
+            self._find()
+        return [] if self._step is None else few
+
+    def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """Computes the new tokens of works of `chosen`. Returns what `Runner.forward` returns."""
+        assert self._step is not None
+        return self._step.forward(works)
+
+    def _find(self) -> CompiledStep | None:
+        """Creates the step if it is possible and compiled, and updates it to the model's parameters."""
+        self.reason = self._off or unsupported(self._model)
+        try:
+            if self.reason is not None or library(self._wait) is None:
+                self._step = None
+            elif self._step is None:
+                self._step = CompiledStep(self._model, self._cache)
+            else:
+                self._step.refresh()
+        except OSError as error:
+            self._off = self.reason = str(error)
+        return self._step
 
 
 class CompiledStep:
@@ -149,7 +204,9 @@ class CompiledStep:
             count = max(1024, 2 * (max(positions) + 1))
             at = torch.tensor([positions]) if depends else torch.arange(count).unsqueeze(0)
             lengths = torch.tensor([[max(work.rotary, p + 1) for work, p in rows]]) if depends else None
-            tables = [rotary_cos_sin(at, config.rotary_dim, config.rope_theta, torch.float32, config.rope_scaling, lengths)]
+            tables = [
+                rotary_cos_sin(at, config.rotary_dim, config.rope_theta, torch.float32, config.rope_scaling, lengths)
+            ]
             if config.rope_local_base_freq is not None:
                 tables.append(rotary_cos_sin(at, config.rotary_dim, config.rope_local_base_freq, torch.float32))
             self._angles = [(cos[0, 0].contiguous(), sin[0, 0].contiguous()) for cos, sin in tables]
@@ -221,7 +278,9 @@ def _describe(model: Decoder, struct: Model, layers: Any, kept: list[torch.Tenso
     struct.eps, struct.clip = config.rms_norm_eps, config.clip_qkv or 0.0
     struct.embedding_multiplier, struct.residual_multiplier = config.embedding_multiplier, config.residual_multiplier
     struct.logits_scaling, struct.logit_softcap = config.logits_scaling, config.logit_softcap or 0.0
-    struct.score_scale = config.qk_head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    struct.score_scale = (
+        config.qk_head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+    )
     struct.score_softcap = config.attn_logit_softcapping or 0.0
     struct.embedding = _vector(model.embed_tokens.weight)
     struct.positions = _vector(None if model.embed_positions is None else model.embed_positions.weight)

@@ -50,6 +50,7 @@ class Engine:
         cache: whether to use a key/value cache. Without a cache every step recomputes all tokens.
         batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation does not depend on
             other sequences in any bit.
+        compile: whether a C function runs decoding steps on CPUs. None: once it is built, if possible. True: wait.
 
     Attributes:
         steps: number of steps.
@@ -70,10 +71,11 @@ class Engine:
         max_cache_tokens: int | None = None,
         cache: bool = True,
         batch_invariant: bool = False,
+        compile: bool | None = None,
     ):
         self.model, self.tokenizer, self.stop_ids = model, tokenizer, frozenset(stop_ids)
         self.max_batch, self.max_step_tokens, self.batch_invariant = max_batch, max_step_tokens, batch_invariant
-        self.runner = make_runner(model, cache=cache, apart=batch_invariant)
+        self.runner = make_runner(model, cache=cache, apart=batch_invariant, compiled=compile)
         config = getattr(model, "config", None)
         self._scaling = config.rope_scaling if isinstance(config, ModelSection) else None
         paged = self.runner.cache

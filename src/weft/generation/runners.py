@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.errors import UserError
 from weft.generation.adapters import Adapter, adapted
 from weft.generation.cache import Chunk, PagedCache, paged_cache
+from weft.generation.compiled_step import CompiledDecoding
 from weft.models.decoder import Decoder
 from weft.models.forward import forward_of
 from weft.parallel.model_state import state_of
@@ -68,16 +70,19 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False) -> Runner:
+def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False, compiled: bool | None = None) -> Runner:
     """Chooses the runner of a model.
 
     Args:
         model: the model.
         cache: whether to use a key/value cache, if the model has one.
         apart: whether to run each sequence alone, which makes its results independent of other sequences.
+        compiled: whether to compile decoding steps (see `CompiledDecoding`).
     """
     if cache and isinstance(model, Decoder):
-        return PagedRunner(model, apart)
+        return PagedRunner(model, apart, compiled)
+    if compiled:
+        raise UserError("compile=True needs a built-in decoder with a cache; use compile=None")
     if cache and getattr(model, "takes_cache", False):
         return TransformersRunner(model)
     return UncachedRunner(model, apart)
@@ -118,14 +123,22 @@ class PagedRunner:
 
     caches = chunks = True
 
-    def __init__(self, model: Decoder, apart: bool = False):
+    def __init__(self, model: Decoder, apart: bool = False, compiled: bool | None = False):
         self.model, self.apart = model, apart
         self.cache: PagedCache = paged_cache(model, apart)
+        self.decoding = CompiledDecoding(model, self.cache, compiled, wait=apart)
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         """Implements `Runner.forward`."""
-        if self.apart and len(works) > 1:
-            return [self.forward([work])[0] for work in works]
+        found: dict[int, torch.Tensor] = {}
+        if chosen := self.decoding.chosen(works):
+            found = dict(zip(chosen, self.decoding.forward([works[i] for i in chosen]), strict=True))
+        rest = [i for i in range(len(works)) if i not in found]
+        for group in [[i] for i in rest] if self.apart else [rest] * bool(rest):
+            found.update(zip(group, self._forward([works[i] for i in group]), strict=True))
+        return [found[i] for i in range(len(works))]
+
+    def _forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
         device = next(self.model.parameters()).device
         with inference(self.model):
             order = self.cache.begin([Chunk(work.blocks, work.start, work.end) for work in works], device)

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
-FLAGS = "-O3 -march=native -fopenmp -fPIC -shared -fno-math-errno -fno-trapping-math".split()
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
 MAX_ROWS = 32  # tokens per step
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 NORMS = ("rmsnorm", "rmsnorm1p", "layernorm")
