@@ -208,7 +208,7 @@ def _without(value: Any, path: Path) -> Any:
     if len(path) == 1:
         return {key: item for key, item in value.items() if key != path[0]}
     copied: Any = list(value) if isinstance(value, list) else dict(value)
-    copied[path[0]] = _without(value[path[0]], path[1:])
+    copied[path[0]] = _without(copied[path[0]], path[1:])
     return copied
 
 
