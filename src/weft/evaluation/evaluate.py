@@ -165,7 +165,11 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Returns the given device, or for None a GPU if available. Raises UserError if the device does not exist."""
+    """Returns `device` as a `torch.device`. If it is None, returns a GPU if available, otherwise the CPU.
+
+    Raises:
+        UserError: the device does not exist.
+    """
     if device is None:
         return local_device(Console())
     try:

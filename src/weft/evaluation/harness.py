@@ -34,8 +34,8 @@ GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k",
 class WeftLM(TemplateLM):
     """A model that answers the harness's requests, with the same scores as the harness's own `hf` model.
 
-    Like the `hf` model, it adds the tokenizer's special tokens to a text (such as a beginning-of-text token), and
-    truncates a text longer than the model's maximum on the left.
+    Like the `hf` model, it adds the tokenizer's special tokens (such as a beginning-of-text token) to a text. If a text
+    is longer than the model's maximum, it removes tokens at the text's start.
 
     Args:
         model: a module that `weft.load_model` returned, in eval mode.
@@ -77,7 +77,7 @@ class WeftLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The key under which the harness caches requests."""
+        """The digest of the tokenizer, under which the harness caches requests."""
         return self._tokenizer.digest
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -157,7 +157,7 @@ class WeftLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, **_: Any) -> list[tuple[float, bool]]:
         """Scores requests, each (unused, context ids, continuation ids). Returns the same values as `loglikelihood`.
 
-        The logits of texts that differ only in the last token are computed only once.
+        If texts differ only in the last token, the logits are computed once for all of them.
         """
         by_inputs: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):

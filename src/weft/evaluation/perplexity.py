@@ -32,8 +32,8 @@ class StoreResult:
         store: path of the store; "all" for combined stores.
         nats: sum of the negative log-probabilities of all predicted tokens, in nats.
         tokens: number of predicted tokens. If the store has a loss mask, only tokens with mask 1 are counted.
-        bytes: number of UTF-8 bytes of the predicted tokens' text, estimated by the store's mean bytes per token; None
-            if unknown.
+        bytes: number of UTF-8 bytes of the predicted tokens' text, estimated from the store's mean bytes per token;
+            None if unknown.
     """
 
     store: str

@@ -14,7 +14,7 @@ POOL = 16  # number of batches among which windows are sorted by length
 
 
 class Window(NamedTuple):
-    """A window over the tokens `begin .. end - 1` of a store, of which the tokens `first .. end - 1` are predicted."""
+    """A window over the tokens `begin .. end - 1` of a store. It predicts the tokens `first .. end - 1`."""
 
     begin: int
     first: int

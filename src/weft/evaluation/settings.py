@@ -30,8 +30,8 @@ class Settings:
             if unknown, "apart".
         max_tokens: maximum number of tokens to predict in each store.
         include_path: folder with custom tasks.
-        num_fewshot: number of examples before each question. Default: the task's own number.
-        limit: maximum number of questions of each task; the first ones are used.
+        num_fewshot: number of examples before each question. Default: the number that the task sets.
+        limit: maximum number of questions per task; the task's first questions are used.
         apply_chat_template: whether to format questions with the tokenizer's chat template.
         batch_size: number of sequences per batch.
         tokenizer: tokenizer of the model. Default: the tokenizer in the model's folder.
@@ -89,7 +89,7 @@ class Settings:
 
         Args:
             stores: whether the model is evaluated on stores.
-        tasks: whether the model is evaluated on tasks.
+            tasks: whether the model is evaluated on tasks.
             loaded: whether the model is already loaded, so that `device` and `dtype` have no effect.
         """
         for names, used, needed in (

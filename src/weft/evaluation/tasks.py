@@ -63,8 +63,9 @@ def evaluate_tasks(
         manager: the TaskManager that `find_tasks` returned.
 
     Returns:
-        For each task and group, a dict with `questions`, `shots`, `version` and `scores`. Each score has `metric`,
-        `filter` (which the harness applied to the answers), `value` and `stderr` (the standard error, or None).
+        For each task and group, a dict with `questions` (number of questions), `shots` (number of examples per
+        question), `version` and `scores`. Each score has `metric`, `filter` (which the harness applied to the answers),
+        `value` and `stderr` (the standard error, or None).
 
     Raises:
         UserError: the model has no tokenizer, or a task cannot be built.

@@ -1,4 +1,4 @@
-"""Adds low-rank adapters to a model's linear layers, chosen for each token (Hu et al., 2021; Sheng et al., 2023)."""
+"""Applies low-rank adapters to linear layers, chosen per sequence (Hu et al., 2021; Sheng et al., 2023)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNCALLED = ("lm_head", "kv_b_proj")
 
 
 class LowRank(NamedTuple):
-    """A change of a linear layer's weight `[out, in]`: `scale * b @ a`.
+    """The low-rank matrix `scale * b @ a` that an adapter adds to a linear layer's weight `[out, in]`.
 
     Attributes:
         a: `[rank, in]`.
@@ -43,7 +43,8 @@ class Adapter:
     """An adapter of an engine.
 
     Attributes:
-        root: parent digest of the first cache block of each sequence, which separates the blocks of unequal adapters.
+        root: parent digest of the first cache block of each sequence (`block_digest`). It differs between adapters, so
+            sequences share blocks only if they use the same adapter.
         deltas: name of a linear layer -> its `a` and `scale * b`.
     """
 
@@ -72,7 +73,7 @@ class Adapters:
         self._by_name[name] = Adapter(hashlib.sha256(f"adapter {self._added} {name}".encode()).digest(), prepared)
 
     def get(self, name: str | None) -> Adapter | None:
-        """Returns an adapter; None for None.
+        """Returns the adapter with this name; None if `name` is None.
 
         Raises:
             UserError: there is no adapter with this name.
@@ -90,7 +91,7 @@ class Adapters:
             used: the adapter of each unfinished continuation.
 
         Raises:
-            UserError: there is no adapter with this name, or it is used.
+            UserError: there is no adapter with this name, or an unfinished continuation uses it.
         """
         adapter = self.get(name)
         if count := sum(one is adapter for one in used):
@@ -101,7 +102,7 @@ class Adapters:
 
 
 def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `a` and `scale * b` of a delta on the layer's device, in the dtype of its weight."""
+    """Returns `a` and `scale * b` of a delta on the layer's device, in the dtype of the layer's weight."""
     linears = {
         path: module
         for path, module in model.named_modules()
@@ -131,7 +132,7 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
     """Applies adapters to the linear layers of a model during one forward pass.
 
     Args:
-        owners: the adapter of each group of consecutive tokens in the forward pass, and the number of these tokens.
+        owners: (adapter or None, number of tokens) for each group of consecutive tokens with the same adapter.
 
     Raises:
         UserError: an adapted layer does not get all tokens in order, or is not called.
@@ -173,7 +174,8 @@ def _change(
     """Adds low-rank products to a layer's output. A forward hook; the first four arguments are bound.
 
     Args:
-        parts: for each adapter the indices of its tokens (None: all tokens), `a` and `scale * b`.
+        parts: for each adapter, the indices of the tokens that use the adapter (None: all tokens), `a`, and
+            `scale * b`.
         tokens: number of tokens in the forward pass.
         uncalled: names of layers that were not called yet; this layer's name is removed.
     """

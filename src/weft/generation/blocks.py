@@ -12,17 +12,18 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Returns the digest of a block's tokens and of all tokens before it.
 
     Args:
-        parent: the digest of the block before it; for a first block, any bytes that separate unequal caches.
+        parent: the digest of the block before it. For a sequence's first block: bytes that differ between sequences
+            that must not share blocks.
         tokens: the token ids of the block.
     """
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 class BlockPool:
-    """The blocks of a cache: which are free, how many sequences use each, and what they contain.
+    """Tracks the blocks of a cache: which are free, how many sequences use each, and what they contain.
 
-    A block whose last user has left keeps its content until the block is needed, and can be shared until then. The
-    block that has been unused for the longest time is taken first.
+    A block that no sequence uses any more keeps its content until the block is taken again, and can be shared until
+    then. Free blocks without known content are taken first, then the block that has been unused for the longest time.
 
     Args:
         blocks: number of blocks.
@@ -43,7 +44,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without users."""
+        """Number of blocks that no sequence uses."""
         return len(self._free)
 
     def grow(self, blocks: int) -> None:
@@ -55,7 +56,7 @@ class BlockPool:
             self._free.move_to_end(block, last=False)
 
     def take(self) -> int:
-        """Takes a free block, whose content is forgotten.
+        """Takes a free block, forgets the block's content, and returns the block's index.
 
         Raises:
             IndexError: no block is free.
@@ -68,7 +69,10 @@ class BlockPool:
         return block
 
     def share(self, digest: bytes) -> int | None:
-        """Adds a user to the block with this digest and returns the block; None if there is no such block."""
+        """Returns the index of the block with this digest, which one more sequence uses from now on.
+
+        Returns None if there is no such block.
+        """
         block = self._by_digest.get(digest)
         if block is not None:
             self._free.pop(block, None)
@@ -80,14 +84,14 @@ class BlockPool:
         return digest in self._by_digest
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Records the content of a complete block, unless another block has the same content."""
+        """Records the digest of a complete block, unless another block has the same digest."""
         self.pending.discard(digest)
         if digest not in self._by_digest:
             self._digests[block] = digest
             self._by_digest[digest] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes a user from each block of a sequence. The last blocks of the sequence will be taken first."""
+        """Releases the blocks of one sequence. The sequence's last blocks are taken again first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -96,7 +100,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def clear(self) -> None:
-        """Forgets the content of all blocks, as when the model's weights have changed."""
+        """Forgets the content of all blocks, for example because the model's weights have changed."""
         for block in range(len(self)):
             self._forget(block)
 

@@ -17,7 +17,8 @@ class Chunk(NamedTuple):
     """Consecutive tokens of one sequence that a forward pass computes.
 
     Attributes:
-        blocks: the blocks of the sequence, in order, at least until `end`. Blocks that no layer needs can be -1.
+        blocks: indices of the sequence's blocks, in order, at least up to position `end`. -1 can stand for a block that
+            no layer needs any more.
         start: position of the first token of the chunk.
         end: position after the last token of the chunk.
     """
@@ -45,9 +46,10 @@ class _View(NamedTuple):
     """What the queries of a group see in layers with one window size.
 
     Attributes:
-        blocks: `[chunks, blocks]`, the blocks of each sequence from its first visible key on, padded at the end.
+        blocks: `[chunks, blocks]`, indices of the blocks of each sequence, starting with the block of the sequence's
+            first visible key; right-padded.
         first: index of the first visible key in the first block, if the group has one chunk.
-        keys: number of keys of each sequence, from `first` on.
+        keys: number of keys of each sequence, starting at `first`.
         mask: bool `[chunks, 1, seq, keys]`; None: causal.
     """
 
@@ -64,8 +66,8 @@ class PagedCache:
     computes chunks of several sequences, whose tokens follow one another in one row. Padding can follow the last token.
 
     Args:
-        windows: sliding window size of each layer, counting the query itself; None in the list: full attention.
-        pattern: sparse attention pattern of the layers with full attention, or None.
+        windows: sliding window size of each layer, counting the query itself; None in the list: no sliding window.
+        pattern: sparse attention pattern of the layers without a sliding window, or None.
         apart: whether attention is computed for each sequence alone.
     """
 
@@ -94,7 +96,7 @@ class PagedCache:
         """Prepares a forward pass that computes chunks of several sequences.
 
         Returns:
-            The order in which the tokens of the chunks must follow one another, as indices of `chunks`.
+            The indices of `chunks`, in the order in which the caller must concatenate the tokens of the chunks.
         """
         # Chunks of equal length are computed together if their numbers of keys are similar, which limits padding.
         order = sorted(range(len(chunks)), key=lambda i: (chunks[i].end - chunks[i].start, -chunks[i].end))
@@ -158,7 +160,7 @@ class PagedCache:
         return self._pools[layer]
 
     def _view(self, index: int, layer: int, device: torch.device) -> _View:
-        """Returns the view of a group in a layer. Layers with equal windows share it."""
+        """Returns the view of a group in a layer. Layers with equal window sizes share the view."""
         window = self.windows[layer]
         if (index, window) not in self._views:
             self._views[index, window] = self._new_view(self._groups[index].chunks, window, device)

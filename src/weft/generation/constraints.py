@@ -90,7 +90,7 @@ def _lark_grammar(text: str) -> str:
 
 
 def _all_tokens(grammar: str, after_blank: bool) -> str:
-    """Returns a grammar of the same texts, or these texts after a blank, for which all spellings by tokens are allowed.
+    """Returns a grammar that accepts the same texts (each after a blank, if `after_blank`), in any split into tokens.
 
     Otherwise, llguidance demands the tokens into which the tokenizer splits a text, at places where the text is fixed.
     """
@@ -114,7 +114,7 @@ def _error_of(grammar: str, tokenizer: Any = None) -> str | None:
 
 
 def _one_line(message: str) -> str:
-    """Returns the essence of llguidance's message, which can have many lines and quote the grammar."""
+    """Returns the cause of an error from llguidance's message, which can have many lines and quote the grammar."""
     reason = re.search(r"^error: (.*)$", message, re.MULTILINE)
     first = message.removeprefix("ERROR: ").partition("\n")[0]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", first)
@@ -192,7 +192,7 @@ def trie_of(tokenizer: Tokenizer) -> TokenTrie:
 
 
 class Constraint:
-    """Which tokens may come next in one continuation. Its results depend only on the tokens that are passed.
+    """Determines which tokens may come next in one continuation. Results depend only on the tokens that are passed.
 
     Args:
         tokenizer: the tokenizer.

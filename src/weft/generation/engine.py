@@ -31,7 +31,7 @@ class Engine:
 
     Each step runs one forward pass, which computes the next token of the sequences whose prompts are complete, and
     parts of other prompts. Sequences that begin with the same tokens share the cached keys and values of these tokens.
-    If the cache is full, the sequence that was added last is computed again later.
+    If the cache is full, the sequence that was added last loses its cached keys and values, which are recomputed later.
 
     If the model is sharded, all ranks must make the same calls.
 
@@ -43,19 +43,20 @@ class Engine:
     Args:
         model: the model.
         tokenizer: decodes new tokens, which stop strings require; None: pieces have no text.
-        stop_ids: tokens that end a continuation. They are returned too.
+        stop_ids: tokens that end a continuation. The stream contains them, too.
         max_batch: maximum number of sequences per step.
         max_step_tokens: maximum number of tokens per step, which limits the memory of long prompts.
-        max_cache_tokens: maximum number of tokens in the cache. Default: as many as fit in a part of the free memory.
+        max_cache_tokens: maximum number of tokens in the cache. Default: the number of tokens that fit in half of the
+            free memory.
         cache: whether to use a key/value cache. Without a cache every step recomputes all tokens.
-        batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation does not depend on
-            other sequences in any bit.
+        batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation is bitwise
+            independent of other sequences.
         compile: whether a C function runs decoding steps on CPUs. None: once it is built, if possible. True: wait.
 
     Attributes:
         steps: number of steps.
         passes: number of forward passes, more than one per step with `batch_invariant`.
-        computed_tokens: number of tokens that were computed, without those that were found in the cache.
+        computed_tokens: number of tokens that forward passes computed. Tokens found in the cache are not counted.
         shared_tokens: number of prompt tokens that were found in the cache.
         new_tokens: number of tokens that were generated.
     """
@@ -105,8 +106,8 @@ class Engine:
         Args:
             prompt: text (which requires a tokenizer), a tokenized prompt or token ids.
             sampling: the settings.
-            stop_ids: tokens that end the continuation. Default: those of the engine.
-            copy: number of other continuations of an equal prompt before this one, which selects random numbers.
+            stop_ids: tokens that end the continuation. Default: the `stop_ids` of the engine.
+            copy: number of earlier continuations of the same prompt, so that this one gets other random numbers.
             adapter: name of an adapter (see `add_adapter`); None: the model without an adapter.
 
         Raises:
@@ -140,7 +141,7 @@ class Engine:
         return stream
 
     def add_adapter(self, name: str, deltas: Deltas) -> None:
-        """Adds an adapter, which `submit` chooses by its name. A step computes requests with unequal adapters together.
+        """Adds an adapter, which `submit` takes by name. One step can compute prompts with different adapters.
 
         Args:
             deltas: name of a linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
@@ -152,12 +153,12 @@ class Engine:
             self._adapters.add(self.model, name, deltas)
 
     def remove_adapter(self, name: str) -> None:
-        """Removes an adapter. Raises UserError if it does not exist, or if unfinished continuations use it."""
+        """Removes an adapter. Raises UserError if the adapter does not exist or an unfinished continuation uses it."""
         with self.lock:
             self._adapters.remove(name, [s.adapter for s in (*self._running, *self._waiting)])
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Checks prompts. Raises UserError as `submit` does."""
+        """Raises UserError if a prompt is empty, is too long, or has tokens outside the vocabulary."""
         new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
         for ids in prompts:
             check_prompt(self.model, ids)
@@ -170,7 +171,7 @@ class Engine:
             )
 
     def step(self) -> bool:
-        """Runs one forward pass and adds the new tokens to their streams. Returns whether sequences are left."""
+        """Runs one step, and adds the new tokens to the streams. Returns whether there are unfinished sequences."""
         with self.lock:
             works = self._plan()
             if works:
@@ -185,12 +186,12 @@ class Engine:
                 stream.end(sequence.index)
 
     def clear(self) -> None:
-        """Forgets cached keys and values of earlier prompts, as when the model's weights have changed."""
+        """Forgets cached keys and values of earlier prompts, for example because the model's weights have changed."""
         with self.lock:
             self.blocks.clear()
 
     def _plan(self) -> list[tuple[GeneratedSequence, Work]]:
-        """Chooses the tokens of the next forward pass, and gives them blocks."""
+        """Chooses the tokens that the next step computes, and allocates cache blocks for these tokens."""
         budget, works, preempted = self.max_step_tokens, [], len(self._waiting)
         # New tokens come before prompts, so that a long prompt does not interrupt other sequences.
         for sequence in sorted(self._running, key=lambda s: len(s.tokens) - s.computed > 1):
@@ -207,7 +208,7 @@ class Engine:
         return works
 
     def _add(self, sequence: GeneratedSequence, budget: int, works: list) -> int:
-        """Plans the next tokens of a sequence. Returns their number."""
+        """Appends the next tokens of a sequence to `works`. Returns the number of these tokens."""
         start, end = sequence.computed, len(sequence.tokens)
         if self.runner.chunks:
             if self.batch_invariant:  # the same chunks as without other sequences, also after a preemption
@@ -221,7 +222,12 @@ class Engine:
         return end - start
 
     def _admit(self, sequence: GeneratedSequence) -> bool:
-        """Shares blocks with other sequences, and returns whether there are enough blocks for the prompt."""
+        """Looks up the cached blocks of a sequence's first tokens, which the sequence then shares.
+
+        Returns:
+            Whether the sequence can start now: there are enough free blocks for its other tokens, and no other sequence
+            is computing a block that it could share.
+        """
         if self.runner.cache is None:
             return True
         root, tokens, found = sequence.root, sequence.tokens, []
@@ -266,7 +272,7 @@ class Engine:
         return True
 
     def _grow(self, needed: int) -> None:
-        """Enlarges the cache if it has too few free blocks, at most to the maximum."""
+        """Enlarges the cache, at most to its maximum size, if fewer than `needed` blocks are free."""
         have = len(self.blocks)
         if self.blocks.free >= needed or have == self._most or self.runner.cache is None:
             return
@@ -275,7 +281,7 @@ class Engine:
         self.blocks.grow(blocks)
 
     def _preempt(self, sequence: GeneratedSequence) -> None:
-        """Frees the blocks of a sequence, which is computed again when there is space."""
+        """Frees the blocks of a running sequence. The sequence waits for free blocks, and is then recomputed."""
         self._remove(sequence)
         sequence.computed, sequence.digests = 0, []
         self._waiting.appendleft(sequence)
@@ -331,7 +337,7 @@ class Engine:
             sequence.rotary = len(sequence.tokens)
 
     def _publish(self, sequence: GeneratedSequence) -> None:
-        """Records the contents of a sequence's complete blocks, and releases blocks behind its sliding windows."""
+        """Records the digests of a sequence's complete blocks, and releases blocks that no window reaches any more."""
         if self.runner.cache is None:
             return
         if sequence.shares and not self.batch_invariant:

@@ -74,7 +74,7 @@ def _refusal(path: Path, why: str, remedy: str = "remove or change it") -> UserE
 
 
 def _prepare(schema: Any, path: Path) -> Any:
-    """Checks a schema and the schemas in it. Returns it without annotations, and with stricter formats."""
+    """Checks a schema and its subschemas. Returns the schema without annotations, and with stricter formats."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
@@ -144,7 +144,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_value(key: str, value: Any, path: Path) -> None:
-    """Checks a keyword that has no schemas in it."""
+    """Raises UserError if `key` is unknown, or `value` is not valid for this keyword. The keyword has no subschemas."""
     if key not in _VALUES:
         near = difflib.get_close_matches(key, [*_VALUES, *SCHEMAS, *ANNOTATIONS, *NOT_ENFORCED], 1)
         remedy = f"write {near[0]}" if near else "remove it, or begin its name with x-"
@@ -171,7 +171,10 @@ def _check_writable(value: Any, path: Path) -> None:
 
 
 def _blame(root: Any, error: str, error_of: Callable[[Any], str | None]) -> Path:
-    """Returns the path of a keyword without which a schema compiles; of the smallest schema that does not compile."""
+    """Returns the path of the keyword that causes an error of llguidance.
+
+    If no single keyword causes the error, returns the path of the smallest subschema that does not compile.
+    """
     unsatisfiable = "Unsatisfiable" in error
 
     def fails(path: Path, document: Any) -> bool:
@@ -193,7 +196,7 @@ def _blame(root: Any, error: str, error_of: Callable[[Any], str | None]) -> Path
 
 
 def _children(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """Yields path and schema of each schema directly in a schema; definitions first."""
+    """Yields (relative path, subschema) for each direct subschema of a schema; definitions first."""
     for key in (*SCHEMA_MAPS, *SCHEMA_LISTS, *SCHEMAS) if isinstance(schema, dict) else ():
         value = schema.get(key)
         if key in SCHEMAS and value is not None:

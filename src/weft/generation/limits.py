@@ -62,7 +62,7 @@ def check_length(
         what, remedy: beginning and end of the error message.
 
     Raises:
-        UserError: the model has fewer learned positions.
+        UserError: the model has fewer than `length` learned positions.
     """
     config = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
@@ -70,7 +70,9 @@ def check_length(
         return
     if getattr(config, "position", None) == "learned" or getattr(model, "learned_positions", False):
         raise UserError(f"{what} {length} positions, but the model has only {limit}; {remedy}")
-    warnings.warn(f"{length} positions, but the model was trained for {limit} (max_position_embeddings)", stacklevel=3)
+    warnings.warn(
+        f"sequences have {length} positions, but the model's max_position_embeddings is {limit}", stacklevel=3
+    )
 
 
 def bytes_per_token(model: Decoder) -> int:
@@ -85,7 +87,7 @@ def bytes_per_token(model: Decoder) -> int:
 
 
 def blocks_in_memory(model: Any) -> int:
-    """Returns the number of cache blocks that fit in a part of the free memory of a decoder's device.
+    """Returns the number of cache blocks that fit in half of the free memory on a model's device.
 
     Ranks of a sharded decoder get the same number, because they must run the same steps.
     """

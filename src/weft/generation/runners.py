@@ -28,8 +28,8 @@ class Work:
         tokens: all token ids of the sequence until `end`.
         start: position of the first token to compute. Earlier tokens are in the cache.
         end: position after the last token to compute.
-        rotary: number of first tokens whose rotary embedding is that of a text of this length. (Some scalings depend on
-            the length.)
+        rotary: the first `rotary` tokens have the rotary embedding of a text of `rotary` tokens. (Some scalings depend
+            on the length.)
         kept: number of last tokens whose logits are returned.
         blocks: the sequence's blocks in a paged cache.
         adapter: the adapter of the tokens, or None.
@@ -76,7 +76,7 @@ def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False, co
     Args:
         model: the model.
         cache: whether to use a key/value cache, if the model has one.
-        apart: whether to run each sequence alone, which makes its results independent of other sequences.
+        apart: whether to run each sequence alone, so that the results of a sequence do not depend on other sequences.
         compiled: whether to compile decoding steps (see `CompiledDecoding`).
     """
     if cache and isinstance(model, Decoder):
@@ -113,7 +113,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def shards_of(model: nn.Module) -> int:
-    """Returns the number of ranks that shard the sequence between layers (`tp`), which must divide its length."""
+    """Returns the size of `tp`, whose ranks shard sequences between layers. It must divide sequence lengths."""
     state = state_of(model)
     return 1 if state is None else state.world.shape.tp
 
@@ -171,7 +171,7 @@ class PagedRunner:
 
 
 class TransformersRunner:
-    """Runs a model of Transformers with its own cache, each sequence alone: caches of Transformers need padding."""
+    """Runs a Transformers model with its own kind of cache. Each sequence runs alone, to avoid padding."""
 
     caches, chunks, cache = True, False, None
 
@@ -199,7 +199,7 @@ class TransformersRunner:
 
 
 class UncachedRunner:
-    """Runs a model without a cache: each step recomputes all tokens. Padding is at the end, without effect."""
+    """Runs a model without a cache: each step recomputes all tokens. Right padding has no effect."""
 
     caches, chunks, cache = False, False, None
 

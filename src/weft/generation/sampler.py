@@ -51,7 +51,7 @@ def new_generator(seed: int, copy: int, prompt: Sequence[int]) -> torch.Generato
     """Creates the random generator of a continuation.
 
     Args:
-        copy: number of other continuations of the same prompt before this one.
+        copy: number of earlier continuations of the same prompt.
     """
     key = hashlib.sha256(repr((seed, copy, tuple(prompt))).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
@@ -123,7 +123,7 @@ def _process_row(logits: torch.Tensor, context: Context) -> torch.Tensor:
 
 
 def with_logprobs(logits: torch.Tensor, tokens: Sequence[int], wanted: Sequence[int | None]) -> list[Choice]:
-    """Adds log-probabilities to tokens.
+    """Returns a `Choice` for each token, with log-probabilities where `wanted` is not None.
 
     Args:
         logits: `[tokens, vocab]`.
@@ -180,7 +180,7 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def _cumulative(
     logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, min_p: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the cumulative probabilities of the candidates of each row.
+    """Returns the cumulative probabilities of the candidate tokens in each row of `logits` `[batch, vocab]`.
 
     Returns:
         Cumulative probabilities, float64 `[batch, candidates]`; the candidates' ids, in descending order of

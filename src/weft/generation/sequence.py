@@ -1,4 +1,4 @@
-"""Defines what the engine knows of a sequence."""
+"""Defines the state of a sequence that the engine generates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class GeneratedSequence:
     Attributes:
         tokens: ids of the prompt and of the continuation.
         prompt: number of prompt tokens.
-        rotary: number of first tokens whose rotary embedding is that of a text of this length.
+        rotary: the first `rotary` tokens have the rotary embedding of a text of `rotary` tokens.
         adapter: the adapter of the request, or None.
         computed: number of tokens whose keys and values are in the cache.
-        blocks: the blocks in the cache; -1: a block behind the sliding windows, which was released.
-        digests: digests of the first complete blocks.
-        pending: digests in `BlockPool.pending` of blocks that this sequence computes.
-        shares: whether its blocks can be shared.
+        blocks: indices of the cache blocks; -1: a block that was released behind the sliding windows.
+        digests: digests of the complete blocks, from the first block.
+        pending: digests of the blocks that this sequence is computing; also in `BlockPool.pending`.
+        shares: whether the sequence can share blocks with other sequences.
     """
 
     id: int
@@ -66,5 +66,5 @@ class GeneratedSequence:
 
     @property
     def root(self) -> bytes:
-        """The parent digest of the first block. Keys and values depend on the adapter."""
+        """The parent digest of the first block. It depends on the adapter, because keys and values do."""
         return b"" if self.adapter is None else self.adapter.root

@@ -39,11 +39,11 @@ class Sampling:
         presence_penalty: amount subtracted from the logits of tokens in the continuation.
         frequency_penalty: amount subtracted from a token's logit for each occurrence in the continuation.
         logit_bias: amounts added to the logits of tokens, by token id.
-        stop: strings that end the continuation, which does not contain them. Texts only.
+        stop: strings that end the continuation and are not part of it. They require a tokenizer.
         n: number of continuations per prompt.
-        logprobs: number of most likely tokens whose log-probabilities are returned with each new token, whose own is
-            returned too; None: no log-probabilities. They are those of the model: without bias, penalties,
-            temperature, selection, and constraint.
+        logprobs: number of most likely tokens whose log-probabilities are returned, besides the log-probability of
+            each new token; None: no log-probabilities. They are computed from the model's logits, before bias,
+            penalties, temperature, selection and constraint.
         json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
             JSON) or JSON text; None: no schema. Keys are written in the order of `properties`. Needs llguidance and a
             tokenizer, like `regex` and `grammar`; only one of the three can be set.
@@ -108,5 +108,5 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the logits depend on earlier tokens."""
+        """Whether a penalty applies, so that the logits depend on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

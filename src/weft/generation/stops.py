@@ -20,7 +20,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Adds text, and returns the text that certainly precedes any stop string. Sets `found` at a stop string."""
+        """Adds text, and returns the text that certainly precedes any stop string. Sets `found` if there is one."""
         if not self.stops:
             return text
         held = self._held + text

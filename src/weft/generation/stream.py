@@ -24,12 +24,12 @@ class Piece:
 
     Attributes:
         token: the new token; None for text that was held back.
-        text: the new text; empty without a tokenizer, within a character, and while the text may be the beginning of a
-            stop string.
+        text: the new text. It is empty if there is no tokenizer, if the token does not complete a character, or if the
+            text may be the beginning of a stop string.
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
         finish: why the continuation ends with this piece: a stop token or string, or a complete text of a schema, regex
-            or grammar; the maximum number of tokens; or `Stream.cancel`. None: it does not end.
+            or grammar; the maximum number of tokens; or `Stream.cancel`. None: the continuation goes on.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
 
@@ -80,7 +80,7 @@ class Stream:
 
     @property
     def finished(self) -> bool:
-        """Whether all continuations have ended. Pieces can be left."""
+        """Whether all continuations have ended. Unread pieces can be left."""
         return self._open == 0
 
     def ready(self) -> list[Piece]:
@@ -95,7 +95,7 @@ class Stream:
         self._engine.cancel(self)
 
     def put(self, index: int, choice: Choice, finish: Finish | None, *, complete: bool = False) -> bool:
-        """Adds a new token of a continuation. Returns whether the continuation has ended.
+        """Adds a continuation's new token to the stream. Returns whether the continuation has ended.
 
         `complete`: the token completes a constrained text, so it is not a stop token, though `finish` is "stop".
         """
@@ -115,7 +115,7 @@ class Stream:
         return finish is not None
 
     def end(self, index: int) -> None:
-        """Ends a continuation that was cancelled."""
+        """Adds the last piece of a cancelled continuation to the stream."""
         decoder, stops = self._decoders[index], self._stops[index]
         text = "" if decoder is None else stops.feed(decoder.flush()) + stops.flush()
         self._pieces.append(Piece(None, text, finish="cancelled", index=index))

@@ -54,8 +54,8 @@ def generate(
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: divisor of the logits; 0: greedy decoding.
         ignore_eos: whether to continue after a token that ends a text.
-        settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Repeated prompts get
-            different continuations. `n` and `logprobs` need a `weft.Engine`.
+        settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
+            different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
     Returns:
         The continuation of the prompt, without the prompt and without the token that ended the continuation: a text for
@@ -72,7 +72,7 @@ def generate(
 
 
 def make_sampling(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -> Sampling:
-    """Returns the settings of `generate`. Raises UserError for unknown settings, and for those of an engine."""
+    """Returns the settings of `generate`. Raises UserError for unknown settings, and for `n` and `logprobs`."""
     known = [name for name in Sampling.__dataclass_fields__ if name not in ("n", "logprobs")]
     for name in settings:
         if name not in known:
@@ -106,7 +106,7 @@ def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, 
 
 
 def engine_of(model: nn.Module, tokenizer: Tokenizer | None = None) -> Engine:
-    """Returns the engine of a model, which is kept as long as the model. It forgets its cache if parameters change."""
+    """Returns a model's engine, which exists as long as the model. Clears its cache if parameters have changed."""
     versions = [version_of(p) for p in model.parameters() if not p.is_inference()]
     known, engine = _ENGINES.get(model, (versions, None))
     if engine is None:
@@ -126,7 +126,7 @@ def stream_pieces(
     *,
     stop_ids: Collection[int] | None = None,
 ) -> Iterator[tuple[int, Piece]]:
-    """Yields (number of the prompt, piece) while text is generated. Equal prompts get different random numbers.
+    """Yields (index of the prompt, piece) while text is generated. Equal prompts get different random numbers.
 
     The continuations are cancelled if the iterator is closed.
 
@@ -134,7 +134,7 @@ def stream_pieces(
         engine: the engine.
         prompts: tokenized prompts or token ids.
         sampling: the settings.
-        stop_ids: tokens that end a continuation. Default: those of the engine.
+        stop_ids: tokens that end a continuation. Default: the `stop_ids` of the engine.
 
     Raises:
         UserError: a prompt is invalid or too long (see `Engine.submit`); raised by the call, before the first piece.
@@ -176,7 +176,7 @@ def generate_ids(
     stop_ids: Collection[int] = frozenset(),
     **options: Any,
 ) -> list[list[int]]:
-    """Returns the new tokens of each prompt, with the stop token that ended them. The engine is made for this call.
+    """Returns the new tokens of each prompt, including the stop token that ended them. Creates an engine for this call.
 
     Args:
         model: the model. If it is sharded, all ranks must make the same call.
@@ -232,9 +232,9 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
 
 
 def stop_ids_of(checkpoint: Path | None) -> set[int]:
-    """Returns the tokens that end a text: the tokenizer's end-of-document token, and those in generation_config.json.
+    """Returns the tokens that end a text: the end-of-document token, and the tokens in generation_config.json.
 
-    Chat models end a message with another token than the end-of-document token.
+    The latter matter for chat models, which end a message with another token than the end-of-document token.
     """
     if checkpoint is None:
         return set()

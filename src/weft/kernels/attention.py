@@ -53,11 +53,11 @@ def attention(
         q: `[batch, heads, seq, head_dim]`.
         k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` must divide `heads`.
         v: `[batch, kv_heads, keys, v_head_dim]`; `v_head_dim` must not exceed `head_dim`.
-        causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, the
-            queries belong to the last keys. Ignored if `mask` is given.
+        causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, they
+            are the queries of the last tokens. Ignored if `mask` is given.
         mask: a bool tensor that broadcasts to `[batch, heads, seq, keys]`, true where a query sees a key; or a mask
-            made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores; it must
-            already contain the effect of the slopes.
+            made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores. It must
+            include ALiBi's biases, because `scores.slopes` is then ignored.
         dropout: probability of dropping an attention weight, or a function that is applied to the weights
             `[batch, heads, seq, keys]`. The caller passes 0 outside of training.
         scores: scale, soft-cap, slopes and sinks of the attention scores.
@@ -109,7 +109,7 @@ def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Returns the causal mask, bool `[queries, keys]`; the queries belong to the last keys."""
+    """Returns the causal mask, bool `[queries, keys]`. The queries are those of the last tokens."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -116,8 +116,8 @@ def document_attention(q, k, v, segments, scale):
         scale: multiplier of the scores; None: `1 / sqrt(head_dim)`.
 
     Returns:
-        The output `[batch, heads, seq, head_dim]`, and the log-sum-exp of the scores `[batch, heads, seq]`, which
-        backward needs.
+        The output `[batch, heads, seq, head_dim]`; and, for the backward pass, the log-sum-exp of the scores `[batch,
+        heads, seq]`.
     """
     (out, out_tokens), (lse, lse_tokens) = _empty(q), _empty_lse(q)
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}

@@ -36,11 +36,11 @@ def attention_mask(
     The form of the mask selects the kernel:
 
     - A `BlockMask` selects flex attention, on CUDA devices.
-    - `segments` itself selects `document_attention`, on CPUs.
+    - The tensor `segments` itself selects `document_attention`, on CPUs.
     - A float mask, which contains ALiBi's biases, selects PyTorch's fused kernel on CPUs. This kernel takes a third of
       the time of unfused attention.
     - None stands for a purely causal mask, which is fastest with PyTorch's fused kernels.
-    - A boolean mask is for all other cases, such as attention dropout, float64 on a GPU, or other devices.
+    - A boolean mask is the form for all other cases, such as attention dropout, float64 on a GPU, or other devices.
 
     Args:
         tokens: `[batch, seq]`; only the shape and the device are used.
@@ -52,8 +52,8 @@ def attention_mask(
         sparse: sliding window size, counting the query itself (Beltagy et al., 2020), or a sparse pattern.
         plain: whether `attention` is called without `softcap` and `sinks`.
         slopes: ALiBi's slopes `[heads]`, or None.
-        implementation: `model.attention_implementation`: auto; sdpa, which excludes flex attention; flex, which is
-            used where it can run; flash. A custom implementation gets boolean masks.
+        implementation: value of `model.attention_implementation`. "sdpa" excludes flex attention; "flex" selects it
+            wherever it can run; "flash" selects flash-attn. A custom implementation gets no `BlockMask`.
 
     Raises:
         UserError: `implementation` is flash, gradients are enabled, and flash-attn cannot run.
@@ -152,9 +152,9 @@ def sparse_block_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> BlockMask:
-    """Returns the mask of `segment_mask` as a `BlockMask`; if `pattern` is not None, that of `pattern_mask`.
+    """Returns a `BlockMask` equal to `segment_mask` or, if `pattern` is not None, to `pattern_mask`.
 
-    The arguments are as in these functions. The indices in `keys` can be in any order.
+    The arguments have the same meaning as in these functions. The indices in `keys` can be in any order.
     """
     starts, document_starts = run_starts(segments, window), run_starts(segments)
 

@@ -41,15 +41,15 @@ class Cache(Protocol):
         v: torch.Tensor,
         attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Appends keys and values to a layer, and computes the attention of the queries to all keys of their sequence.
+        """Appends keys and values to a layer's cache, and computes the attention of each query to its sequence's keys.
 
         Args:
             layer: index of the layer.
             q: `[1, heads, tokens, head_dim]`. The tokens of all sequences follow one another.
             k: `[1, kv_heads, tokens, head_dim]`.
             v: `[1, kv_heads, tokens, v_head_dim]`; with latent attention, `k` is the latent and `v` the rotary key.
-            attention: called with queries `[sequences, heads, seq, head_dim]`, keys and values of a group of sequences,
-                and a bool mask `[sequences, 1, seq, keys]` or None (causal); returns the output of these queries.
+            attention: computes the attention of a group of sequences from queries `[sequences, heads, seq, head_dim]`,
+                keys, values, and a bool mask `[sequences, 1, seq, keys]` or None (causal).
 
         Returns:
             `[1, heads, tokens, v_head_dim]`.
@@ -170,7 +170,8 @@ class Decoder(nn.Module):
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
             loss_weights: `[batch]`, each sequence's weight in the step's loss, which scales the sequence's auxiliary
                 losses in training; None: no auxiliary losses.
-            logits_to_keep: indices `[kept]` of the tokens of `seq` whose logits are returned, `[batch, kept, vocab]`.
+            logits_to_keep: indices `[kept]` along `seq`. If given, only the logits of these tokens are returned,
+                `[batch, kept, vocab]`.
             lengths: `[batch]`, lengths of the full sequences if `tokens` are shards of sequences (context parallelism);
                 with a cache `[1, seq]`, the length of each token's sequence.
 
@@ -209,7 +210,7 @@ class Decoder(nn.Module):
     def outputs(
         self, x: torch.Tensor, labels: torch.Tensor | None, logits_to_keep: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Applies the final norm and the head to `[batch, seq, hidden]`; returns what `forward` returns."""
+        """Applies the final norm and the head to `x` `[batch, seq, hidden]`; returns what `forward` returns."""
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)
@@ -249,5 +250,5 @@ class Decoder(nn.Module):
 
 
 def select(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns the tokens with indices `[kept]` of `[batch, seq, hidden]`, `[batch, kept, hidden]`."""
+    """Selects tokens along `seq`: `x` `[batch, seq, hidden]`, indices `tokens` `[kept]` -> `[batch, kept, hidden]`."""
     return x[:, tokens]

@@ -105,7 +105,10 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module, seed: int = 0) -> None:
-    """Fills a decoder's buffers, which `to_empty` leaves uninitialized, with 0 or custom components' values."""
+    """Fills a decoder's buffers, which `to_empty` leaves uninitialized.
+
+    Buffers of custom components get the values that the component sets; other buffers get 0.
+    """
     for name, buffer in model.named_buffers():
         custom = custom_component_value(model, name, seed)
         buffer.zero_() if custom is None else buffer.copy_(custom)

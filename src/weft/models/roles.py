@@ -1,4 +1,4 @@
-"""Parameter roles, which determine weight decay, learning rates, and the parameters that Muon orthogonalizes."""
+"""Parameter roles, which determine weight decay, learning rates, and which parameters Muon updates."""
 
 from __future__ import annotations
 

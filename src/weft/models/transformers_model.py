@@ -328,7 +328,7 @@ def _unchanged(model: nn.Module, one: torch.Tensor, other: torch.Tensor, effect:
     The rounding of an expert's output depends on the number of tokens that are routed to the expert.
 
     Args:
-        effect: a difference that a changed token causes, to which the difference of the outputs is compared.
+        effect: largest change of the outputs if one input token changes; a scale for the tolerance.
     """
     if not any(parameter.dim() > 2 for parameter in model.parameters()):
         return torch.equal(one, other)

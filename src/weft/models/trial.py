@@ -151,7 +151,7 @@ class Trial:
     Attributes:
         components: the custom components of the decoder.
         running: the components that are being called, innermost last.
-        outputs: the checked outputs of each call of a component since they were last cleared.
+        outputs: (component, checked outputs) of each call since `check_dependence` last cleared the list.
     """
 
     components: list[CustomComponent]
@@ -229,11 +229,11 @@ class Trial:
             setattr(module, name, self.wrap(component, call, check))
 
     def wrap(self, component: CustomComponent, call: Callable, check: Callable, verb: str = "returned") -> Callable:
-        """Returns a wrapper of `call`, a function of a component. The wrapper checks and records each output.
+        """Returns a wrapper of `call`, a function of `component`. The wrapper checks and records each output.
 
         Args:
             check: function that checks an output, such as `_check_same_shape`.
-            verb: the words between the component and the output in the message of a failed check.
+            verb: in the message of a failed check, the words between the component's name and the output.
         """
 
         def wrapped(*inputs: Any) -> Any:

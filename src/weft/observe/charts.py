@@ -111,7 +111,7 @@ class Chart:
         x_ticks: position and label of each tick of the x axis.
         y_ticks: position and label of each tick of the y axis.
         resumes: position and step of each resume.
-        bad: position and step of the values that are not finite; if there are hundreds, of every N-th value.
+        bad: position and step of each value that is not finite; if there are hundreds, only of every N-th such value.
     """
 
     plot: Plot
@@ -130,7 +130,7 @@ class Chart:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Returns about `about` round numbers from `low` to `high`: 1, 2, 2.5 or 5 times a power of ten apart."""
+    """Returns about `about` round numbers from `low` to `high`. The distance is 1, 2, 2.5 or 5 x a power of ten."""
     if not high > low:
         return [low]
     raw = (high - low) / about

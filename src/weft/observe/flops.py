@@ -166,7 +166,7 @@ def total_peak(peaks: list[Peak]) -> Peak:
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """Returns the peak memory of this process so far, in bytes: of the GPU, or on a CPU the resident memory."""
+    """Returns this process's peak memory so far, in bytes: GPU memory for a GPU, resident memory for a CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

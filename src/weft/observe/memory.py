@@ -47,7 +47,7 @@ class Timeline:
     Attributes:
         times: times in microseconds, as in the trace.
         amounts: the bytes at each of `times`, by category.
-        steps: number of each step -> start and end of the step.
+        steps: step number -> start and end of the step.
         peak: the highest total, in bytes.
         at_peak: the bytes of each category at the time of the peak.
     """
@@ -67,8 +67,8 @@ def timeline(
 ) -> Timeline:
     """Classifies every allocation of a trace, and sums the allocations by category over time.
 
-    A mark is a range in the trace. The categories of some addresses are known for the time when the mark ends. The
-    allocation that is at such an address at this time has the address's category for its lifetime. All other
+    A mark is a numbered range in the trace. `marks` gives the categories of some addresses at the time when a mark
+    ends. An allocation that is at such an address at this time has this category for its lifetime. All other
     allocations are classified by their start and end:
 
     - gathered parameters: allocated in an FSDP2 all-gather;
@@ -78,7 +78,7 @@ def timeline(
 
     Args:
         device: type and index of the device, as in `MemoryEvent.device`.
-        before: address, size in bytes and category of the allocations that are older than the trace.
+        before: address, size in bytes and category of each known allocation that is older than the trace.
         marks: number of each mark -> address -> category.
     """
     allocations = [Allocation(address, size, float("-inf"), category=category) for address, size, category in before]
@@ -114,7 +114,7 @@ def timeline(
 
 
 def _classify(trace: Trace, allocations: list[Allocation]) -> None:
-    """Sets the category of the allocations that have no category from a mark."""
+    """Sets the category of each allocation without a category, from the allocation's start and end."""
 
     def times(*prefixes: str) -> list[Interval]:
         ranges = (event for event in trace.events if event.category in ("user_annotation", "cpu_op"))
@@ -143,7 +143,7 @@ def _within(times: Sequence[Interval], moment: float) -> bool:
 
 
 def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timeline:
-    """Sums the allocations by category.
+    """Sums the allocations by category over time.
 
     Divides the time into POINTS intervals, and keeps only the moment with the highest total in each interval.
     """

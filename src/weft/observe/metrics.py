@@ -1,4 +1,6 @@
-"""Reads and writes `metrics.jsonl` and `samples.jsonl` of a run, which survive kill -9: one JSON object per line.
+"""Reads and writes `metrics.jsonl` and `samples.jsonl` of a run, which stay valid after kill -9.
+
+Each file has one JSON object per line.
 
 A line of metrics has at least `step` (updates made, from 1), `tokens` (seen so far), `loss` (nats per token), `lr`,
 `grad_norm` (before clipping), `tokens_per_second`, `mfu` (0 to 1), `memory_bytes`, `step_seconds` and `data_seconds`.

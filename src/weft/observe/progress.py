@@ -97,8 +97,8 @@ class SilentProgress:
 class PlainProgress(SilentProgress):
     """A progress display of complete lines, for logs and pipes.
 
-    A line is printed at the start, at the first update, every `interval` seconds, and at the end. After five minutes,
-    the interval grows to a sixtieth of the elapsed time, up to a minute.
+    A line is printed at the start, at the first update, every `interval` seconds, and at the end. In long runs the
+    interval grows to a sixtieth of the elapsed time, at most a minute.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class PlainProgress(SilentProgress):
 
 
 def _bypass_bar() -> None:
-    """Restores stdout and stderr in a forked child (a data worker), where the bar's lock may never be released."""
+    """Restores stdout and stderr in a forked child, where the lock of the bar may never be released."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         setattr(sys, name, getattr(stream, "rich_proxied_file", stream))

@@ -46,7 +46,7 @@ def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
         what: a description of the work.
         kind: the kind of the work. The last intervals of each kind are kept, so that many short intervals of one kind
             do not displace the long intervals of another kind.
-        may_take: number of seconds that the launcher allows in any case, even if earlier intervals were shorter.
+        may_take: number of seconds that the launcher allows for the work even if earlier intervals were shorter.
     """
     global _last
     if _pipe is None:

@@ -82,7 +82,7 @@ class Trace:
 
     @property
     def steps(self) -> dict[int, Interval]:
-        """Maps the number of each step to the step's start and end in microseconds."""
+        """Maps each step number to the start and end of the step in microseconds."""
         ranges = (e for e in self.events if e.category == "user_annotation" and e.name.startswith(STEP))
         return {int(e.name.removeprefix(STEP)): (e.start, e.end) for e in ranges}
 
@@ -137,7 +137,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns the parts of union `one` that are outside union `other`."""
+    """Returns the parts of `one` that are outside `other`. Both are results of `union`."""
     left: list[Interval] = []
     at = 0
     for start, end in one:
@@ -155,12 +155,12 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 
 def clip(one: Sequence[Interval], window: Interval) -> list[Interval]:
-    """Returns the parts of union `one` that are within `window`."""
+    """Returns the parts of `one`, a result of `union`, that are within `window`."""
     return [(max(a, window[0]), min(b, window[1])) for a, b in one if b > window[0] and a < window[1]]
 
 
 def length(one: Iterable[Interval]) -> float:
-    """Returns the total length of the intervals of a union."""
+    """Returns the total length of intervals that do not overlap."""
     return math.fsum(end - start for start, end in one)
 
 
@@ -250,7 +250,8 @@ def step_times(trace: Trace) -> list[StepTimes]:
 def operators(trace: Trace) -> list[Work]:
     """Returns the GPU's kernels, copies and fills within the steps, longest total first.
 
-    Without a GPU, returns the operators instead, with the time that is not spent in operators that they call.
+    If the trace has no GPU work, returns the CPU's operators instead. The time of an operator then excludes the time of
+    the operators that it calls.
     """
     on_device = trace.on_device
     windows = union(trace.steps.values())

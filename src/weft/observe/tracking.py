@@ -16,7 +16,7 @@ PAUSE = 60.0  # seconds without calls after a failure, so that a server that tim
 
 
 class Tracker(Protocol):
-    """The interface of trackers. The constructor receives the `RunInfo`, then the configuration keys by name.
+    """The interface of trackers. The constructor gets the `RunInfo`, and configuration keys as keyword arguments.
 
     A tracker can also have these attributes:
 

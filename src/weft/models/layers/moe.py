@@ -57,7 +57,8 @@ class Router(nn.Module):
     Attributes:
         correction_bias: bias that is added to the scores only to choose experts (Wang et al., 2024), or None.
         load: `[experts]`, number of tokens that were routed to each expert in training since the last reset.
-        dropped_counts: `[experts]`, number of these tokens that each expert dropped because they exceeded its capacity.
+        dropped_counts: `[experts]`, number of these tokens that each expert dropped, because they exceeded the
+            expert's capacity.
     """
 
     correction_bias: torch.Tensor | None
@@ -120,7 +121,7 @@ class Router(nn.Module):
         return affinity.topk(config.num_experts_per_tok, dim=-1).indices
 
     def over_capacity(self, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Returns a mask of the choices that exceed the expert's capacity; None if experts have no capacity limit.
+        """Returns a bool mask, true where a token exceeds the chosen expert's capacity; None without a capacity limit.
 
         Capacity is counted within each sequence, and earlier tokens take precedence. So results do not depend on the
         batch's sharding, and no token's output depends on later tokens. (In Lepikhin et al., 2021, and Fedus et al.,
@@ -266,7 +267,7 @@ def _recomputing() -> bool:
 
 
 class Permute(torch.autograd.Function):
-    """The indexing `x[order]` with a gather as backward; PyTorch's backward is a nondeterministic scatter-add."""
+    """The indexing `x[order]`. Backward is a gather; PyTorch's backward is a nondeterministic scatter-add."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):

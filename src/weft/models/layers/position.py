@@ -21,7 +21,7 @@ def rotary_embeddings(
     dtype: torch.dtype,
     lengths: torch.Tensor | None = None,
 ) -> tuple[Rotary | None, Rotary | None]:
-    """Returns two functions that apply the rotary embedding: of layers with full attention, and with a sliding window.
+    """Returns two functions that apply the rotary embedding: in full-attention layers, and in sliding-window layers.
 
     Both are None if the model has no rotary embedding.
 

@@ -67,7 +67,7 @@ def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> t
 
 
 def rotary_depends_on_length(scaling: RopeScaling | None) -> bool:
-    """Whether a sequence's rotary embedding depends on its length."""
+    """Whether the rotary embedding of a sequence depends on the sequence's length."""
     return scaling is not None and scaling.rope_type in _BY_LENGTH
 
 
@@ -98,9 +98,10 @@ def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
 
 
 def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Divides low frequencies by the scaling factor and keeps high ones; between them it interpolates.
+    """Divides low frequencies by the scaling factor and keeps high frequencies.
 
-    This is the scaling of Llama 3.1 (Dubey et al., 2024).
+    Frequencies between low and high ones are divided by a smaller factor. This is the scaling of Llama 3.1 (Dubey et
+    al., 2024).
     """
     rotations = _original(scaling) * frequencies / (2 * math.pi)  # number of rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -140,7 +141,7 @@ def _attention_factor(scaling: RopeScaling) -> float:
 def _dynamic(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Computes NTK-aware scaling (Peng et al., 2023): the base grows with the length beyond the original context."""
+    """Computes NTK-aware scaling (Peng et al., 2023): the base grows with lengths beyond the original context."""
     original, rotary_dim = _original(scaling), 2 * exponents.shape[0]
     lengths = lengths.clamp(min=original).to(exponents.dtype)
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
