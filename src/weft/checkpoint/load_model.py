@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +16,9 @@ from weft.checkpoint.weights import open_weights
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
+from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype
+from weft.parallel.memory.device_map import Budgets, free_budgets, place_layers
 from weft.parallel.memory.free import check_memory
 from weft.parallel.world import World
 
@@ -27,7 +30,12 @@ def checkpoint_of(model: nn.Module) -> Path | None:
     return _LOADED.get(model)
 
 
-def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
+def load_model(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    device_map: Literal["auto"] | Budgets | None = None,
+) -> nn.Module:
     """Loads a model from a checkpoint; given a run directory, from the newest checkpoint of the run.
 
     >>> model = weft.load_model("runs/run", dtype=torch.bfloat16)
@@ -38,6 +46,9 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         path: a run directory, a checkpoint, or a Hugging Face folder.
         device: the device of the model.
         dtype: dtype of floating-point parameters and buffers. Default: the saved dtypes.
+        device_map: distributes the layers of a built-in decoder over devices, in the given order; `device` is ignored.
+            Device -> bytes for weights, as `{"cuda:0": 20e9, "cpu": 60e9}`: layers on "cpu" are copied to the first
+            device when they run. "auto": all GPUs and the host, with most of their free memory.
 
     Returns:
         A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].
@@ -46,7 +57,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu", dtype: torc
         UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, or the weights
             do not fit in the free memory of the device.
     """
-    return _load(*_build(path, device, dtype))
+    budgets = free_budgets() if device_map == "auto" else device_map
+    return _load(*_build(path, device, dtype, budgets=budgets))
 
 
 def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None = None) -> nn.Module:
@@ -64,7 +76,11 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
 
 
 def _build(
-    path: str | Path, device: str | torch.device, dtype: torch.dtype | None, world: World | None = None
+    path: str | Path,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    world: World | None = None,
+    budgets: Budgets | None = None,
 ) -> tuple[Path, nn.Module]:
     """Builds the model of a checkpoint, but does not load the weights. Returns the checkpoint's path and the model."""
     from weft.models.build import build_model
@@ -78,9 +94,10 @@ def _build(
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
     size = sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items())
-    check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
-    if world is not None and not isinstance(section, ModelSection):
-        raise UserError("only a built-in decoder can be sharded over ranks; load it on one rank", checkpoint)
+    if budgets is None:
+        check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
+    if (world is not None or budgets is not None) and not isinstance(section, ModelSection):
+        raise UserError("only a built-in decoder can be sharded over ranks or devices; load it on one", checkpoint)
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 
@@ -105,7 +122,11 @@ def _build(
 
             shard_for_inference(model, world)
         tied = [names for _, names in model_tensors(model).values()]
-        model.to_empty(device=device)
+        if budgets is None:
+            model.to_empty(device=device)
+        else:
+            assert isinstance(model, Decoder)
+            place_layers(model, budgets)
         for first, *others in tied:  # `to_empty` splits a tied weight in two
             for name in others:
                 module, _, attribute = name.rpartition(".")

@@ -185,6 +185,6 @@ def _change(
     uncalled.discard(layer)
     for index, a, b in parts:
         index = index if index is None else index.to(x.device)
-        change = F.linear(F.linear(x if index is None else x[index], a.to(x.dtype)), b.to(x.dtype)).to(out.dtype)
+        change = F.linear(F.linear(x if index is None else x[index], a.to(x)), b.to(x)).to(out.dtype)
         out = out + change if index is None else out.index_add(0, index, change)
     return out.view_as(output)

@@ -76,7 +76,7 @@ class PagedCache:
         self.blocks = 0
         self._pools: dict[int, list[torch.Tensor]] = {}
         self._groups: list[_Group] = []
-        self._views: dict[tuple[int, int | None], _View] = {}
+        self._views: dict[tuple[int, int | None, torch.device], _View] = {}
         self._slots = torch.empty(0, dtype=torch.long)
 
     @property
@@ -124,7 +124,7 @@ class PagedCache:
         pools = self.pools(layer, k, v)
         for pool, new in zip(pools, (k, v), strict=True):
             new = new[0].transpose(0, 1)[: len(self._slots)]
-            pool.flatten(0, 1).index_copy_(0, self._slots, new.to(pool.dtype))
+            pool.flatten(0, 1).index_copy_(0, self._slots.to(pool.device), new.to(pool.dtype))
         outputs = []
         for index, (chunks, begin, end) in enumerate(self._groups):
             many = len(chunks)
@@ -161,10 +161,10 @@ class PagedCache:
 
     def _view(self, index: int, layer: int, device: torch.device) -> _View:
         """Returns the view of a group in a layer. Layers with equal window sizes share the view."""
-        window = self.windows[layer]
-        if (index, window) not in self._views:
-            self._views[index, window] = self._new_view(self._groups[index].chunks, window, device)
-        return self._views[index, window]
+        key = index, self.windows[layer], device
+        if key not in self._views:
+            self._views[key] = self._new_view(self._groups[index].chunks, self.windows[layer], device)
+        return self._views[key]
 
     def _new_view(self, chunks: list[Chunk], window: int | None, device: torch.device) -> _View:
         seq, pattern = chunks[0].end - chunks[0].start, self.pattern if window is None else None

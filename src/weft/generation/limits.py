@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -91,8 +92,10 @@ def blocks_in_memory(model: Any) -> int:
 
     Ranks of a sharded decoder get the same number, because they must run the same steps.
     """
-    device = next(model.parameters()).device
-    blocks = max(1, int(SHARE * free_memory(device)) // (bytes_per_token(model) * BLOCK))
+    layers = model.config.num_hidden_layers
+    devices = Counter(getattr(model, "layer_devices", None) or [next(model.parameters()).device] * layers)
+    size = bytes_per_token(model) * BLOCK / layers  # bytes of a block in one layer
+    blocks = max(1, min(int(SHARE * free_memory(device) / (size * count)) for device, count in devices.items()))
     return blocks if state_of(model) is None else min(all_gather_object(blocks))
 
 
