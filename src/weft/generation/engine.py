@@ -17,7 +17,7 @@ from weft.generation.adapters import Adapters, Deltas
 from weft.generation.blocks import BlockPool, block_digest
 from weft.generation.cache import BLOCK
 from weft.generation.constraints import new_constraint
-from weft.generation.limits import blocks_in_memory, check_length, check_prompt, encode_prompt, shares_blocks
+from weft.generation.limits import blocks_in_memory, check_prompts, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
 from weft.generation.sampler import Choice, Context, choose, new_generator
 from weft.generation.sequence import GeneratedSequence
@@ -160,15 +160,8 @@ class Engine:
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Raises UserError if a prompt is empty, is too long, or has tokens outside the vocabulary."""
         new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
-        for ids in prompts:
-            check_prompt(self.model, ids)
-        longest = max(map(len, prompts))
-        check_length(self.model, longest + sampling.max_new_tokens)
-        if self.runner.cache is not None and longest + sampling.max_new_tokens > self._most * BLOCK:
-            raise UserError(
-                f"{longest:,} prompt tokens and {sampling.max_new_tokens:,} new tokens do not fit in the cache of "
-                f"{self._most * BLOCK:,} tokens; shorten the prompt, generate fewer tokens, or free memory"
-            )
+        room = None if self.runner.cache is None else self._most * BLOCK
+        check_prompts(self.model, prompts, sampling.max_new_tokens, room)
 
     def step(self) -> bool:
         """Runs one step, and adds the new tokens to the streams. Returns whether there are unfinished sequences."""

@@ -76,6 +76,27 @@ def check_length(
     )
 
 
+def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], new: int, room: int | None) -> None:
+    """Checks prompts of token ids.
+
+    Args:
+        new: maximum number of new tokens per prompt.
+        room: number of tokens that the cache can hold; None: there is no cache.
+
+    Raises:
+        UserError: a prompt is empty, has tokens outside the vocabulary, or is too long for the model or the cache.
+    """
+    for ids in prompts:
+        check_prompt(model, ids)
+    longest = max(map(len, prompts))
+    check_length(model, longest + new)
+    if room is not None and longest + new > room:
+        raise UserError(
+            f"{longest:,} prompt tokens and {new:,} new tokens do not fit in the cache of {room:,} tokens; shorten the "
+            "prompt, generate fewer tokens, or free memory"
+        )
+
+
 def bytes_per_token(model: Decoder) -> int:
     """Returns the size of the cached keys and values of one token on this rank, in bytes."""
     config, state = model.config, state_of(model)
