@@ -184,3 +184,19 @@ def test_texts_that_follow_a_schema_a_regex_or_a_grammar(their_folder, tmp_path,
     assert "none.json: this file cannot be read" in mistake(
         capsys, folder, "a", "--json-schema", tmp_path / "none.json"
     )
+
+
+def test_proposals_change_no_greedy_text(their_folder, tmp_path, capsys):
+    folder = their_folder()
+    words = ["kalo mi ren ka kalo mi", "--max-new-tokens=12", "--temperature=0"]
+    plain = written(capsys, folder, *words)
+    assert written(capsys, folder, *words, "--lookup", 4) == plain
+    assert main(["generate", str(folder), *words, "--draft", str(folder), "--draft-tokens=3", "--stats"]) == 0
+    said = capsys.readouterr()
+    assert said.out == plain
+    assert said.err.strip().endswith("; 3 steps; 9 of 9 proposed tokens accepted")
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+    line = mistake(capsys, folder, *words, "--draft", other)
+    assert str(other) in line
+    assert f"differs from the model's ({folder}); use a draft model with the same tokenizer" in line

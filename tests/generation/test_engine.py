@@ -45,9 +45,9 @@ def decoder(**keys):
     return model.eval()
 
 
-def schedule(model, rng, alone):
+def schedule(model, rng, alone, **speculation):
     """Runs requests that arrive and are cancelled at random steps; compares each with the same request alone."""
-    options = {
+    options = speculation | {
         "max_batch": rng.choice([1, 3, 64]),
         "max_step_tokens": rng.choice([4, 17, 2048]),
         "max_cache_tokens": rng.choice([112, 200, 4096]),  # the longest request needs 96 + BLOCK
@@ -78,7 +78,7 @@ def schedule(model, rng, alone):
         pieces = stream.ready()
         key = (tuple(prompt), tuple(settings.items()), new)
         if key not in alone:
-            alone[key] = generate_ids(model, [prompt], Sampling(new, **settings), stop_ids={7})[0]
+            alone[key] = generate_ids(model, [prompt], Sampling(new, **settings), stop_ids={7}, **speculation)[0]
         got = [piece.token for piece in pieces if piece.token is not None]
         assert [piece.finish is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
         if pieces[-1].finish == "cancelled":

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
     from weft.parallel.world import World
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
     )
+    _add_proposals(parser)
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -100,6 +103,26 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_proposals(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of speculative decoding."""
+    parser.add_argument(
+        "--draft",
+        metavar="RUN",
+        help="propose tokens by a smaller model with the same tokenizer: a run directory, a checkpoint, or a Hugging "
+        "Face folder. The model accepts or replaces them, so texts have the same probabilities",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="number of tokens that the draft model proposes (default: 4)"
+    )
+    parser.add_argument(
+        "--lookup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="propose up to N tokens that followed the same tokens earlier in the text; changes no text",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     from weft.launch.threads import wait_briefly
 
@@ -133,13 +156,17 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     # Arguments are checked before the model is loaded.
     sampling, texts, checkpoint, tokenizer, stop_ids = read() if world is None else world.agree(read)
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    if world is None:
-        model = load_model(checkpoint, local_device(Console()), dtype)
-    else:
-        model = load_sharded_model(checkpoint, world, dtype)
+
+    def load(path: str | Path) -> nn.Module:
+        if world is None:
+            return load_model(path, local_device(Console()), dtype)
+        return load_sharded_model(path, world, dtype)
+
+    draft, model = load(args.draft) if args.draft else None, load(checkpoint)
     prompts = [tokenizer.prompt(text) for text in texts]
     written = [prompt.text for prompt in prompts]
     options = {"cache": not args.no_cache, "batch_invariant": args.batch_invariant}
+    options |= {"draft": draft, "draft_tokens": args.draft_tokens, "lookup": args.lookup}
     engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
     if world is not None and world.rank:
         list(stream_pieces(engine, prompts, sampling))  # the same steps as on the first rank
@@ -178,6 +205,8 @@ def _stats(engine: Engine, first: float, total: float) -> str:
         f"{engine.new_tokens:,} new tokens in {total:.2f} s ({engine.new_tokens / total:,.1f} tokens/s); first token "
         f"after {first:.2f} s; {engine.shared_tokens:,} prompt tokens from the cache; {engine.steps:,} steps"
     )
+    if engine.proposed_tokens:
+        line += f"; {engine.accepted_tokens:,} of {engine.proposed_tokens:,} proposed tokens accepted"
     if engine.batch_invariant:
         line += f"; batch-invariant: {engine.passes:,} forward passes instead of {engine.steps:,}"
     return line

@@ -7,22 +7,23 @@ import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 
 from weft.config.model import ModelSection
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.generation.adapters import Adapters, Deltas
-from weft.generation.blocks import BlockPool, block_digest
+from weft.generation.allocation import BlockAllocator
 from weft.generation.cache import BLOCK
 from weft.generation.constraints import new_constraint
 from weft.generation.limits import blocks_in_memory, check_prompts, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
-from weft.generation.sampler import Choice, Context, choose, new_generator
+from weft.generation.sampler import Choice, Context, new_generator
 from weft.generation.sequence import GeneratedSequence
 from weft.generation.settings import Sampling
+from weft.generation.speculative import make_proposer
 from weft.generation.stream import Stream
+from weft.generation.verification import choose_tokens
 from weft.models.layers.rope import rotary_changes_at
 
 
@@ -52,6 +53,10 @@ class Engine:
         batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation is bitwise
             independent of other sequences.
         compile: whether a C function runs decoding steps on CPUs. None: once it is built, if possible. True: wait.
+        draft: a smaller model with the same tokenizer, which proposes tokens (speculative decoding). None: no model.
+        draft_tokens: number of tokens that the draft model proposes per sequence and step. Default: 4.
+        lookup: maximum number of tokens that are proposed per sequence and step because they followed the last
+            occurrence of the sequence's last 3 or 2 tokens (prompt look-up); 0: none.
 
     Attributes:
         steps: number of steps.
@@ -59,6 +64,8 @@ class Engine:
         computed_tokens: number of tokens that forward passes computed. Tokens found in the cache are not counted.
         shared_tokens: number of prompt tokens that were found in the cache.
         new_tokens: number of tokens that were generated.
+        proposed_tokens: number of tokens that `draft` or `lookup` proposed.
+        accepted_tokens: number of these tokens that the model accepted.
     """
 
     def __init__(
@@ -73,24 +80,29 @@ class Engine:
         cache: bool = True,
         batch_invariant: bool = False,
         compile: bool | None = None,
+        draft: nn.Module | None = None,
+        draft_tokens: int | None = None,
+        lookup: int = 0,
     ):
         self.model, self.tokenizer, self.stop_ids = model, tokenizer, frozenset(stop_ids)
         self.max_batch, self.max_step_tokens, self.batch_invariant = max_batch, max_step_tokens, batch_invariant
         self.runner = make_runner(model, cache=cache, apart=batch_invariant, compiled=compile)
-        config = getattr(model, "config", None)
-        self._scaling = config.rope_scaling if isinstance(config, ModelSection) else None
-        paged = self.runner.cache
-        # Keys that no layer sees any more are released, unless a layer has full attention.
-        windows = [] if paged is None else paged.windows
-        self._window = None if paged is None or None in windows else max(w for w in windows if w is not None)
-        self.blocks, self._most = BlockPool(0), 0
-        if paged is not None:
-            self._most = blocks_in_memory(model) if max_cache_tokens is None else -(-max_cache_tokens // BLOCK)
+        self.proposer = make_proposer(model, self.runner, batch_invariant, draft, draft_tokens, lookup, max_step_tokens)
+        models = (model, *self.proposer.models)
+        configs = [getattr(one, "config", None) for one in models]
+        self._scalings = [c.rope_scaling if isinstance(c, ModelSection) else None for c in configs]
+        caches = [one.cache for one in (self.runner, *self.proposer.runners) if one.cache is not None]
+        most = -(-(max_cache_tokens or 0) // BLOCK)
+        if caches and max_cache_tokens is None:
+            most = blocks_in_memory(*models)
+        self._allocator = BlockAllocator(caches, most, share=not batch_invariant)
+        self.blocks = self._allocator.pool
         self.lock, self._adapters = threading.RLock(), Adapters()
         self._waiting: deque[GeneratedSequence] = deque()
         self._running: list[GeneratedSequence] = []
         self._ids = itertools.count()
         self.steps = self.passes = self.computed_tokens = self.shared_tokens = self.new_tokens = 0
+        self.proposed_tokens = self.accepted_tokens = 0
 
     def submit(
         self,
@@ -135,7 +147,7 @@ class Engine:
                         stop_ids,
                         rotary=len(ids),
                         adapter=self._adapters.get(adapter),
-                        shares=shares_blocks(self._scaling, len(ids) + sampling.max_new_tokens),
+                        shares=all(shares_blocks(s, len(ids) + sampling.max_new_tokens) for s in self._scalings),
                     )
                 )
         return stream
@@ -160,8 +172,9 @@ class Engine:
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         """Raises UserError if a prompt is empty, is too long, or has tokens outside the vocabulary."""
         new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
-        room = None if self.runner.cache is None else self._most * BLOCK
+        room = None if self.runner.cache is None else self._allocator.most * BLOCK
         check_prompts(self.model, prompts, sampling.max_new_tokens, room)
+        self.proposer.check(max(map(len, prompts)) + sampling.max_new_tokens)
 
     def step(self) -> bool:
         """Runs one step, and adds the new tokens to the streams. Returns whether there are unfinished sequences."""
@@ -202,81 +215,52 @@ class Engine:
 
     def _add(self, sequence: GeneratedSequence, budget: int, works: list) -> int:
         """Appends the next tokens of a sequence to `works`. Returns the number of these tokens."""
-        start, end = sequence.computed, len(sequence.tokens)
+        start, length = sequence.computed, len(sequence.tokens)
+        most = min(self.proposer.tokens, sequence.sampling.max_new_tokens - sequence.new - 1) if sequence.shares else 0
+        end = length
         if self.runner.chunks:
             if self.batch_invariant:  # the same chunks as without other sequences, also after a preemption
                 budget = min(self.max_step_tokens, sequence.prompt - start) if start < sequence.prompt else 1
+                budget += most
             end = min(end, start + budget)
-        if not self._reserve(sequence, end):
+            # The budget depends on other sequences, so the number of proposals must not depend on the budget.
+            if end == length and end + most > start + budget:
+                end -= 1
+        tokens, kept = sequence.tokens, int(end == length)
+        if most and kept:
+            tokens = tokens + self.proposer.propose(sequence.id, tokens, most)
+            end, kept = len(tokens), 1 + len(tokens) - length
+        if end == start or not self._reserve(sequence, end):
             return 0
-        kept = int(end == len(sequence.tokens))
-        work = Work(sequence.id, sequence.tokens, start, end, sequence.rotary, kept, sequence.blocks, sequence.adapter)
+        work = Work(sequence.id, tokens, start, end, sequence.rotary, kept, sequence.blocks, sequence.adapter)
         works.append((sequence, work))
         return end - start
 
     def _admit(self, sequence: GeneratedSequence) -> bool:
-        """Looks up the cached blocks of a sequence's first tokens, which the sequence then shares.
-
-        Returns:
-            Whether the sequence can start now: there are enough free blocks for its other tokens, and no other sequence
-            is computing a block that it could share.
-        """
-        if self.runner.cache is None:
-            return True
-        root, tokens, found = sequence.root, sequence.tokens, []
-        if sequence.shares and not self.batch_invariant:
-            for begin in range(0, len(tokens) - BLOCK, BLOCK):  # at least one token must be computed
-                root = block_digest(root, tokens[begin : begin + BLOCK])
-                if root in self.blocks.pending:
-                    return False  # another sequence computes this block now
-                if not self.blocks.contains(root):
-                    break
-                found.append(root)
-        needed = -(-(len(tokens) + 1) // BLOCK) - len(found)
-        shared = [self.blocks.share(digest) for digest in found]
-        sequence.blocks = [block for block in shared if block is not None]
-        self._grow(needed)
-        if self.blocks.free < needed and self._running:
-            self.blocks.release(sequence.blocks)
-            sequence.blocks = []
+        """Looks up the cached blocks of a sequence's first tokens. Returns whether the sequence can start now."""
+        # Proposals would change the chunks after a preemption, so batch-invariant sequences get all blocks at once.
+        take = self.batch_invariant and self.proposer.tokens > 0
+        length = len(sequence.tokens) + 1 + self.proposer.tokens
+        if take:
+            length = sequence.prompt + sequence.sampling.max_new_tokens
+        if not self._allocator.admit(sequence, length, take=take, wait=bool(self._running)):
             return False
-        sequence.digests, sequence.computed = found, len(found) * BLOCK
         self.shared_tokens += sequence.computed
-        if sequence.shares and not self.batch_invariant:
-            parent = found[-1] if found else sequence.root
-            for begin in range(len(found) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
-                parent = block_digest(parent, tokens[begin : begin + BLOCK])
-                sequence.pending.append(parent)
-            self.blocks.pending.update(sequence.pending)
+        self.proposer.begin(sequence.id, sequence.computed)
         return True
 
     def _reserve(self, sequence: GeneratedSequence, end: int) -> bool:
         """Gives a sequence blocks for its first `end` tokens. Preempts later sequences, or this one, if necessary."""
-        if self.runner.cache is None:
-            return True
-        needed = -(-end // BLOCK) - len(sequence.blocks)
-        self._grow(needed)
-        while self.blocks.free < needed:
+        while not self._allocator.reserve(sequence, end):
             last = self._running[-1]
             self._preempt(last)
             if last is sequence:
                 return False
-        sequence.blocks.extend(self.blocks.take() for _ in range(needed))
         return True
-
-    def _grow(self, needed: int) -> None:
-        """Enlarges the cache, at most to its maximum size, if fewer than `needed` blocks are free."""
-        have = len(self.blocks)
-        if self.blocks.free >= needed or have == self._most or self.runner.cache is None:
-            return
-        blocks = min(self._most, max(2 * have, have + needed, 64))
-        self.runner.cache.grow(blocks)
-        self.blocks.grow(blocks)
 
     def _preempt(self, sequence: GeneratedSequence) -> None:
         """Frees the blocks of a running sequence. The sequence waits for free blocks, and is then recomputed."""
         self._remove(sequence)
-        sequence.computed, sequence.digests = 0, []
         self._waiting.appendleft(sequence)
 
     def _remove(self, sequence: GeneratedSequence) -> None:
@@ -285,14 +269,16 @@ class Engine:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        self.blocks.pending.difference_update(sequence.pending)
-        self.blocks.release([block for block in sequence.blocks if block >= 0])
-        sequence.blocks, sequence.pending = [], []
+        self._allocator.release(sequence)
         self.runner.forget(sequence.id)
+        self.proposer.forget(sequence.id)
 
     def _run(self, planned: list[tuple[GeneratedSequence, Work]]) -> None:
+        works = [work for _, work in planned]
+        contexts = [s.context._replace(new=s.tokens[s.prompt :]) for s, _ in planned]
         try:
-            logits = self.runner.forward([work for _, work in planned])
+            drafts = self.proposer.draft(works, contexts)
+            logits = self.runner.forward(works)
         except Exception as error:  # other sequences go on
             for sequence, _ in planned:
                 self._remove(sequence)
@@ -300,48 +286,38 @@ class Engine:
             raise
         self.steps += 1
         self.passes += len(planned) if self.batch_invariant else 1
-        ready, rows = [], []
-        for (sequence, work), row in zip(planned, logits, strict=True):
-            self.computed_tokens += work.end - work.start
-            sequence.computed = work.end if self.runner.caches else 0
-            self._publish(sequence)
-            if work.kept:
-                ready.append(sequence)
-                rows.append(row[-1])
-        if ready:
-            contexts = [s.context._replace(new=s.tokens[s.prompt :]) for s in ready]
-            for sequence, choice in zip(ready, choose(torch.stack(rows), contexts), strict=True):
-                self._append(sequence, choice)
+        self.computed_tokens += sum(work.end - work.start for work in works)
+        chosen = choose_tokens(logits, contexts, works, drafts)
+        for (sequence, work), choices in zip(planned, chosen, strict=True):
+            if sequence not in self._running:  # cancelled with its stream
+                continue
+            if not work.kept:
+                self._publish(sequence, work.end)
+                continue
+            self.proposed_tokens += work.kept - 1
+            self.accepted_tokens += len(choices) - 1
+            for choice in choices:
+                self._publish(sequence, len(sequence.tokens))
+                if self._append(sequence, choice):
+                    break
 
-    def _append(self, sequence: GeneratedSequence, choice: Choice) -> None:
-        """Adds a new token to a sequence, and ends the sequence if it is complete."""
+    def _append(self, sequence: GeneratedSequence, choice: Choice) -> bool:
+        """Adds a new token to a sequence, and ends the sequence if it is complete. Returns whether it is."""
         self.new_tokens += 1
         try:
             ended = sequence.append(choice)
         except UserError as error:  # other streams go on
             sequence.stream.error = error
-            return self.cancel(sequence.stream)
+            self.cancel(sequence.stream)
+            return True
         if ended:
             self._remove(sequence)
-        elif self.runner.cache is not None and rotary_changes_at(self._scaling, len(sequence.tokens)):
-            # The cached keys have the previous rotary embedding.
-            self.blocks.release(sequence.blocks)
-            sequence.blocks, sequence.digests, sequence.computed = [], [], 0
+        elif self.runner.cache is not None and rotary_changes_at(self._scalings[0], len(sequence.tokens)):
+            self._allocator.release(sequence)  # the cached keys have the previous rotary embedding
             sequence.rotary = len(sequence.tokens)
+        return ended
 
-    def _publish(self, sequence: GeneratedSequence) -> None:
-        """Records the digests of a sequence's complete blocks, and releases blocks that no window reaches any more."""
-        if self.runner.cache is None:
-            return
-        if sequence.shares and not self.batch_invariant:
-            while (len(sequence.digests) + 1) * BLOCK <= sequence.computed:
-                begin = len(sequence.digests) * BLOCK
-                parent = sequence.digests[-1] if sequence.digests else sequence.root
-                digest = block_digest(parent, sequence.tokens[begin : begin + BLOCK])
-                self.blocks.publish(sequence.blocks[begin // BLOCK], digest)
-                sequence.digests.append(digest)
-        if self._window is not None:
-            for i in range(max(0, sequence.computed - self._window + 1) // BLOCK):
-                if sequence.blocks[i] >= 0:
-                    self.blocks.release([sequence.blocks[i]])
-                    sequence.blocks[i] = -1
+    def _publish(self, sequence: GeneratedSequence, computed: int) -> None:
+        """Records that the first `computed` tokens of a sequence are computed."""
+        sequence.computed = computed if self.runner.caches else 0
+        self._allocator.publish(sequence, self.proposer.covered(sequence.id, computed))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.config.model_sections import RopeScaling
@@ -108,15 +109,20 @@ def bytes_per_token(model: Decoder) -> int:
     return width * config.num_hidden_layers * next(model.parameters()).element_size()
 
 
-def blocks_in_memory(model: Any) -> int:
-    """Returns the number of cache blocks that fit in half of the free memory on a model's device.
+def blocks_in_memory(model: Any, *others: Decoder) -> int:
+    """Returns the number of cache blocks that fit in half of the free memory on a decoder's device.
 
     Ranks of a sharded decoder get the same number, because they must run the same steps.
+
+    Args:
+        others: other decoders whose keys and values are cached in blocks with the same numbers.
     """
-    layers = model.config.num_hidden_layers
-    devices = Counter(getattr(model, "layer_devices", None) or [next(model.parameters()).device] * layers)
-    size = bytes_per_token(model) * BLOCK / layers  # bytes of a block in one layer
-    blocks = max(1, min(int(SHARE * free_memory(device) / (size * count)) for device, count in devices.items()))
+    sizes: dict[torch.device, float] = defaultdict(float)  # bytes of a block on each device
+    for one in (model, *others):
+        layers = one.config.num_hidden_layers
+        for device in getattr(one, "layer_devices", None) or [next(one.parameters()).device] * layers:
+            sizes[device] += bytes_per_token(one) * BLOCK / layers
+    blocks = max(1, min(int(SHARE * free_memory(device) / size) for device, size in sizes.items()))
     return blocks if state_of(model) is None else min(all_gather_object(blocks))
 
 

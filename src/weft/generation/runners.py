@@ -25,7 +25,7 @@ class Work:
 
     Attributes:
         sequence: identifies the sequence between forward passes.
-        tokens: all token ids of the sequence until `end`.
+        tokens: all token ids of the sequence until `end`. The last `kept` - 1 can be proposals (`speculative.py`).
         start: position of the first token to compute. Earlier tokens are in the cache.
         end: position after the last token to compute.
         rotary: the first `rotary` tokens have the rotary embedding of a text of `rotary` tokens. (Some scalings depend
@@ -36,7 +36,7 @@ class Work:
     """
 
     sequence: int
-    tokens: Sequence[int]
+    tokens: list[int]
     start: int
     end: int
     rotary: int

@@ -66,20 +66,30 @@ def choose(logits: torch.Tensor, contexts: Sequence[Context]) -> list[Choice]:
     """
     changed = process(logits, contexts)
     tokens = [0] * len(contexts)
-    alike: dict[tuple, list[int]] = defaultdict(list)  # rows with the same settings
-    for row, context in enumerate(contexts):
-        s = context.sampling
-        alike[(0.0,) if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(row)
-    for settings, rows in alike.items():
+    for settings, rows in group_alike(contexts).items():
         part = changed if len(rows) == len(contexts) else changed[rows]
         if settings == (0.0,):
             chosen = part.argmax(-1)
         else:
-            uniform = [torch.rand((), generator=contexts[row].generator, dtype=torch.float64) for row in rows]
-            chosen = draw(part, torch.stack(uniform).to(logits.device), *settings)
+            uniform = torch.stack([next_uniform(contexts[row].generator) for row in rows])
+            chosen = draw(part, uniform.to(logits.device), *settings)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             tokens[row] = token
     return with_logprobs(logits, tokens, [context.sampling.logprobs for context in contexts])
+
+
+def next_uniform(generator: torch.Generator) -> torch.Tensor:
+    """Returns a random number in [0, 1), float64 `[]`."""
+    return torch.rand((), generator=generator, dtype=torch.float64)
+
+
+def group_alike(contexts: Sequence[Context]) -> dict[tuple, list[int]]:
+    """Returns the indices of contexts with the same `draw` settings, by these settings; greedy: `(0.0,)`."""
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for row, context in enumerate(contexts):
+        s = context.sampling
+        alike[(0.0,) if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(row)
+    return alike
 
 
 def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:

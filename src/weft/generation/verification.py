@@ -1,0 +1,97 @@
+"""Accepts or replaces proposed tokens (Leviathan et al., 2023; Chen et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.generation.runners import Work
+from weft.generation.sampler import Choice, Context, choose, next_uniform, probabilities, process, with_logprobs
+
+
+def choose_tokens(
+    logits: Sequence[torch.Tensor],
+    contexts: Sequence[Context],
+    works: Sequence[Work],
+    drafts: Sequence[torch.Tensor | None],
+) -> list[list[Choice]]:
+    """Returns the new tokens of each sequence: the accepted proposals and one more token. None for `Work.kept` 0.
+
+    Proposals that were drawn are accepted by rejection sampling, so the tokens have the distribution of the model.
+    Other proposals are accepted if the model chooses the same token, with the random numbers of single steps.
+
+    Args:
+        logits: of each sequence, `[Work.kept, vocab]`.
+        contexts: the context of each sequence before its proposals.
+        works: the tokens of each sequence, which end with its proposals.
+        drafts: the results of `Proposer.draft`.
+    """
+    found: list[list[Choice]] = [[] for _ in works]
+    rows, all_contexts, plain = [], [], []
+    for i, (work, context) in enumerate(zip(works, contexts, strict=True)):
+        if not work.kept:
+            continue
+        proposals = work.tokens[work.end - work.kept + 1 : work.end]
+        each = [context_after(context, proposals[:n]) for n in range(work.kept)]
+        draft = drafts[i]
+        if draft is not None:
+            found[i] = _sample_rejecting(logits[i], each, proposals, draft.to(logits[i].device))
+        else:
+            random = bool(proposals) and context.sampling.temperature > 0
+            plain.append((i, proposals, context.generator.get_state() if random else None))
+            rows.append(logits[i])
+            all_contexts += each
+    choices = iter(choose(torch.cat(rows), all_contexts) if rows else [])
+    for i, proposals, state in plain:
+        chosen = [next(choices) for _ in range(len(proposals) + 1)]
+        accepted = next((n for n, token in enumerate(proposals) if chosen[n].token != token), len(proposals))
+        found[i] = chosen[: accepted + 1]
+        if state is not None:
+            # The random numbers of rejected tokens are drawn again for the next tokens.
+            contexts[i].generator.set_state(state)
+            for _ in found[i]:
+                next_uniform(contexts[i].generator)
+    return found
+
+
+def _sample_rejecting(
+    logits: torch.Tensor, contexts: Sequence[Context], proposals: Sequence[int], draft: torch.Tensor
+) -> list[Choice]:
+    """Accepts each proposal with probability min(1, p / q), where p is the model's probability and q the draft's.
+
+    At the first rejection, draws a token with a probability proportional to max(0, p - q).
+
+    Args:
+        logits: `[proposals + 1, vocab]`.
+        contexts: the context of each row of `logits`.
+        draft: q, `[proposals, vocab]`.
+    """
+    sampling, generator = contexts[0].sampling, contexts[0].generator
+    each = probabilities(process(logits, contexts), sampling)  # p
+    ids = torch.tensor(proposals, device=each.device).unsqueeze(-1)
+    ratios = (each[:-1].gather(-1, ids) / draft.gather(-1, ids)).flatten().tolist()
+    accepted = next((n for n, ratio in enumerate(ratios) if float(next_uniform(generator)) >= ratio), len(ratios))
+    weights = each[accepted]
+    if accepted < len(proposals):
+        rest = (weights - draft[accepted]).clamp(min=0)
+        weights = rest if rest.sum() > 0 else weights  # p and q are equal, except for rounding
+    tokens = [*proposals[:accepted], int(draw_ids(weights.unsqueeze(0), contexts[:1]))]
+    return with_logprobs(logits[: accepted + 1], tokens, [sampling.logprobs] * len(tokens))
+
+
+def context_after(context: Context, tokens: Sequence[int]) -> Context:
+    """Returns the context of a sequence with more tokens."""
+    if not tokens:
+        return context
+    needed = context.sampling.penalizes or context.constraint is not None
+    new = [*context.new, *tokens] if needed else context.new
+    return context._replace(new=new, allowed=None)
+
+
+def draw_ids(weights: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
+    """Returns ids `[batch]`, each drawn with a probability proportional to its weight in float64 `[batch, vocab]`."""
+    mass = weights.cumsum(-1)
+    points = torch.stack([next_uniform(context.generator) for context in contexts]).to(mass.device)
+    points = points.unsqueeze(-1) * mass[:, -1:]
+    return torch.searchsorted(mass, points, right=True).clamp(max=mass.shape[-1] - 1).squeeze(-1)
