@@ -40,6 +40,23 @@ def test_a_part_of_ones_own_is_the_built_in_that_it_repeats(own, built_in):
     the_same(decoder(**own), decoder(**built_in))
 
 
+@pytest.mark.parametrize("keys", [{}, {"sliding_window": 4}, {"attention_pattern": PATTERNS[0]}])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_of_ones_own_gets_no_biases_of_alibi(keys, documents):
+    model = decoder(attention_implementation="my_parts:Attention", position="alibi", **keys)
+    masks = []
+    for layer in model.layers:
+        own = layer.attention.attend.own
+        layer.attention.attend.own = lambda q, k, v, mask, own=own: masks.append(mask) or own(q, k, v, mask)
+    segments, positions = packed()
+    out = model(tokens(), positions, segments) if documents else model(tokens())
+    assert len(masks) == 2
+    assert all(mask.dtype == torch.bool for mask in masks if mask is not None)
+    assert documents or keys or masks == [None, None]
+    plain = decoder(attention_implementation="my_parts:Attention", position="none", **keys)
+    torch.testing.assert_close(out, plain(tokens(), positions, segments) if documents else plain(tokens()))
+
+
 def test_a_learned_table_of_ones_own_is_the_built_in():
     ours, theirs = decoder(position="my_parts:Learned"), decoder(position="learned")
     assert "position.table.weight" in parameter_roles(ours)

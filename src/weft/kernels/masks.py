@@ -53,7 +53,8 @@ def attention_mask(
         plain: whether `attention` is called without `softcap` and `sinks`.
         slopes: ALiBi's slopes `[heads]`, or None.
         implementation: value of `model.attention_implementation`. "sdpa" excludes flex attention; "flex" selects it
-            wherever it can run; "flash" selects flash-attn. A custom implementation gets no `BlockMask`.
+            wherever it can run; "flash" selects flash-attn. For a custom implementation, the result is
+            a bool mask or None, and `slopes` is ignored.
 
     Raises:
         UserError: `implementation` is flash, gradients are enabled, and flash-attn cannot run.
@@ -64,7 +65,8 @@ def attention_mask(
     if implementation == "flash" and flash_usable(tokens.device, dtype):
         return FlashMask.of(segments, window)
     flex = implementation in ("auto", "flex", "flash") and flex_usable(tokens.device, dtype, head_dim, dropout)
-    alibi = plain and kind == "cpu" and slopes is not None
+    built_in = ":" not in implementation
+    alibi = built_in and plain and kind == "cpu" and slopes is not None
     purely_causal = segments is None and window is None and pattern is None and not alibi
     if purely_causal and not (flex and implementation == "flex"):
         return None
@@ -82,7 +84,6 @@ def attention_mask(
         return pattern_mask(pattern, segments)
     if flex:
         return block_mask(segments, window)
-    built_in = implementation in ("auto", "sdpa", "flex", "flash")
     if kind == "cpu" and dropout == 0 and window is None and plain and slopes is None and built_in:
         return segments
     return segment_mask(segments, window)
