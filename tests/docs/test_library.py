@@ -87,6 +87,8 @@ def test_text_for_text_and_ids_for_ids(here, capsys):
     assert ["Kalo mi" + texts[0], "Ren " + texts[1]] == [text.strip("\n") for text in shown]
     assert weft.generate(model, "Kalo mi", max_new_tokens=6) == texts[0]
     ids = tokenizer.encode("Kalo mi")
+    assert weft.generate(model, "Kalo mi", max_new_tokens=6, lookup=3) == texts[0]
+    assert weft.generate(model, "Kalo mi", max_new_tokens=6, draft=run) == texts[0]
     new = weft.generate(model, ids, max_new_tokens=6)
     assert tokenizer.decode(ids + new) == "Kalo mi" + texts[0]
     assert weft.generate(model, [ids], max_new_tokens=6) == [new]

@@ -19,6 +19,7 @@ from weft.errors import UserError
 from weft.families.config_json import is_huggingface
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
+from weft.generation.speculative import check_vocabulary
 from weft.generation.stream import Piece
 from weft.observe.console import Console
 from weft.parallel.world import local_device
@@ -26,7 +27,7 @@ from weft.torch_private import version_of
 
 Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
 
-_ENGINES: WeakKeyDictionary[nn.Module, tuple[list[int], Engine]] = WeakKeyDictionary()
+_ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, list[int], Engine]] = WeakKeyDictionary()
 
 
 def generate(
@@ -35,6 +36,8 @@ def generate(
     max_new_tokens: int = 32,
     temperature: float = 0.0,
     ignore_eos: bool = False,
+    draft: nn.Module | str | Path | None = None,
+    lookup: int = 0,
     **settings: Any,
 ) -> Prompts:
     """Continues prompts. A continuation does not depend on the other prompts.
@@ -54,6 +57,8 @@ def generate(
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: divisor of the logits; 0: greedy decoding.
         ignore_eos: whether to continue after a token that ends a text.
+        draft: path or module of a smaller model with the same tokenizer, which proposes tokens (speculative decoding).
+        lookup: maximum number of tokens that are proposed because they followed the same tokens earlier in the text.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
@@ -67,7 +72,8 @@ def generate(
     """
     sampling = make_sampling(max_new_tokens, temperature, settings)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
-    found: Any = _generate(model, [prompts] if single else list(prompts), sampling, ignore_eos)
+    many = [prompts] if single else list(prompts)
+    found: Any = _generate(model, many, sampling, ignore_eos, draft, lookup)
     return found[0] if single else found
 
 
@@ -80,7 +86,14 @@ def make_sampling(max_new_tokens: int, temperature: float, settings: dict[str, A
     return Sampling(max_new_tokens, temperature, **settings)
 
 
-def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, ignore_eos: bool) -> list:
+def _generate(
+    model: nn.Module | str | Path,
+    prompts: list,
+    sampling: Sampling,
+    ignore_eos: bool,
+    draft: nn.Module | str | Path | None,
+    lookup: int,
+) -> list:
     if not prompts:
         return []
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
@@ -88,8 +101,10 @@ def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, 
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
     if not isinstance(model, nn.Module):
         model = load_model(checkpoint or model, local_device(Console()))
+    if isinstance(draft, str | Path):
+        draft = load_model(draft, local_device(Console()))
     stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)
-    engine = engine_of(model, tokenizer)
+    engine = engine_of(model, tokenizer, draft, lookup)
     if isinstance(prompts[0], str):
         assert tokenizer is not None
         encoded = [tokenizer.prompt(text) for text in prompts]
@@ -105,17 +120,27 @@ def _generate(model: nn.Module | str | Path, prompts: list, sampling: Sampling, 
     return ids
 
 
-def engine_of(model: nn.Module, tokenizer: Tokenizer | None = None) -> Engine:
-    """Returns a model's engine, which exists as long as the model. Clears its cache if parameters have changed."""
-    versions = [version_of(p) for p in model.parameters() if not p.is_inference()]
-    known, engine = _ENGINES.get(model, (versions, None))
-    if engine is None:
+def engine_of(
+    model: nn.Module, tokenizer: Tokenizer | None = None, draft: nn.Module | None = None, lookup: int = 0
+) -> Engine:
+    """Returns a model's engine, which exists as long as the model. Clears its cache if parameters have changed.
+
+    Args:
+        model, tokenizer, draft, lookup: as in `Engine`. A change of `draft` or `lookup` creates a new engine.
+    """
+    models = [model] if draft is None else [model, draft]
+    versions = [version_of(p) for one in models for p in one.parameters() if not p.is_inference()]
+    options = (draft, lookup)
+    before, known, engine = _ENGINES.get(model, (options, versions, None))
+    if engine is None or before != options:
         proxy: Any = weakref.proxy(model)  # a strong reference would keep the model alive
-        engine = Engine(proxy)
-    if known != versions:
+        engine = Engine(proxy, draft=draft, lookup=lookup)
+        if draft is not None:
+            check_vocabulary(model, draft)  # the engine cannot find the checkpoint of a proxy
+    elif known != versions:
         engine.clear()
     engine.tokenizer = tokenizer
-    _ENGINES[model] = versions, engine
+    _ENGINES[model] = options, versions, engine
     return engine
 
 
