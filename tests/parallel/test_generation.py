@@ -89,3 +89,23 @@ def test_the_command_prints_what_one_process_prints(tmp_path, tiny_tokenizer):
     assert "[2] Ren mi" in two.stdout
     wrong = subprocess.run([*command, "--tp", "2", "--top-p", "7"], capture_output=True, text=True, timeout=120)
     assert (wrong.returncode, wrong.stderr.count("top_p is 7")) == (2, 1)
+
+
+@pytest.mark.matrix
+def test_samples_of_a_sharded_run_are_those_of_one_process(runner, run_yaml, tmp_path, tiny_heldout):
+    texts = []
+    for name, mesh, ranks in (("one", {}, 1), ("two", {"tp": 2, "dp_shard": 2}, 4)):
+        file = run_yaml(
+            run={"name": name},
+            parallel=mesh,
+            samples={"prompts": ["Ka", "Kalo mi ren"], "max_new_tokens": 7, "temperature": 0.0},
+            data={"validation": str(tiny_heldout)},
+            training={"steps": 4, "batch_tokens": 512, "dtype": "float64"},
+            validation={"every": 2},
+            schedule={"type": "constant", "warmup_steps": 0},
+        )
+        runner.pool.run(file, ranks, fresh=True, seconds=120)
+        lines = (tmp_path / "runs" / name / "samples.jsonl").read_text().splitlines()
+        texts.append([line.split('"samples"')[-1] for line in lines])
+    assert len(texts[0]) >= 2
+    assert texts[0] == texts[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from weft.config.model import ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -34,13 +35,14 @@ class Sampler:
     def write(self, step: int, recorder: Recorder) -> None:
         """Generates and records a continuation of each prompt.
 
-        All ranks generate with the sharded model if the mesh is only data-parallel, or if the model is a Transformers
-        model. Otherwise only the first rank generates, with a full copy of the model.
+        All ranks generate with the sharded model if the mesh is only data-parallel, if the model is a Transformers
+        model, or if a built-in decoder is sharded over `tp`. Otherwise only the first rank generates, with a full copy.
         """
         if self.tokenizer is None:
             return
         config, model, shape = self.job.config, self.model, self.job.world.shape
-        if shape.pp * shape.cp * shape.tp > 1 and not isinstance(config.model, TransformersModelSection):
+        tp = 1 if isinstance(config.model, ModelSection) else shape.tp  # the engine runs decoders that `tp` shards
+        if shape.pp * shape.cp * tp > 1 and not isinstance(config.model, TransformersModelSection):
             model = gather_full_model(model, config.model, self.job.world, DTYPES[config.training.dtype])
             if model is None:
                 return
