@@ -357,7 +357,7 @@ def test_packing_conversations_makes_a_store_with_a_mask(folder, tmp_path, capsy
     assert "in.jsonl:31: no messages" in capsys.readouterr().err
     assert pack(folder, tmp_path, records, *options, "--on-error", "skip") == 0
     told = capsys.readouterr()
-    assert "records: messages (messages, role, content); template: the format chatml" in told.err
+    assert "records: messages (messages, role, content); template: the built-in template chatml" in told.err
     store = TokenStore(tmp_path / "store")
     assert store.info.kind == "conversations"
     assert store.info.rejected == {"no messages": 1}

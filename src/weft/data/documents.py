@@ -12,8 +12,8 @@ class Document(NamedTuple):
 
     Attributes:
         value: the text; with `Reading.records`, the record (a dict).
-        line: line number in the unit (a file, or a range of a file), from 1; in tables, the row number. None: the
-            document is a complete file.
+        line: number of the line, row or record (`SourceFormat.item`) at which the document begins: 1 is the first one
+            of the unit (a file, or a range of a file). None: the document is a complete file.
     """
 
     value: Any
@@ -24,8 +24,7 @@ class Reject(NamedTuple):
     """A rejected document: a document that cannot be read or encoded.
 
     Attributes:
-        line: line number in the unit, from 1; in tables, the row number. None: the complete file, or the rest of the
-            file, is rejected.
+        line: as in `Document`. None: the complete file, or the rest of the file, is rejected.
         reason: a short fixed description, by which rejected documents are counted.
         hint: details about this document.
         last: number of the last line, if the document spans several lines.
@@ -47,10 +46,12 @@ class Counts:
     """Counts of the documents and bytes of one unit, or their sums over several units (`add`).
 
     Attributes:
-        documents, empty: number of documents, and of documents with an empty text.
+        documents: number of documents, including documents with an empty text.
+        empty: number of documents with an empty text.
         bytes: number of UTF-8 bytes of the texts (with `Reading.records`: of the records).
         blank_lines: number of lines that contain only white space; they are not documents.
-        lines: number of lines (rows, records). The line numbers of the file's next unit continue from this number.
+        lines: number of lines, rows or records. A document's line number in the file is its line number in the unit
+            plus the `lines` of all earlier units of the file.
         rejected: reason -> number of rejected documents.
         skipped_files: reason (such as "binary") -> number of skipped files, which contain no text.
         raw_bytes, sha256: number of bytes on disk (compressed, if the file is compressed), and their digest. Sums over

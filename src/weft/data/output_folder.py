@@ -84,7 +84,7 @@ def check_name(out: Path) -> None:
 
 
 def check_apart(out: Path, inputs: Iterable[Path], what: str = "input") -> None:
-    """Raises UserError if `out` is, contains or lies within one of `inputs`. `what`: noun for an input."""
+    """Raises UserError if `out` is, contains or lies within one of `inputs`, which the message calls `what`."""
     target = os.path.realpath(out)
     for path in inputs:
         real = os.path.realpath(path)
@@ -111,7 +111,7 @@ def check_parent(out: Path) -> None:
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
     """Returns the error for an existing `out`. The message recommends --overwrite if `out` may be replaced.
 
-    `what`: text about `out` that the message then adds after "exists already".
+    `what`: text that such a message has after "exists already", such as " and is older than FILE".
     """
     if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; choose another --out", out)

@@ -17,9 +17,9 @@ class Field:
     """An extra field of a batch, such as a reward, an image or reference log-probabilities.
 
     Attributes:
-        seq_dim: index of the dimension with one entry per token, in the value of one sequence (without the batch
-            dimension); None if there is no such dimension.
-        dtype: name of the tensor's dtype in NumPy.
+        seq_dim: index of the dimension that has one entry per token; None if no dimension has. The index refers to the
+            value of one sequence, without batch dimension.
+        dtype: NumPy name of the dtype.
     """
 
     seq_dim: int | None = None
@@ -48,7 +48,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """The contents of a sample.
+    """Declares what every sample contains.
 
     Attributes:
         fields: extra fields by name.

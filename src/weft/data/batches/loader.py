@@ -29,7 +29,7 @@ class BatchSource:
         seed: seed of the default order, which shuffles each epoch; None keeps the dataset's order.
         order: maps indices of samples in the run to indices of the dataset.
         length_warmup: schedule of shorter sequences in early steps; None: no step has shorter sequences.
-        layout: contents of a sample.
+        layout: what every sample contains.
     """
 
     def __init__(

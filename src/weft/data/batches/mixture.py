@@ -22,9 +22,9 @@ class ConcatDataset:
     """A dataset that concatenates several datasets, in order.
 
     Args:
-        names: names of the datasets, for messages and as part of the seed of each dataset's order.
+        names: names of the datasets, for messages. `MixtureOrder` also uses each name as part of a seed.
         datasets: the datasets to concatenate.
-        layout: contents of the samples.
+        layout: what every sample contains.
     """
 
     complete = True
@@ -82,9 +82,9 @@ class ConcatDataset:
 class MixtureOrder:
     """The order of a mixture: maps each sample of a run to a sample of a `ConcatDataset`.
 
-    The samples of a run are divided into blocks. The `Phase` of a block sets how many samples of each source
-    the block contains. The samples of a source are spread evenly over the block, each at a random position in its own
-    interval. So shares are exact in each block, and nearly exact in any short range of samples. The `k`-th sample of a
+    The samples of a run are divided into blocks. A `Phase` is a range of blocks with the same number of samples of each
+    source. In a block, the samples of a source are spread evenly, each at a random position in its own interval. So
+    each source's share is exact in each block, and nearly exact in any short range of samples. The `k`-th sample of a
     source in the run is the `k`-th sample of that source's shuffled epochs, independent of other sources.
 
     Args:
@@ -112,7 +112,10 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays `[n]`: the index of each sample's source, and the number of earlier samples of the source.
+        """Returns, for each sample, the index of its source and its index among the run's samples from it, both `[n]`.
+
+        Args:
+            samples: indices of samples in the run, `[n]`.
 
         Raises:
             UserError: a sample lies beyond the end of the mixture, because the sources are exhausted.
@@ -135,7 +138,10 @@ class MixtureOrder:
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each slot of a block, the source and the number of earlier slots with this source."""
+        """Returns, for each sample of a block, the index of its source and its index among the block's samples from it.
+
+        `block`: index of the block in the phase.
+        """
         first = phase.start + block * phase.block
         if first not in self._blocks:
             if len(self._blocks) >= 4:
@@ -154,8 +160,8 @@ def interleave(counts: Sequence[int], *key: int) -> tuple[np.ndarray, np.ndarray
         key: seed of the random positions.
 
     Returns:
-        The source of each slot of the block, and the index of the slot's item among the items of this source; both
-        int64 `[sum(counts)]`.
+        The source of the item at each position of the block, and the item's index `k` among the items of this source;
+        both int64 `[sum(counts)]`.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts]).astype(np.int64)

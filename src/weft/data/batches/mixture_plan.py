@@ -21,8 +21,8 @@ class MixturePlan:
         names: names of the sources.
         sizes: number of sequences in each source.
         length: number of tokens per sequence.
-        stages: one entry for each stage that the run reaches: the index in the run of the stage's first sample, and the
-            number of samples of each source in the stage.
+        stages: one entry for each stage of the curriculum that the run reaches: the index in the run of the stage's
+            first sample, and the number of samples of each source in the stage. One entry without a curriculum.
         block: number of sequences in a block, within which shares are exact; None if the sources are read as one
             dataset.
     """
@@ -53,8 +53,8 @@ class MixturePlan:
 
     def lines(self) -> list[str]:
         """Returns lines of text: a title, one line per source and, with a curriculum, one line per stage."""
-        exact = f"shares exact over every {self.block:,} sequences" if self.block else "read as one"
-        lines = [f"{len(self.names)} sources in sequences of {self.length:,}, {exact}:"]
+        exact = f"shares exact over every {self.block:,} sequences" if self.block else "read as one dataset"
+        lines = [f"{len(self.names)} sources in sequences of {self.length:,} tokens, {exact}:"]
         widest = max(map(len, self.names))
         for name, count, size in zip(self.names, self.total, self.sizes, strict=True):
             lines.append(

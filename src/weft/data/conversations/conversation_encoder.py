@@ -30,12 +30,12 @@ class ConversationSpec:
 
     Attributes:
         tokenizer: folder of the tokenizer.
-        layout: layout of the records.
-        template: source of the chat template.
+        layout: keys of the records and what they contain.
+        template: the chat template.
         train_on: what is trained on: every `assistant` message, the `last` assistant message, or `all` tokens.
         max_tokens: maximum number of tokens of a document, including its end-of-document token; None: no limit.
-        overlong: whether longer documents are dropped, truncated or kept. If one document of a preference is dropped,
-            so is the other.
+        overlong: whether documents with more than `max_tokens` tokens are dropped, truncated or kept. If one document
+            of a preference is dropped, the other one is dropped too.
         variables: variables of the template besides the messages.
         date: date that the template uses as the current date, in ISO format.
         exact: whether to encode every text with the `tokenizers` library.
@@ -244,14 +244,16 @@ class ConversationEncoder:
         return start, end
 
     def _shorten(self, encoded: Encoded, lines: list[int | None], sizes: np.ndarray) -> np.ndarray:
-        """Applies `max_tokens` and `overlong` to the documents in `encoded`.
+        """Drops, truncates or keeps the documents in `encoded` that are longer than `max_tokens`, as `overlong` says.
+
+        Changes `encoded`, and adds a Reject for each record that is dropped.
 
         Args:
-            lines: for each record in `encoded`, its line number in the unit.
-            sizes: number of bytes of each document's text.
+            lines: `Document.line` of each record. The record of a preference has two documents in `encoded`.
+            sizes: number of UTF-8 bytes of each document's text.
 
         Returns:
-            The sizes of the remaining documents.
+            `sizes` of the documents that are not dropped, with new values for truncated documents.
         """
         limit, lengths = self.spec.max_tokens, encoded.lengths
         assert limit is not None
@@ -290,8 +292,9 @@ class ConversationEncoder:
 def _find_start(base: str, before: str, text: str) -> int | None:
     """Returns the position in `text` at which an answer begins: after the complete lines of the answer's header.
 
-    Returns None if `text` contains no complete line of the header. `text` can lack the last lines, because some
-    templates end the header with the beginning of the reasoning, but leave it out in answers without reasoning.
+    Returns None if `text` contains no complete line of the header. `text` can lack the header's last lines. For
+    example, the header of some templates ends with `<think>`, which these templates leave out in answers without
+    reasoning.
 
     Args:
         base: rendered messages before the answer.

@@ -57,11 +57,11 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """A layout of records.
+    """The form of a dataset's records: which kind of conversation they contain, and under which keys.
 
     Attributes:
         name: name of the layout, a key of `LAYOUTS`.
-        keys: field of the layout -> key in the records.
+        keys: field of the layout (such as "messages" or "target") -> key in the records that contains it.
     """
 
     name: str
@@ -100,12 +100,13 @@ class Conversation:
 def choose_layout(
     records: Sequence[Record], name: str | None = None, fields: Mapping[str, str] | None = None
 ) -> RecordLayout:
-    """Returns the layout of records, with the keys that the records have.
+    """Determines the layout of a dataset, and the key in its records for each field of the layout.
 
     Args:
-        records: the first records.
+        records: the first records of the dataset.
         name: name of the layout; None to detect the layout from the records.
-        fields: custom keys of fields, such as `{"input": "question", "target": "answer"}`.
+        fields: field of the layout -> key in the records, for keys that are not detected, such as
+            `{"input": "question", "target": "answer"}`.
 
     Raises:
         UserError: the layout or a field is unknown, or the layout cannot be detected.
@@ -119,8 +120,9 @@ def choose_layout(
     if name is None:
         seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
         raise UserError(
-            f"the first records have no known layout (their keys: {seen}); set --layout ({', '.join(LAYOUTS)}) and, "
-            "for other keys, --fields input=KEY,target=KEY"
+            f"the first records have no known layout (their keys: {seen}); "
+            f"set --layout to one of {', '.join(LAYOUTS)}, "
+            "and name the keys with --fields, such as --fields input=KEY,target=KEY"
         )
     if name not in LAYOUTS:
         raise UserError(f"--layout {name}: unknown layout; use one of {', '.join(LAYOUTS)}")

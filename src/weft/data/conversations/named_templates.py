@@ -18,15 +18,15 @@ class NamedTemplate(NamedTuple):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The variables of special tokens that the template uses (`bos_token`, `eos_token`)."""
+        """The names of the special-token variables in the template: `bos_token` and `eos_token`, if it uses them."""
         return tuple(name for name in ("bos_token", "eos_token") if name in self.source)
 
 
 # Formats that do not support tools refuse records with tools.
 _NO_TOOLS = """\
-{%- if tools -%}{{- raise_exception('this format knows no tools') -}}{%- endif -%}
+{%- if tools -%}{{- raise_exception('this chat template does not support tools') -}}{%- endif -%}
 {%- for message in messages if message['tool_calls'] -%}
-    {{- raise_exception('this format knows no tool calls') -}}
+    {{- raise_exception('this chat template does not support tool calls') -}}
 {%- endfor -%}
 """
 

@@ -104,15 +104,15 @@ class SpanEncoder:
 
 
 def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) -> int | None:
-    """Returns the index of a character's token. If the tokenizer drops the character, searches the next characters.
+    """Returns the index of the token that contains a character, or the nearest character that the tokenizer kept.
 
     Transformers behaves differently: it ignores the rest of the conversation if a span begins with a dropped character,
     and marks everything up to the end of the text if a span ends with a dropped character or in the first token.
 
     Args:
         character: position of the character in the text.
-        stop: position at which the search ends. Returns None if the search reaches it.
-        step: direction of the search, 1 or -1.
+        stop: position at which the search ends; at this position the result is None.
+        step: direction of the search for a character that the tokenizer kept: 1 (forwards) or -1 (backwards).
     """
     while character != stop:
         token = encoding.char_to_token(character) if character >= 0 else None

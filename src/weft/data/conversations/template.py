@@ -37,11 +37,11 @@ class TemplateSource:
     """The source of a chat template, which can be pickled, unlike a compiled template.
 
     Attributes:
-        origin: file or named format of the template, for messages.
-        source: source of the template.
-        with_tools: source for conversations with tools, if the template has a separate one.
-        markers: special tokens in a named format.
-        tokens: variables of special tokens (such as `bos_token`) that a named format uses.
+        origin: file or name of the template, for messages.
+        source: Jinja source code of the template.
+        with_tools: source code for conversations with tools, if this is separate.
+        markers: for a built-in template, the special tokens in its source code.
+        tokens: for a built-in template, the special-token variables that it uses, such as `bos_token`.
     """
 
     origin: str
@@ -65,15 +65,17 @@ def find_template(folder: Path, name: str | None = None) -> TemplateSource:
     """Returns the chat template in a tokenizer's folder, or the template `name`.
 
     Args:
-        name: a named format such as `chatml`, a file, or the name of a template in the folder; None: the folder's
-            default.
+        name: the name of a built-in template such as `chatml`, a file, or the name of a template in the folder; None:
+            the folder's default template.
 
     Raises:
         UserError: the template does not exist, cannot be read, or has invalid syntax.
     """
     if name in NAMED:
         named = NAMED[name]
-        template = TemplateSource(f"the format {name}", named.source, markers=named.markers, tokens=named.tokens)
+        template = TemplateSource(
+            f"the built-in template {name}", named.source, markers=named.markers, tokens=named.tokens
+        )
     elif name is not None and Path(name).is_file():
         template = TemplateSource(name, _read(Path(name)))
     else:
@@ -151,7 +153,7 @@ def _find_in_folder(folder: Path, name: str | None) -> TemplateSource:
             f"several chat templates, but no default; set --chat-template to one of {', '.join(named)}", origin
         )
     raise UserError(
-        f"no chat template in this folder; set --chat-template to a file or a named format ({', '.join(NAMED)})",
+        f"no chat template in this folder; set --chat-template to a file or a built-in template ({', '.join(NAMED)})",
         folder,
     )
 

@@ -101,8 +101,8 @@ class Assembly:
         next: index of the part to append next.
         tokens, documents: numbers of tokens and documents in the store so far.
         counts, notes: sums over the appended parts.
-        exact, reason: whether all texts of the first part were encoded by the `tokenizers` library, and the reason if
-            the user did not request this.
+        exact: whether the `tokenizers` library encoded all texts of the first part.
+        reason: why `exact` is true, if the user did not request this; otherwise None.
         sources: a dict per input file: its path, size, sha256, numbers of documents and rejected documents, and the
             reason if it was skipped. The digest of a file that was read in several units is the digest of the units'
             concatenated digests.
@@ -124,7 +124,9 @@ class Assembly:
         self._files = {what: HashedFile(folder / path) for what, path in FILES.items() if mask or what != "mask"}
 
     def resume(self, plan: Plan, on_progress: Callable[[int], None] | None) -> None:
-        """Restores the work of an earlier process: the parts that it appended, up to the first damaged or changed part.
+        """Restores the state of an interrupted pack.
+
+        Keeps the parts that were appended before the first part that is damaged or whose input files have changed.
 
         `on_progress`: called with the number of bytes of `tokens.bin` that have been checked so far.
         """
@@ -195,7 +197,9 @@ class Assembly:
             elif content["rejects"]:
                 self._append_rejects(part, content)
         if (self._files["lengths"].size - lengths_size) // 4 != content["documents"]:
-            raise UserError("a finished part is damaged; delete this folder and repeat the command", self.folder)
+            raise UserError(
+                "contains damaged work of an unfinished pack; delete this folder and repeat the command", self.folder
+            )
         self._add_counts(part, content)
         states = {what: [file.size, file.digest.hexdigest()] for what, file in self._files.items()}
         self._journal.write(json.dumps({"part": content, "files": states}).encode() + b"\n")

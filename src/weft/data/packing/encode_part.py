@@ -46,7 +46,7 @@ def encode_part(
             `unit`, `line` and `before` of `DocumentFailure`. If given, documents are encoded one at a time.
 
     Raises:
-        DocumentFailure: a document was rejected that the user did not ask to drop, and `job.fail` is set.
+        DocumentFailure: `job.fail` is set, and a document was rejected for a reason that is not in `encoder.drops`.
         WriteFailure: the part cannot be written, for example because the disk is full.
         UserError: an input changed, memory is exhausted, or an id is outside the vocabulary.
     """

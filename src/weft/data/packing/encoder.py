@@ -27,8 +27,8 @@ class Encoded:
         ids: the ids of all documents, concatenated `[tokens]`, including end-of-document tokens.
         lengths: number of tokens of each document `[documents]`; the sum is `len(ids)`.
         mask: loss mask `[tokens]`, uint8, 1 for tokens that are trained on; None: all tokens are trained on.
-        rejects: documents that cannot be encoded, identified by `line`; they have no entry in `lengths`.
-        notes: what was done to kept documents (such as "truncated to 512 tokens") -> number of documents.
+        rejects: documents that are not encoded, identified by `Document.line`; they have no entry in `lengths`.
+        notes: change of encoded documents (such as "truncated to 512 tokens") -> number of these documents.
         bytes: number of UTF-8 bytes of the text to which records were converted, without end-of-document tokens; None
             for texts.
     """
@@ -50,7 +50,8 @@ class Encoder(Protocol):
     Attributes:
         kind: kind of the store: "text", "conversations" or "preferences" (two documents per input document).
         has_mask: whether `encode` returns loss masks.
-        drops: reasons of rejected documents that the user asked to drop. Such documents never stop a pack.
+        drops: values of `Reject.reason`. A document that `encode` rejects for one of these reasons is left out and
+            never stops the pack, because the encoder's settings ask for this (for example, to drop long documents).
     """
 
     kind: str
@@ -66,7 +67,7 @@ class Encoder(Protocol):
         ...
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
-        """Encodes documents in order. The ids of a document do not depend on the rest of the batch."""
+        """Encodes documents in order. The ids of a document do not depend on the other documents."""
         ...
 
     def as_exact(self) -> Encoder:

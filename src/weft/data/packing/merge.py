@@ -22,7 +22,7 @@ MUST_MATCH = {  # field of StoreInfo -> what a store with a different value has
     "kind": "another kind of documents",
     "vocab_size": "another vocabulary size",
     "eod_id": "another end-of-document token",
-    "dtype": "another token type",
+    "dtype": "another dtype of token ids",
 }
 
 
@@ -124,7 +124,7 @@ def _write_rejects(stores: Sequence[TokenStore], folder: Path) -> None:
 
 
 def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
-    """Joins adjacent sources that are parts of one file, which was split between shards. Keeps the other sources."""
+    """Joins adjacent entries of one input file that was split between shards. Returns other entries unchanged."""
     joined: list[SourceFile] = []
     for source in sources:
         last = joined[-1] if joined else None
@@ -150,7 +150,7 @@ def join_sources(sources: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 def shard_warnings(stores: Sequence[TokenStore]) -> list[str]:
-    """Returns warnings if shards of a pack are missing, repeated or in a different order."""
+    """Returns warnings, if shards of a pack are missing, are repeated or are not in ascending order."""
     made = [read_json(store.path / "store.json").get("made_from") or {} for store in stores]
     shards = [entry["shard"] for entry in made if entry.get("shard")]
     if len(shards) < len(made) or len({(entry["shard"][1], entry.get("files")) for entry in made}) != 1:

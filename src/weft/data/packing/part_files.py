@@ -38,7 +38,7 @@ class Part:
     def __str__(self) -> str:
         first, last = self.units[0], self.units[-1]
         if len(self.units) > 1:
-            return f"{first.path} and the {len(self.units) - 1:,} units after it"
+            return f"{first.path} and the next {len(self.units) - 1:,} files or ranges of files"
         if first.stop is None:
             return first.path
         return f"{first.path} ({source_format(first.format).positions} {last.start:,} to {last.stop:,})"
@@ -68,7 +68,7 @@ class DocumentFailure(Exception):
         unit: position of the document's unit in the part.
         line: line of the document in the unit; None if the document is a complete file.
         before: number of lines of the same file in earlier units of the part.
-        what: reason and remedy, for the error message.
+        what: the error message: why the document was rejected, and what to do.
     """
 
     def __init__(self, unit: int, line: int | None, before: int, what: str):
@@ -91,7 +91,7 @@ class Plan:
 
     Attributes:
         units: units of the shard.
-        before: units of earlier shards that belong to the first file of this shard.
+        before: the units of this shard's first file that belong to earlier shards.
         split: whether the first file of the shard begins in an earlier shard, and whether the last file ends in a later
             shard.
         size: number of raw bytes of the units.
@@ -147,7 +147,10 @@ def _file_state(path: str) -> tuple[int, int]:
 
 
 def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of the units in shard i of n. A unit belongs to the shard of its first byte."""
+    """Returns the range [start, stop) of indices of the units in shard i of n, counted from 1.
+
+    A unit belongs to the shard that contains the unit's first byte.
+    """
     total = sum(unit.size for unit in units)
     starts = list(accumulate((unit.size for unit in units), initial=0))[:-1]
     return (

@@ -21,13 +21,17 @@ from weft.errors import UserError
 from weft.files import lock_exclusively, read_json, replace_file
 from weft.formatting import counted
 
-LABELS = {"encoder": "tokens (--tokenizer, --exact, ...)", "reading": "texts (--field, ...)", "shard": "--shard"}
+LABELS = {  # key of the request -> options that set it
+    "encoder": "the options of encoding (--tokenizer, --exact, ...)",
+    "reading": "the options of reading (--field, ...)",
+    "shard": "--shard",
+}
 
 
 def make_request(
     encoder: Encoder, reading: Reading, shard: tuple[int, int] | None, range_bytes: int, files: Sequence[Path]
 ) -> dict[str, Any]:
-    """Returns the request as JSON values. It is stored as `made_from` in `store.json`."""
+    """Returns everything that determines the store, as JSON values. `pack` stores it as `made_from` in `store.json`."""
     facts = [[str(path), os.path.getsize(path) if os.path.isfile(path) else 0] for path in files]
     request = {
         "encoder": encoder.identity(),
@@ -59,7 +63,7 @@ def read_existing(out: Path, request: dict[str, Any], files: Sequence[Path]) -> 
 def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, fail: bool) -> None:
     """Raises UserError if `fail` is set and the earlier pack that wrote the store at `out` rejected documents.
 
-    Documents whose rejection `encoder.drops` allows do not count.
+    Documents that were rejected for a reason in `encoder.drops` are allowed.
 
     Args:
         rejected: reason -> number of documents that the earlier pack rejected.
@@ -72,19 +76,22 @@ def check_rejected(out: Path, rejected: Mapping[str, int], encoder: Encoder, *, 
 
 
 def lock_folder(folder: Path, out: Path, request: dict[str, Any], *, overwrite: bool, keep: bool) -> int:
-    """Locks the hidden folder, and prepares it for the request.
+    """Locks the hidden folder of an unfinished pack, and deletes work in it that the current pack cannot resume.
 
-    Whether input files have changed since the earlier work is checked separately, for each part.
+    The files of finished parts are kept even if input files have changed since; the caller checks this for each part.
 
     Args:
-        overwrite: whether to delete the work of another request.
-        keep: whether to keep the work of the same request; if False, the pack starts over.
+        folder: the hidden folder.
+        out: folder of the store, for messages.
+        overwrite: whether to delete the work of a pack with a different request.
+        keep: whether to keep the work of an earlier pack with the same request; if False, the pack starts over.
 
     Returns:
         The lock: a file descriptor, which the caller closes when the work is done.
 
     Raises:
-        UserError: another process uses the folder, or the folder contains the work of another request.
+        UserError: another process uses the folder, or the folder contains work of a different request and `overwrite`
+            is false.
         OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)

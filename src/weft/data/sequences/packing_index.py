@@ -65,9 +65,9 @@ class PackingIndex:
         """Returns the contents of sequence `sequence`, whose length is `length`.
 
         Returns:
-            The indices of its documents in the store; the number of inputs of each document in this sequence; and, if
-            the sequence is a full-length slice, the index of the slice in its document. Otherwise, the last result is
-            -1, and the inputs are the last inputs of each document.
+            The indices in the store of the documents in this sequence; the number of inputs of each of these documents
+            that the sequence contains; and the index of the slice in its document. The index is -1 if the sequence is
+            not a full-length slice; it then contains the last inputs of each of its documents.
         """
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1
@@ -130,7 +130,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
-    """Returns the index in `folder`, or None if the index is missing, incomplete or of another store."""
+    """Returns the index in `folder`, or None if the index is missing, is incomplete or belongs to another store."""
     try:
         about = json.loads((folder / "index.json").read_bytes())
         if (about["version"], about["store"], about["length"]) != (VERSION, store.info.idx_sha256, length):

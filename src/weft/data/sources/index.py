@@ -55,7 +55,9 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
                 documents += len(offsets)
                 out.write(offsets.data)
             if _file_state(file.fileno()) != before:
-                raise UserError("changed while it was indexed; repeat this when no program writes to it", path)
+                raise UserError(
+                    "changed while it was indexed; repeat the command when no program writes to this file", path
+                )
             out.seek(0)
             out.write(_header(documents + 1))
         replace_file(metadata, json.dumps({"version": VERSION, "documents": documents, **before}) + "\n")

@@ -20,7 +20,7 @@ class Reading:
             a brace.
         separator: the text between the documents of a text file; None: each file is one document.
         records: whether documents are records (dicts) instead of texts.
-        format: the format of all files ("jsonl", ..., or `module:Class`); None: detected from file names.
+        format: the format of all files: a name such as "jsonl", or `module:Class`; None: detected from file names.
     """
 
     field: str = "text"
@@ -35,7 +35,7 @@ class Reading:
         if not self.field:
             raise UserError("--field '': the name is empty; give the key of a record's text, such as --field text")
         if self.separator == "":
-            raise UserError("the separator is empty; remove it to read each file as one document")
+            raise UserError("--separator '': the separator is empty; omit it to read each file as one document")
 
 
 def parse_template(template: str) -> list[tuple[str, str | None]]:

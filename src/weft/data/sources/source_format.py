@@ -147,7 +147,7 @@ def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator
 
 
 def document_error(what: str, unit: Unit, line: int | None) -> UserError:
-    """Returns a UserError about a document.
+    """Returns a UserError with the message `what`, preceded by the document's file and position.
 
     `line`: number of the document's line (row, record) in the file; None: the document is the complete file.
     """

@@ -95,7 +95,7 @@ class StoreInfo(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The digest of the tokens, which a run's manifest records."""
+        """The digest of the tokens (`bin_sha256`). A run's manifest records it."""
         return self.bin_sha256
 
     @property

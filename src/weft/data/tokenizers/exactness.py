@@ -58,16 +58,16 @@ _PREFIX, _BLANKS = {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "p
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings with which gigatoken returns the same ids as `tokenizers` for a tokenizer.json.
+    """How to use gigatoken so that it returns the same ids as `tokenizers` for a given tokenizer.json.
 
     Attributes:
-        json: a tokenizer.json for gigatoken, reduced to the relevant fields and without added tokens.
-        by_words: whether the tokenizer is a byte-level BPE on words, so that texts can be joined and split. Otherwise,
-            it is a BPE with byte fallback on complete texts.
+        json: content of the tokenizer.json that gigatoken loads, without the added tokens of the given one.
+        by_words: True for a byte-level BPE that splits texts into words before merging, so that texts can be joined and
+            split between words; False for a BPE with byte fallback that merges across words.
         nfc: whether texts must be in Unicode normalization form C.
-        separator: the id of SEPARATOR.
-        first, then: texts of the added tokens. `tokenizers` first matches `first` in the text, then `then` in the text
-            between the matches. Both are empty if `reference_only` is not empty.
+        separator: the id of SEPARATOR, the token that ends each text when several texts are encoded in one call.
+        first: texts of the added tokens that `tokenizers` finds first.
+        then: texts of the added tokens that `tokenizers` finds next, between the tokens found first.
         reference_only: texts of added tokens that only `tokenizers` handles (tokens that strip blanks, ...).
     """
 
@@ -81,7 +81,10 @@ class Recipe:
 
 
 def make_recipe(content: Any) -> Recipe | str:
-    """Returns the recipe for the content of a tokenizer.json; or why gigatoken cannot be used, for messages."""
+    """Returns how to use gigatoken for a tokenizer, or, as text for messages, why gigatoken cannot be used.
+
+    `content`: the parsed tokenizer.json.
+    """
     model = content["model"]
     if model.get("type") != "BPE":
         return f"the model is {model.get('type')}, but gigatoken supports only BPE"
@@ -147,7 +150,7 @@ def _without_added(content: Any) -> list[str]:
 
 
 def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
-    """Returns the settings of a `Recipe` for BPE on words, or the reason why gigatoken cannot be used.
+    """Returns settings of gigatoken for a BPE on words, or, as text, the reason why gigatoken cannot be used.
 
     The settings are the pre-tokenizer, the normalizer (always None), and whether texts must be in NFC.
     """
@@ -177,7 +180,7 @@ def _word_steps(content: Any) -> tuple[Any, None, bool] | str:
 
 
 def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
-    """Returns the settings of a `Recipe` for BPE on complete texts, or the reason why gigatoken cannot be used.
+    """Returns settings of gigatoken for a BPE on complete texts, or, as text, the reason why gigatoken cannot be used.
 
     The settings are the pre-tokenizer, the normalizer, and whether texts must be in NFC (always False).
     """
@@ -200,7 +203,7 @@ def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
 def _match_order(
     added: list[Any], normalizes: bool, by_words: bool, pre_tokenizer: Any
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
-    """Returns `first`, `then` and `reference_only` of the recipe; or the reason why gigatoken cannot be used.
+    """Returns `Recipe.first`, `then` and `reference_only`, or, as text, the reason why gigatoken cannot be used.
 
     Args:
         added: the added tokens, as in tokenizer.json.
@@ -227,9 +230,9 @@ def _match_order(
 class CharacterCheck:
     """Finds texts with doubtful characters, which gigatoken and `tokenizers` possibly classify differently.
 
-    A character is settled if it is assigned in Python's Unicode tables. They are older than the tables of both
-    libraries, and the categories of assigned characters hardly ever change. Private use and blocks for pictographs are
-    settled too.
+    All other characters are settled: those that are assigned in Python's Unicode tables, private use characters, and
+    blocks for pictographs. Python's tables are older than the tables of both libraries, and the categories of assigned
+    characters hardly ever change.
     """
 
     _UNSEEN, _SETTLED, _DOUBTFUL = range(3)
@@ -239,7 +242,7 @@ class CharacterCheck:
         self._states = np.zeros(0x110000, np.uint8)  # by code point, filled as characters occur
 
     def is_doubtful(self, text: str) -> bool:
-        """Whether `tokenizers` must encode a text. Takes one or two nanoseconds per character, if not ASCII."""
+        """Whether `tokenizers` must encode `text`. Takes one or two nanoseconds per character of a non-ASCII text."""
         if self._unused or not text or text.isascii():
             return False
         for start in range(0, len(text), 1_000_000):  # limits the temporary arrays, 8 bytes per character

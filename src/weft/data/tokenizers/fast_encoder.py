@@ -17,7 +17,7 @@ PARALLEL_BYTES = 4 << 20  # from this size of a call on, gigatoken's threads are
 
 
 class FastEncoder:
-    """An encoder that uses gigatoken with the recipe of a tokenizer, and checks which texts gigatoken can encode."""
+    """Encodes texts with gigatoken, and finds texts for which gigatoken would not return the ids of `tokenizers`."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -37,7 +37,7 @@ class FastEncoder:
 
     @functools.cached_property
     def load_error(self) -> str | None:
-        """Why gigatoken cannot load the recipe; None if it can."""
+        """gigatoken's error message if it cannot load the tokenizer (`Recipe.json`); None if it can."""
         try:
             _ = self._gigatoken
         except (
@@ -76,7 +76,7 @@ class FastEncoder:
             eod: id to append to each text; None: no id is appended.
 
         Raises:
-            RuntimeError: gigatoken cannot load the recipe (see `load_error`).
+            RuntimeError: gigatoken cannot load the tokenizer (see `load_error`).
         """
         if not self.recipe.by_words:
             return concatenate_ids([[self._gigatoken.encode(text)] for text in texts], eod)

@@ -1,4 +1,4 @@
-"""Converts SentencePiece models and tiktoken rank files to tokenizer.json, and compares the resulting ids."""
+"""Converts SentencePiece models and tiktoken rank files to tokenizer.json, and checks that texts keep their ids."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ EDGE_CASES = [
 
 @dataclass(frozen=True)
 class Imported:
-    """A converted tokenizer.
+    """A tokenizer that was converted to tokenizer.json.
 
     Attributes:
         content: content of tokenizer.json.
         kind: what the tokenizer was converted from, for messages.
         eod: end-of-document token of the original tokenizer; None: the original tokenizer has no such token.
         library: name of the original library.
-        encode: function that encodes a text with the original library; None: the ids cannot be compared.
+        encode: function that encodes a text with the original library; None if there is no original to compare with.
     """
 
     content: dict[str, Any]
@@ -73,10 +73,11 @@ class Imported:
 
 
 def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
-    """Adds special tokens to a tokenizer.json.
+    """Returns the content of a tokenizer.json with additional special tokens. Does not change the file.
 
     Args:
-        special: special tokens and their ids; None: the next free id.
+        file: path of the tokenizer.json.
+        special: special token -> id; an id of None becomes the next free id.
 
     Raises:
         UserError: an id is taken, or leaves a gap that the model does not allow.
@@ -181,7 +182,7 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
 
     Args:
         pattern: the regex that splits text into words, or its name in PATTERNS.
-        special: special tokens and their ids; None: the next free id.
+        special: special token -> id; an id of None becomes the next free id.
 
     Raises:
         UserError: tiktoken is not installed, `file` is not a rank file, `pattern` is not a regex, or an id is taken.

@@ -220,7 +220,7 @@ class Tokenizer:
         return recipe if isinstance(recipe, str) else FastEncoder(recipe)
 
     def _find_mixed(self, texts: list[str], fast: FastEncoder) -> list[int]:
-        """Returns the indices of texts with added tokens or doubtful characters."""
+        """Returns the indices of texts with added tokens or with doubtful characters (`CharacterCheck`)."""
         is_doubtful = fast.characters.is_doubtful
         # Most batches have no doubtful character, and one call for all texts is faster.
         any_doubtful = is_doubtful("".join(text for text in texts if not text.isascii()))
@@ -276,8 +276,8 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes ids that arrive one at a time, and returns only complete characters.
 
-    All returned pieces together equal what the ids add to the result of `decode` for the prompt. (SentencePiece's
-    decoder removes a blank from the beginning, but not after a prompt.)
+    The returned pieces, joined, are the text that follows the prompt's text in `decode(prompt + ids)`. (SentencePiece's
+    decoder removes a blank from the beginning of a text, but not after a prompt.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):

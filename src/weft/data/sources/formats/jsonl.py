@@ -33,8 +33,8 @@ class LineReader:
     """Reads lines in pieces of one or more lines. Lines can be pushed back, to be read again.
 
     Attributes:
-        single_until: number of the last line that must be parsed separately from the next line, even if its value is
-            unfinished; 0: there is no such line.
+        single_until: a line number. Up to this line, a JSON value must end on the line on which it begins; afterwards,
+            a value can span several lines. Only the `.json` reader uses it.
     """
 
     def __init__(self, blocks: Iterator[bytes]):
@@ -68,7 +68,10 @@ class LineReader:
 
 
 def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
-    """Returns a reader of the unit's lines; None for a UTF-16 file, which its first unit counts as skipped."""
+    """Returns a reader of the unit's lines; None for a UTF-16 file, which is not read.
+
+    Counts a UTF-16 file as skipped, once, in the file's first unit.
+    """
     if file.unit.start:
         return None if is_utf16(file.head(2)) else LineReader(file.line_blocks())
     first, blocks = file.content(2) if file.unit.stop is None else peek_blocks(file.line_blocks(), len(BOM))
@@ -83,13 +86,13 @@ def open_lines(file: UnitReader, tally: Tally) -> LineReader | None:
 def read_lines(
     lines: LineReader, reading: Reading, tally: Tally, *, stop: bool = False
 ) -> Generator[Document | Reject, None, bool]:
-    """Yields one document per line. The line numbers continue from `tally.counts.lines`.
+    """Yields one document per line. The first line has the number `tally.counts.lines + 1`.
 
     Args:
         stop: stop before a line that is broken JSON, instead of rejecting the line.
 
     Returns:
-        Whether the generator stopped before a broken line. This line is the next line of `lines`.
+        Whether the generator stopped before a broken line. If so, `lines` continues with the broken line.
     """
     counts, extract, loads, new = tally.counts, make_extractor(reading), orjson.loads, tuple.__new__
     # The fast path is for a plain field; all else takes the slow path.
@@ -141,7 +144,7 @@ def read_lines(
 
 
 def parse_line(line: bytes) -> Any:
-    """Returns the JSON value of a line; an Unfit if the line is broken or contains lone surrogates."""
+    """Returns the JSON value of a line. Returns (does not raise) an Unfit for broken JSON or lone surrogates."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:

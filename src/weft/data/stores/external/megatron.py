@@ -18,7 +18,7 @@ def open_megatron(path: Path, format: str = "megatron") -> ExternalStore:
 
     Args:
         path: the `.bin` or `.idx` file, their common prefix, or a folder with one pair of these files.
-        format: name of the format in the result: `megatron` or `weft`.
+        format: value of `ExternalStore.format` in the result: `megatron`, or `weft` for the dataset of a Weft store.
 
     Raises:
         UserError: a file is missing, the values are floats, or the index does not match the tokens.
@@ -103,18 +103,22 @@ def _count_tokens(index: Path, lengths, offsets, boundaries, itemsize: int) -> i
         wrong = np.flatnonzero((offsets[start : start + BLOCK_DOCUMENTS] != ends - block * itemsize) | (block < 0))
         if len(wrong):
             raise UserError(
-                f"damaged: sequence {start + int(wrong[0]):,} does not begin at the previous one's end; copy it again",
+                f"damaged: sequence {start + int(wrong[0]):,} does not begin where the previous sequence ends; "
+                "copy the file again",
                 index,
             )
         end = int(ends[-1])
     for start in range(0, len(boundaries), BLOCK_DOCUMENTS):
         block = np.concatenate([[edge], boundaries[start : start + BLOCK_DOCUMENTS]])
         if (np.diff(block) < 0).any():
-            raise UserError(f"damaged: the document boundaries decrease after boundary {start:,}; copy it again", index)
+            raise UserError(
+                f"damaged: the document boundaries decrease after boundary {start:,}; copy the file again", index
+            )
         edge = int(block[-1])
     if (len(boundaries) and int(boundaries[0]) != 0) or edge != count:
         raise UserError(
-            f"damaged: the documents have {edge:,} sequences, but the header counts {count:,}; copy it again", index
+            f"damaged: the documents have {edge:,} sequences, but the header counts {count:,}; copy the file again",
+            index,
         )
     release_pages(lengths, offsets, boundaries)
     return end // itemsize

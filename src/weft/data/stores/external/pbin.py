@@ -91,7 +91,8 @@ def read_pairs(file: BinaryIO, path: Path) -> np.ndarray:
     except Exception as error:  # a damaged pickle may raise any
         found = str(error) or "unreadable data"
         raise UserError(
-            f"refused: its index is not a list of (offset, length), but has {found}; write the file again", path
+            f"refused: its index is not a list of (offset, length) pairs: it contains {found}; write the file again",
+            path,
         ) from None
 
 

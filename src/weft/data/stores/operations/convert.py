@@ -32,8 +32,8 @@ class Converted:
 
     Attributes:
         documents, tokens: number of documents and of tokens in the output.
-        closed: number of documents to which an end-of-document token was added; 0 if the input's number of tokens
-            is not known before it is read.
+        closed: number of documents to which an end-of-document token was added; 0 if the input does not record its
+            number of tokens, even if end-of-document tokens were added.
         linked: whether the files are hard links to the input, so that nothing was copied.
         mask_lost: whether the input had a loss mask, which the output format does not support.
     """
@@ -86,7 +86,7 @@ def convert(
     if recut and eod_id is None:
         raise UserError("--recut needs the end-of-document token; set --tokenizer or --eod")
     if eod_id is not None and (eod_id < 0 or (size is not None and eod_id >= size)):
-        raise UserError(f"--eod {eod_id}: not an id" + (f" of a vocabulary of {size:,}" if size is not None else ""))
+        raise UserError(f"--eod {eod_id}: must be " + ("0 or more" if size is None else f"an id from 0 to {size - 1}"))
     check_name(out)
     # An external store's folder can contain any other files (it can be "."), so only the store's files are protected.
     inputs = [source.path.with_suffix(end) for end in (".bin", ".idx", source.path.suffix)]

@@ -133,11 +133,11 @@ class NearDuplicates:
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
         """Compares each item of a group with the group's first item, and links the two if they are similar.
 
-        The items that are neither the first item nor linked to it form a smaller group, with which this is repeated, up
-        to `LEADERS` times in all.
+        The items of the group that are not linked then form a smaller group, which is compared in the same way. A group
+        is compared at most `LEADERS` times.
 
         Args:
-            numbers, group: indices of items and of their groups, as yielded by `Groups.equal`.
+            numbers, group: index and group number of each item, as yielded by `Groups.equal`.
             first_of: for each item of the store, an earlier item of its cluster, or the item itself. A link changes it.
         """
         for _ in range(LEADERS):

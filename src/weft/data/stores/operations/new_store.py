@@ -185,10 +185,15 @@ def make_stores(
 
 
 def existing_store(out: Path, made_from: dict[str, Any], overwrite: bool, *, reusable: bool = True) -> StoreInfo | None:
-    """Returns the store at `out` if it has the provenance `made_from`; None if a store must be written to `out`.
+    """Returns the StoreInfo of an existing store at `out` that is up to date; None if the store must be written.
+
+    Args:
+        made_from: provenance of the store to write.
+        overwrite: whether to write the store even if `out` exists.
+        reusable: whether an existing store with the provenance `made_from` is up to date.
 
     Raises:
-        UserError: `out` exists, is not a reusable store, and `overwrite` is false.
+        UserError: `out` exists and is not up to date, and `overwrite` is false.
     """
     if overwrite or not os.path.lexists(out):
         return None

@@ -45,7 +45,7 @@ def split(
                 keys = np.frombuffer(b"".join(digests(block, step, seed)), "<u8")[::2]
                 assigned = np.searchsorted(limits, (keys >> np.uint64(11)) / 2.0**53, side="right")
                 for number, writer in enumerate(writers):
-                    writer.add_selected(block, np.repeat(assigned == number, step), "in another part")
+                    writer.add_selected(block, np.repeat(assigned == number, step), "in another split")
 
     made_from = [
         provenance(store, "split", fractions=list(fractions), part=number, seed=seed) for number in range(len(outs))
