@@ -132,7 +132,7 @@ def test_mistakes_are_one_line():
         ("good", {layer: (a, b)}, "remove it first"),
         ("x", {}, "no deltas"),
         ("x", {"layers.0.attention.q_prj": (a, b)}, "did you mean 'layers.0.attention.q_proj'"),
-        ("x", {"lm_head": (a, b)}, "no linear layer"),
+        ("x", {"lm_head": (a, b)}, "not a linear layer"),
         ("x", {layer: (b, a)}, r"16 inputs and 16 outputs, but A is \[16, 2\]"),
         ("x", {layer: (a, torch.zeros(16, 3))}, r"B is \[16, 3\]"),
     ):

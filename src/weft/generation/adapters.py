@@ -1,4 +1,4 @@
-"""Applies low-rank adapters to linear layers, chosen per sequence (Hu et al., 2021; Sheng et al., 2023)."""
+"""Applies low-rank adapters (LoRA) to linear layers, per sequence (Hu et al., 2021; Sheng et al., 2023)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ Deltas = Mapping[str, LowRank | tuple[torch.Tensor, torch.Tensor] | tuple[torch.
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter of an engine.
+    """An adapter that was added to an engine: low-rank changes of the weights of linear layers.
 
     Attributes:
-        root: parent digest of the first cache block of each sequence (`block_digest`). It differs between adapters, so
-            sequences share blocks only if they use the same adapter.
+        root: the argument `parent` of `block_digest` for the first cache block of a sequence. Each adapter has another
+            root, so sequences share blocks only if they use the same adapter.
         deltas: name of a linear layer -> its `a` and `scale * b`.
     """
 
@@ -102,7 +102,17 @@ class Adapters:
 
 
 def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `a` and `scale * b` of a delta on the layer's device, in the dtype of the layer's weight."""
+    """Checks a delta, and returns its `a` and `scale * b` on the layer's device, in the dtype of the layer's weight.
+
+    Args:
+        model: the model that contains the layer.
+        name: name of the adapter.
+        layer: name of the linear layer.
+        delta: the matrix that the adapter adds to the layer's weight.
+
+    Raises:
+        UserError: there is no such linear layer, the layer is sharded, or the delta has wrong shapes.
+    """
     linears = {
         path: module
         for path, module in model.named_modules()
@@ -111,7 +121,7 @@ def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[t
     if layer not in linears:
         near = get_close_matches(layer, linears, 1)
         hint = f"did you mean {near[0]!r}?" if near else "use the name of a module of type nn.Linear"
-        raise UserError(f"adapter {name!r}: {layer!r} is no linear layer that takes an adapter; {hint}")
+        raise UserError(f"adapter {name!r}: {layer!r} is not a linear layer that can be adapted; {hint}")
     linear: Any = linears[layer]
     a, b, scale = delta
     if isinstance(next(linear.parameters(), None), DTensor):
@@ -135,7 +145,7 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
         owners: (adapter or None, number of tokens) for each group of consecutive tokens with the same adapter.
 
     Raises:
-        UserError: an adapted layer does not get all tokens in order, or is not called.
+        UserError: the model does not call an adapted layer, or the layer's input does not contain all tokens.
     """
     rows: dict[Adapter, list[int]] = {}
     tokens = 0
@@ -159,7 +169,9 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
             hooks.callback(model.get_submodule(layer).register_forward_hook(hook).remove)
         yield
     if uncalled:
-        raise UserError(f"{min(uncalled)} takes no adapter: the model does not call this layer; remove its delta")
+        raise UserError(
+            f"the model does not call the layer {min(uncalled)}; remove this layer from the deltas of the adapter"
+        )
 
 
 def _change(
@@ -171,9 +183,12 @@ def _change(
     inputs: tuple[torch.Tensor],
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Adds low-rank products to a layer's output. A forward hook; the first four arguments are bound.
+    """Adds low-rank products to a layer's output.
+
+    `adapted` binds the first four arguments, and registers the function as a forward hook of the layer.
 
     Args:
+        layer: name of the layer.
         parts: for each adapter, the indices of the tokens that use the adapter (None: all tokens), `a`, and
             `scale * b`.
         tokens: number of tokens in the forward pass.
@@ -181,7 +196,10 @@ def _change(
     """
     x, out = inputs[0].flatten(0, -2), output.flatten(0, -2)
     if len(x) != tokens:
-        raise UserError(f"{layer} takes no adapter: it does not get all tokens of a forward pass; remove its delta")
+        raise UserError(
+            f"the input of the layer {layer} does not contain all tokens; remove this layer from the deltas of the "
+            "adapter"
+        )
     uncalled.discard(layer)
     for index, a, b in parts:
         index = index if index is None else index.to(x.device)

@@ -1,4 +1,4 @@
-"""Gives the blocks of the paged caches to sequences."""
+"""Allocates the blocks of paged caches to sequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ class BlockAllocator:
     """Gives blocks to sequences, shares them between sequences that begin with the same tokens, and releases them.
 
     Args:
-        caches: the caches, whose blocks have the same numbers. If there are none, sequences have no blocks.
-        most: maximum number of blocks.
+        caches: the caches of the model and of a draft model. A block has the same index in each cache. If the list is
+            empty, sequences have no blocks.
+        most: maximum number of blocks per cache.
         share: whether sequences share blocks.
 
     Attributes:
-        pool: the blocks.
+        pool: tracks which blocks are free, and what the blocks contain.
     """
 
     def __init__(self, caches: Sequence[PagedCache], most: int, share: bool):
@@ -29,17 +30,17 @@ class BlockAllocator:
         self._window = None if not windows or None in windows else max(w for w in windows if w is not None)
 
     def admit(self, sequence: GeneratedSequence, length: int, *, take: bool, wait: bool) -> bool:
-        """Gives a new sequence the blocks that it shares with other sequences.
+        """Gives a new sequence the cached blocks that contain its first tokens, and checks that enough blocks are free.
 
         Args:
             sequence: the sequence, without blocks.
-            length: number of tokens for which blocks must exist.
-            take: whether to take all these blocks now.
-            wait: whether other sequences will free blocks.
+            length: number of tokens that the sequence needs blocks for.
+            take: whether to take all other blocks for these tokens now.
+            wait: whether the sequence must wait if too few blocks are free, because running sequences will free blocks.
 
         Returns:
-            Whether the sequence can begin. If not, it has no blocks: too few are free, or another sequence computes now
-            what it can share.
+            Whether the sequence can start. If not, it gets no blocks: it must wait for free blocks, or for a block that
+            another sequence is computing and that the two sequences will share.
         """
         if not self.caches:
             return True
@@ -70,7 +71,7 @@ class BlockAllocator:
         return True
 
     def reserve(self, sequence: GeneratedSequence, end: int) -> bool:
-        """Gives a sequence blocks for its first `end` tokens. Returns whether enough blocks are free."""
+        """Takes the missing blocks for a sequence's first `end` tokens. Returns False if too few blocks are free."""
         needed = -(-end // BLOCK) - len(sequence.blocks) if self.caches else 0
         self._grow(needed)
         if self.pool.free < needed:
@@ -79,7 +80,9 @@ class BlockAllocator:
         return True
 
     def publish(self, sequence: GeneratedSequence, computed: int) -> None:
-        """Records the digests of complete blocks, and releases blocks that no window reaches any more.
+        """Records the digests of a sequence's complete blocks, so that other sequences can share the blocks.
+
+        If all layers have sliding windows, releases the blocks before the windows.
 
         Args:
             computed: number of tokens of the sequence that are in all caches.
@@ -99,7 +102,7 @@ class BlockAllocator:
                     sequence.blocks[i] = -1
 
     def release(self, sequence: GeneratedSequence) -> None:
-        """Releases all blocks of a sequence, whose tokens must be computed again."""
+        """Releases all blocks of a sequence. To continue the sequence, all its tokens must be recomputed."""
         self.pool.pending.difference_update(sequence.pending)
         self.pool.release([block for block in sequence.blocks if block >= 0])
         sequence.blocks, sequence.pending, sequence.digests, sequence.computed = [], [], [], 0

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the digest of a block's tokens and of all tokens before it.
+    """Returns a digest of a block's tokens and of all earlier tokens of the sequence.
 
     Args:
-        parent: the digest of the block before it. For a sequence's first block: bytes that differ between sequences
-            that must not share blocks.
+        parent: the digest of the previous block. For a sequence's first block: bytes that differ between sequences that
+            must not share blocks.
         tokens: the token ids of the block.
     """
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
@@ -29,7 +29,7 @@ class BlockPool:
         blocks: number of blocks.
 
     Attributes:
-        pending: digests of blocks that a sequence is computing now.
+        pending: digests of the blocks that sequences are computing now.
     """
 
     def __init__(self, blocks: int):
@@ -69,7 +69,7 @@ class BlockPool:
         return block
 
     def share(self, digest: bytes) -> int | None:
-        """Returns the index of the block with this digest, which one more sequence uses from now on.
+        """Returns the index of the block with this digest, and counts one more sequence that uses the block.
 
         Returns None if there is no such block.
         """
@@ -84,14 +84,14 @@ class BlockPool:
         return digest in self._by_digest
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Records the digest of a complete block, unless another block has the same digest."""
+        """Records the digest of a complete block for `share`, unless another block has the same digest."""
         self.pending.discard(digest)
         if digest not in self._by_digest:
             self._digests[block] = digest
             self._by_digest[digest] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Releases the blocks of one sequence. The sequence's last blocks are taken again first."""
+        """Releases blocks of one sequence. Of the blocks that become free, the last ones are taken again first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:

@@ -43,12 +43,12 @@ class _Group(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What the queries of a group see in layers with one window size.
+    """The keys that the queries of a group see, in all layers with the same window size.
 
     Attributes:
         blocks: `[chunks, blocks]`, indices of the blocks of each sequence, starting with the block of the sequence's
             first visible key; right-padded.
-        first: index of the first visible key in the first block, if the group has one chunk.
+        first: index of the first visible key in the first block; 0 if the group has several chunks.
         keys: number of keys of each sequence, starting at `first`.
         mask: bool `[chunks, 1, seq, keys]`; None: causal.
     """
@@ -66,9 +66,9 @@ class PagedCache:
     computes chunks of several sequences, whose tokens follow one another in one row. Padding can follow the last token.
 
     Args:
-        windows: sliding window size of each layer, counting the query itself; None in the list: no sliding window.
+        windows: sliding window size of each layer, counting the query itself; None for a layer without sliding window.
         pattern: sparse attention pattern of the layers without a sliding window, or None.
-        apart: whether attention is computed for each sequence alone.
+        apart: whether attention is computed separately for each sequence.
     """
 
     def __init__(self, windows: Sequence[int | None], pattern: Pattern | None = None, apart: bool = False):
@@ -146,14 +146,14 @@ class PagedCache:
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).unsqueeze(0)
 
     def pools(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the pools of a layer's keys and values, `[blocks, BLOCK, kv_heads, head_dim]`.
+        """Returns the pool of a layer's keys and the pool of its values, each `[blocks, BLOCK, kv_heads, head_dim]`.
 
-        The first call allocates them.
+        The first call for a layer allocates the two pools.
 
         Args:
             layer: index of the layer.
-            k: keys `[1, kv_heads, tokens, head_dim]`, which determine shape, dtype and device.
-            v: values, likewise.
+            k, v: keys and values `[1, kv_heads, tokens, head_dim]`, which determine the shape, dtype and device of the
+                pools.
         """
         if layer not in self._pools:
             self._pools[layer] = [x.new_zeros(self.blocks, BLOCK, x.shape[1], x.shape[3]) for x in (k, v)]
@@ -195,11 +195,11 @@ class PagedCache:
 
 
 def paged_cache(model: Decoder, apart: bool = False) -> PagedCache:
-    """Creates the cache of a decoder, without blocks.
+    """Creates the cache of a decoder. It has no blocks until `PagedCache.grow` is called.
 
     Args:
         model: the decoder.
-        apart: whether attention is computed for each sequence alone.
+        apart: whether attention is computed separately for each sequence.
     """
     config: Any = model.config
     windows = [config.sliding_window if config.slides(layer) else None for layer in range(config.num_hidden_layers)]

@@ -38,7 +38,7 @@ _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def unsupported(model: Decoder) -> str | None:
-    """Returns why the compiled step cannot run a model, as a clause; None if it can."""
+    """Returns the reason why the compiled step cannot run a model, as a clause for a message; None if it can run it."""
     config = model.config
     first = next(model.parameters())
     if first.device.type != "cpu":
@@ -71,20 +71,20 @@ def unsupported(model: Decoder) -> str | None:
 
 
 class CompiledDecoding:
-    """Chooses the sequences whose new tokens the compiled step computes, as soon as it is compiled.
+    """Runs the compiled step (`CompiledStep`) for sequences with few new tokens, once the C function is compiled.
 
     Args:
-        model: the model.
-        cache: its cache.
-        compiled: whether to use the compiled step. None: if the model and the machine support it, once the compiler has
-            finished, unless the environment variable WEFT_COMPILE is 0.
-        wait: whether to wait for the compiler, so that all steps are computed alike.
+        model: the decoder.
+        cache: the decoder's key/value cache.
+        compiled: whether to use the compiled step. None: use it if the model and the machine support it, once the
+            compiler has finished, unless the environment variable WEFT_COMPILE is 0.
+        wait: whether the first step waits for the compiler, so that the same code computes all steps.
 
     Attributes:
-        reason: why there is no compiled step, as a clause, or None.
+        reason: the reason why the compiled step is not used, as a clause for a message; None if there is no reason.
 
     Raises:
-        UserError: `compiled` is True, but there can be no compiled step.
+        UserError: `compiled` is True, but the model or the machine does not support the compiled step.
     """
 
     def __init__(self, model: Decoder, cache: PagedCache, compiled: bool | None, wait: bool):
@@ -97,7 +97,7 @@ class CompiledDecoding:
             raise UserError(f"compile=True: there can be no compiled decoding step: {self.reason}; use compile=None")
 
     def chosen(self, works: Sequence[Work]) -> list[int]:
-        """Returns the indices of the works that `forward` shall compute."""
+        """Returns the indices of the `works` that the compiled step computes; an empty list if it is not compiled."""
         few = [i for i, w in enumerate(works) if w.end - w.start <= MOST_TOKENS and w.adapter is None]
         # With a new prompt, the model can have changed.
         if len(few) < len(works) or (self._step is None and self.reason is None):
@@ -105,12 +105,12 @@ class CompiledDecoding:
         return [] if self._step is None else few
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        """Computes the new tokens of works of `chosen`. Returns what `Runner.forward` returns."""
+        """Runs the compiled step for works that `chosen` selected. Returns what `Runner.forward` returns."""
         assert self._step is not None
         return self._step.forward(works)
 
     def _find(self) -> CompiledStep | None:
-        """Creates the step if it is possible and compiled, and updates it to the model's parameters."""
+        """Returns the compiled step, updated to the model's present parameters; None if it is not available (yet)."""
         self.reason = self._off or unsupported(self._model)
         try:
             if self.reason is not None or library(self._wait) is None:
@@ -127,12 +127,12 @@ class CompiledDecoding:
 class CompiledStep:
     """A decoder's forward pass for few tokens, on CPUs.
 
-    The result for a token does not depend on the other tokens of the step in any bit. Weights are read where PyTorch
+    The result for a token is bitwise independent of the other tokens of the step. Weights are read where PyTorch
     stores them, so that in-place updates take effect.
 
     Args:
         model: a decoder for which `unsupported` returns None.
-        cache: its cache.
+        cache: the decoder's key/value cache.
 
     Raises:
         OSError: the C function cannot be compiled (see `weft.kernels.decode_step.library`).
@@ -152,14 +152,14 @@ class CompiledStep:
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks up the parameters' memory again, which changes if a parameter's tensor was replaced."""
+        """Looks up the addresses of the parameters again. An address changes if a parameter's tensor is replaced."""
         pointers = [parameter.data_ptr() for parameter in self._model.parameters()]
         if pointers != self._pointers:
             self._pointers = pointers
             _describe(self._model, self._struct, self._layers, self._kept)
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        """Computes the new tokens of sequences. Returns what `Runner.forward` returns, in float32."""
+        """Computes the tokens of `works`. Returns what `Runner.forward` returns, in float32."""
         self._find_pools()
         rows = [(work, position) for work in works for position in range(work.start, work.end)]
         kept = sum(work.kept for work in works)
@@ -169,7 +169,12 @@ class CompiledStep:
         return list(logits.split([work.kept for work in works]))
 
     def _run(self, rows: list[tuple[Work, int]], logits: torch.Tensor) -> int:
-        """Runs a step of at most `MAX_ROWS` tokens. Returns the number of rows of logits that it wrote."""
+        """Runs the C function for at most `MAX_ROWS` tokens. Returns the number of rows of `logits` that it wrote.
+
+        Args:
+            rows: (work, position) of each token.
+            logits: `[rows, vocab]`, to which the logits of kept tokens are written.
+        """
         step, positions = self._step, [position for _, position in rows]
         blocks, tables, starts = array("q"), array("q"), {}
         for work, _ in rows:
@@ -195,7 +200,7 @@ class CompiledStep:
         return step.kept
 
     def _look_up_angles(self, rows: list[tuple[Work, int]], positions: list[int]) -> array:
-        """Sets the tables of cosines and sines, and returns each token's row of the tables."""
+        """Sets the tables of cosines and sines, and returns the index of each token's row in these tables."""
         config, step = self._model.config, self._step
         if config.position != "rope":
             return array("q", positions)
@@ -225,7 +230,7 @@ class CompiledStep:
         self._blocks = self._cache.blocks
 
     def _reserve(self, longest: int, threads: int) -> None:
-        """Enlarges the workspace if a step does not fit."""
+        """Enlarges the workspace if it is too small for `longest` keys per sequence and `threads` threads."""
         most, before = self._space
         if longest > most or threads != before:
             self._space = most, _ = 2 * longest, threads

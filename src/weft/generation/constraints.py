@@ -1,7 +1,7 @@
 """Restricts continuations to a JSON schema, a regex or a grammar, with llguidance.
 
-A grammar is compiled to a recognizer of bytes. With the bytes of all tokens in a trie, it finds the tokens that may
-come next (Willard and Louf, 2023).
+llguidance compiles a schema, regex or grammar to a recognizer of bytes. The recognizer walks a trie of the bytes of all
+tokens, and so finds the tokens that can come next (Willard and Louf, 2023).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def load_llguidance() -> Any:
 
 
 def compile_constraint(json_schema: Any = None, regex: str | None = None, grammar: str | None = None) -> str | None:
-    """Checks and compiles the constraint of `Sampling`. Returns it as llguidance's JSON; None without a constraint.
+    """Checks a JSON schema, regex or grammar, and converts it to llguidance's JSON format; None if none is given.
 
     Raises:
-        UserError: more than one constraint is given; llguidance is not installed; or the constraint is invalid.
+        UserError: more than one of the three is given, llguidance is not installed, or the given one is invalid.
     """
     given = [name for name, value in zip(NAMES, (json_schema, regex, grammar), strict=True) if value is not None]
     if len(given) > 1:
@@ -90,9 +90,12 @@ def _lark_grammar(text: str) -> str:
 
 
 def _all_tokens(grammar: str, after_blank: bool) -> str:
-    """Returns a grammar that accepts the same texts (each after a blank, if `after_blank`), in any split into tokens.
+    """Returns a grammar that accepts the same texts as `grammar`, in any split into tokens.
 
-    Otherwise, llguidance demands the tokens into which the tokenizer splits a text, at places where the text is fixed.
+    Where `grammar` fixes the text, llguidance would accept only the tokens into which the tokenizer splits this text.
+
+    Args:
+        after_blank: whether a blank precedes each accepted text.
     """
     (body,) = json.loads(grammar)["grammars"]
     start = '%llguidance {"no_forcing": true}\nstart: ' + '" " ' * after_blank + "@body"
@@ -105,7 +108,7 @@ def _bytes_tokenizer() -> Any:
 
 
 def _error_of(grammar: str, tokenizer: Any = None) -> str | None:
-    """Compiles a grammar. Returns the error in one line, or None."""
+    """Compiles a grammar, or only validates it if `tokenizer` is None. Returns the error in one line, or None."""
     if tokenizer is None:
         message = load_llguidance().LLMatcher.validate_grammar(grammar)
         return None if not message or message.startswith("WARNING") else _one_line(message)
@@ -114,7 +117,7 @@ def _error_of(grammar: str, tokenizer: Any = None) -> str | None:
 
 
 def _one_line(message: str) -> str:
-    """Returns the cause of an error from llguidance's message, which can have many lines and quote the grammar."""
+    """Extracts the cause of an error from llguidance's message, which can have many lines and quote the grammar."""
     reason = re.search(r"^error: (.*)$", message, re.MULTILINE)
     first = message.removeprefix("ERROR: ").partition("\n")[0]
     place = re.match(r"(?:at )?(\d+)\((\d+)\): ", first)
@@ -125,7 +128,7 @@ def _one_line(message: str) -> str:
 
 
 class TokenTrie:
-    """The bytes of a tokenizer's tokens, with the grammars that were compiled for them.
+    """A trie of the bytes of a tokenizer's tokens, and a cache of the grammars that were compiled with the trie.
 
     Args:
         tokenizer: a byte-level or SentencePiece tokenizer.
@@ -152,13 +155,15 @@ class TokenTrie:
         self._compiled = functools.lru_cache(maxsize=32)(self._compile)
 
     def matcher(self, grammar: str) -> Any:
-        """Returns a matcher at the beginning of a text. Raises UserError if no text matches, or a token is unknown."""
+        """Returns a new llguidance matcher of a grammar. Raises UserError if no text matches, or a token is unknown."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> Any:
         matcher = self._new_matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise UserError(f"the grammar does not fit the tokenizer: {_one_line(matcher.get_error())}; change it")
+            raise UserError(
+                f"the grammar does not fit the tokenizer: {_one_line(matcher.get_error())}; change the grammar"
+            )
         matcher.compute_bitmask()  # copies of the matcher begin with the states of the lexer
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise UserError("no text matches the json_schema, regex or grammar; change it")
@@ -166,7 +171,7 @@ class TokenTrie:
 
 
 class _Encoder:
-    """A tokenizer as llguidance expects it."""
+    """Adapts a tokenizer to the interface that llguidance expects."""
 
     bos_token_id = None
 
@@ -182,7 +187,7 @@ _TRIES: dict[tuple[str, int], TokenTrie] = {}  # by tokenizer; the last four
 
 
 def trie_of(tokenizer: Tokenizer) -> TokenTrie:
-    """Returns the trie of a tokenizer, which is built once."""
+    """Returns the trie of a tokenizer. The tries of the last four tokenizers are kept."""
     key = tokenizer.digest, tokenizer.eod_id
     if key not in _TRIES:
         while len(_TRIES) >= 4:
@@ -192,7 +197,9 @@ def trie_of(tokenizer: Tokenizer) -> TokenTrie:
 
 
 class Constraint:
-    """Determines which tokens may come next in one continuation. Results depend only on the tokens that are passed.
+    """Determines which tokens can come next in one continuation.
+
+    The methods take `new`, all tokens of the continuation so far. Earlier calls do not affect their results.
 
     Args:
         tokenizer: the tokenizer.
@@ -214,10 +221,10 @@ class Constraint:
         self.mask(())
 
     def mask(self, new: Sequence[int]) -> torch.Tensor:
-        """Returns whether each token is allowed after the tokens of a continuation, bool `[tokens]`, on the CPU.
+        """Returns whether each token of the vocabulary is allowed after `new`, bool `[vocab]`, on the CPU.
 
         Raises:
-            UserError: the continuation is not allowed, no token is allowed after it, or the grammar is too complex.
+            UserError: `new` is not allowed, no token is allowed after `new`, or the grammar is too complex.
         """
         self._go_to(new)
         if self._mask is None:
@@ -234,10 +241,10 @@ class Constraint:
         return self._mask
 
     def advance(self, new: Sequence[int]) -> bool:
-        """Returns whether a text is complete and cannot become longer. If not, computes the next mask.
+        """Returns whether `new` is a complete text that cannot become longer. If not, computes the mask after `new`.
 
         Raises:
-            UserError: as `mask` does.
+            UserError: in the same cases as `mask`.
         """
         self._go_to(new)
         complete = self._matcher.is_stopped() and self._matcher.is_accepting()
@@ -246,9 +253,9 @@ class Constraint:
         return complete
 
     def count_allowed(self, new: Sequence[int], draft: Sequence[int]) -> int:
-        """Returns how many of the first tokens of a draft are allowed after the tokens of a continuation.
+        """Returns the length of the longest prefix of `draft` that is allowed after `new`.
 
-        Stop tokens, and what follows a complete text, do not count.
+        The prefix ends before the first stop token, and at the end of a text that cannot become longer.
         """
         self._go_to(new)
         end = next((i for i, token in enumerate(draft) if token in self._stop_ids), len(draft))
@@ -257,7 +264,7 @@ class Constraint:
         return allowed
 
     def _go_to(self, new: Sequence[int]) -> None:
-        """Brings the matcher to the end of a continuation, from where it was."""
+        """Moves the matcher to the end of `new`: rolls back tokens that differ, and consumes the other tokens."""
         tokens, known = list(new), self._tokens
         if tokens[: len(known)] != known:
             same = next(i for i, token in enumerate(known) if i == len(tokens) or token != tokens[i])
@@ -282,7 +289,7 @@ def new_constraint(
     """Returns the constraint of a continuation (see `Constraint`), or None if `grammar` is None.
 
     Raises:
-        UserError: there is no tokenizer, or as `Constraint` does.
+        UserError: `grammar` is given without a tokenizer, or `Constraint` raises the error.
     """
     if grammar is None:
         return None

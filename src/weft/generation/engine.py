@@ -52,8 +52,9 @@ class Engine:
         cache: whether to use a key/value cache. Without a cache every step recomputes all tokens.
         batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation is bitwise
             independent of other sequences.
-        compile: whether a C function runs decoding steps on CPUs. None: once it is built, if possible. True: wait.
-        draft: a smaller model with the same tokenizer, which proposes tokens (speculative decoding). None: no model.
+        compile: whether a compiled C function runs decoding steps on CPUs. None: if possible, once it is compiled.
+            True: waits for the compiler, and raises UserError if the function cannot be used.
+        draft: a smaller model with the same tokenizer, which proposes tokens (speculative decoding); None: no model.
         draft_tokens: number of tokens that the draft model proposes per sequence and step. Default: 4.
         lookup: maximum number of tokens that are proposed per sequence and step because they followed the last
             occurrence of the sequence's last 3 or 2 tokens (prompt look-up); 0: none.
@@ -119,7 +120,7 @@ class Engine:
             prompt: text (which requires a tokenizer), a tokenized prompt or token ids.
             sampling: the settings.
             stop_ids: tokens that end the continuation. Default: the `stop_ids` of the engine.
-            copy: number of earlier continuations of the same prompt, so that this one gets other random numbers.
+            copy: number of earlier continuations of the same prompt. Each value gives different random numbers.
             adapter: name of an adapter (see `add_adapter`); None: the model without an adapter.
 
         Raises:
@@ -159,7 +160,8 @@ class Engine:
             deltas: name of a linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
 
         Raises:
-            UserError: the name is in use, or a delta has wrong shapes or names no linear layer.
+            UserError: the name is in use, a key of `deltas` is not the name of a linear layer, or a matrix has a wrong
+                shape.
         """
         with self.lock:
             self._adapters.add(self.model, name, deltas)
@@ -185,7 +187,7 @@ class Engine:
             return bool(self._waiting or self._running)
 
     def cancel(self, stream: Stream) -> None:
-        """Ends the continuations of a stream, and frees their part of the cache."""
+        """Ends the unfinished continuations of a stream, and frees their cache blocks."""
         with self.lock:
             for sequence in [s for s in (*self._running, *self._waiting) if s.stream is stream]:
                 self._remove(sequence)
@@ -214,7 +216,11 @@ class Engine:
         return works
 
     def _add(self, sequence: GeneratedSequence, budget: int, works: list) -> int:
-        """Appends the next tokens of a sequence to `works`. Returns the number of these tokens."""
+        """Appends a `Work` with the next tokens of a sequence to `works`. Returns the number of these tokens.
+
+        Args:
+            budget: number of tokens that the step can still compute.
+        """
         start, length = sequence.computed, len(sequence.tokens)
         most = min(self.proposer.tokens, sequence.sampling.max_new_tokens - sequence.new - 1) if sequence.shares else 0
         end = length
@@ -302,7 +308,7 @@ class Engine:
                     break
 
     def _append(self, sequence: GeneratedSequence, choice: Choice) -> bool:
-        """Adds a new token to a sequence, and ends the sequence if it is complete. Returns whether it is."""
+        """Adds a new token to a sequence, and ends the sequence if it is complete. Returns whether it has ended."""
         self.new_tokens += 1
         try:
             ended = sequence.append(choice)

@@ -1,8 +1,8 @@
-"""Checks that a JSON schema (draft 2020-12) can be enforced exactly, and prepares it for llguidance.
+"""Checks that llguidance can enforce a JSON schema (draft 2020-12) exactly, and prepares the schema for llguidance.
 
-llguidance ignores unknown and misspelled keywords and values of a wrong type, can be told by the schema to ignore more,
-does not see that an object repeats a key, rounds large integers, and accepts some dates, times and host names that do
-not exist. Here such schemas are refused, or made stricter.
+llguidance ignores unknown keywords and values of a wrong type, and a schema can make it ignore more keywords. It does
+not notice repeated keys of an object, rounds large integers, and accepts some dates, times and host names that do not
+exist. This module refuses schemas for which this matters, or makes them stricter.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ Path = tuple[str | int, ...]
 
 
 def prepare_schema(schema: Any, error_of: Callable[[Any], str | None]) -> Any:
-    """Returns the schema for llguidance.
+    """Checks a JSON schema, and returns the schema to pass to llguidance.
 
     Args:
-        schema: the schema: a JSON value.
+        schema: the schema, as a JSON value.
         error_of: compiles a schema with llguidance; returns the error, or None.
 
     Raises:
-        UserError: a keyword is not enforced, unknown, or has a wrong value; or no text matches the schema. The message
-            has a JSON pointer (RFC 6901) to the keyword.
+        UserError: a keyword cannot be enforced, is unknown, or has an invalid value; or no text matches the schema. The
+            message has a JSON pointer (RFC 6901) to the keyword.
     """
     prepared = _prepare(schema, ())
     error = error_of(prepared)
@@ -74,7 +74,7 @@ def _refusal(path: Path, why: str, remedy: str = "remove or change it") -> UserE
 
 
 def _prepare(schema: Any, path: Path) -> Any:
-    """Checks a schema and its subschemas. Returns the schema without annotations, and with stricter formats."""
+    """Checks the schema at `path` and its subschemas. Returns it without annotations, and with stricter formats."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
@@ -101,7 +101,7 @@ def _prepare(schema: Any, path: Path) -> Any:
     # A later equal key replaces an earlier one, so repeated keys count once. Keys of `required` are not repeated.
     if prepared.get("minProperties", 0) > len(set(prepared.get("required", []))) + 1:
         why = "this number of different keys cannot be enforced"
-        raise _refusal((*path, "minProperties"), why, "list keys in `required`, or lower it")
+        raise _refusal((*path, "minProperties"), why, "list keys in `required`, or lower the number")
     stricter = _STRICTER.get(prepared.get("format", ""))
     if stricter is not None:
         prepared["allOf"] = [*prepared.get("allOf", []), stricter]
@@ -124,8 +124,8 @@ def _is_type(value: Any) -> bool:
     return value in TYPES if isinstance(value, str) else _is_strings(value) and set(value) <= set(TYPES) and value != []
 
 
-_COUNT = (lambda value: type(value) is int and value >= 0, "an integer from 0 on")
-_NUMBER = (_is_exact, "a finite number, if an integer at most 2**53")
+_COUNT = (lambda value: type(value) is int and value >= 0, "an integer of at least 0")
+_NUMBER = (_is_exact, "a finite number, and for integers at most 2**53")
 _STRING = (lambda value: isinstance(value, str), "a string")
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
@@ -144,7 +144,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_value(key: str, value: Any, path: Path) -> None:
-    """Raises UserError if `key` is unknown, or `value` is not valid for this keyword. The keyword has no subschemas."""
+    """Raises UserError if a keyword without subschemas is unknown, or `value` is invalid for this keyword."""
     if key not in _VALUES:
         near = difflib.get_close_matches(key, [*_VALUES, *SCHEMAS, *ANNOTATIONS, *NOT_ENFORCED], 1)
         remedy = f"write {near[0]}" if near else "remove it, or begin its name with x-"
@@ -159,7 +159,7 @@ def _check_value(key: str, value: Any, path: Path) -> None:
 
 
 def _check_writable(value: Any, path: Path) -> None:
-    """Checks that llguidance can write a constant exactly."""
+    """Raises UserError if a JSON constant has a control character or an inexact number, which cannot be generated."""
     if isinstance(value, str):
         if any((c < " " and c not in "\b\t\n\f\r") or c == "\x7f" or "\ud800" <= c < "\ue000" for c in value):
             raise _refusal(path, f"{json.dumps(value)} has a control character, which cannot be written")
@@ -167,13 +167,16 @@ def _check_writable(value: Any, path: Path) -> None:
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             _check_writable(item, path)
     elif type(value) in (int, float) and not _is_exact(value):
-        raise _refusal(path, f"{value} is not a finite number, or an integer above 2**53, which is not exact")
+        raise _refusal(
+            path, f"{value} is not a finite number, or is an integer above 2**53, which cannot be written exactly"
+        )
 
 
 def _blame(root: Any, error: str, error_of: Callable[[Any], str | None]) -> Path:
-    """Returns the path of the keyword that causes an error of llguidance.
+    """Returns the path of the keyword in the schema `root` that causes llguidance's `error`.
 
-    If no single keyword causes the error, returns the path of the smallest subschema that does not compile.
+    If no single keyword causes the error, returns the path of the smallest subschema that does not compile. `error_of`
+    is as in `prepare_schema`.
     """
     unsatisfiable = "Unsatisfiable" in error
 
@@ -207,7 +210,7 @@ def _children(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _without(value: Any, path: Path) -> Any:
-    """Returns a copy without the item at a path."""
+    """Returns a copy of a JSON value without the item at `path`."""
     if len(path) == 1:
         return {key: item for key, item in value.items() if key != path[0]}
     copied: Any = list(value) if isinstance(value, list) else dict(value)
@@ -220,7 +223,7 @@ def _encoded(part: str | int) -> str:
 
 
 def _move_references(value: Any) -> Any:
-    """Changes the pointers in a document that becomes the definition `root` of another document."""
+    """Returns a copy of a schema with `$ref` pointers that are valid where the copy is, at `#/$defs/root`."""
     if isinstance(value, list):
         return [_move_references(item) for item in value]
     if not isinstance(value, dict):

@@ -27,7 +27,7 @@ SHARE = 0.5  # part of the free memory that a cache may take
 def encode_prompt(
     prompt: str | Prompt | Sequence[int], sampling: Sampling, tokenizer: Tokenizer | None
 ) -> tuple[list[int], Collection[int] | None]:
-    """Returns the ids of a prompt, and `Prompt.first`.
+    """Returns the token ids of a prompt, and the ids that its first new token can have (`Prompt.first`; None: all).
 
     Raises:
         UserError: a text or stop strings are given without a tokenizer.
@@ -115,7 +115,7 @@ def blocks_in_memory(model: Any, *others: Decoder) -> int:
     Ranks of a sharded decoder get the same number, because they must run the same steps.
 
     Args:
-        others: other decoders whose keys and values are cached in blocks with the same numbers.
+        others: other decoders, such as a draft model. Each has a cache with the same number of blocks.
     """
     sizes: dict[torch.device, float] = defaultdict(float)  # bytes of a block on each device
     for one in (model, *others):
@@ -127,7 +127,7 @@ def blocks_in_memory(model: Any, *others: Decoder) -> int:
 
 
 def shares_blocks(scaling: RopeScaling | None, length: int) -> bool:
-    """Whether a sequence of at most `length` tokens can share blocks: its keys must not depend on its length."""
+    """Whether a sequence of at most `length` tokens can share cache blocks: its keys do not depend on its length."""
     if scaling is None or not rotary_depends_on_length(scaling):
         return True
     return length <= (scaling.original_max_position_embeddings or 0)

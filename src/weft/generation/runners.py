@@ -24,15 +24,16 @@ class Work:
     """The tokens of one sequence that a forward pass computes.
 
     Attributes:
-        sequence: identifies the sequence between forward passes.
-        tokens: all token ids of the sequence until `end`. The last `kept` - 1 can be proposals (`speculative.py`).
+        sequence: id of the sequence, the same in all forward passes.
+        tokens: token ids of the sequence before position `end`. The last `kept` - 1 can be proposals
+            (`speculative.py`).
         start: position of the first token to compute. Earlier tokens are in the cache.
         end: position after the last token to compute.
-        rotary: the first `rotary` tokens have the rotary embedding of a text of `rotary` tokens. (Some scalings depend
-            on the length.)
-        kept: number of last tokens whose logits are returned.
+        rotary: the rotary embedding of the first `rotary` tokens is computed for a text of `rotary` tokens, because
+            some RoPE scalings depend on the length.
+        kept: number of tokens before position `end` whose logits are returned.
         blocks: the sequence's blocks in a paged cache.
-        adapter: the adapter of the tokens, or None.
+        adapter: the adapter of the sequence, or None.
     """
 
     sequence: int
@@ -50,7 +51,7 @@ class Runner(Protocol):
 
     Attributes:
         caches: whether earlier tokens of a sequence are cached. If not, `Work.start` must be 0.
-        chunks: whether a prompt can be computed in chunks.
+        chunks: whether several forward passes can compute a prompt, each a chunk of it.
     """
 
     caches: bool
@@ -62,22 +63,25 @@ class Runner(Protocol):
         ...
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        """Runs a forward pass. Returns the logits of each sequence's last tokens, `[kept, vocab]`."""
+        """Runs a forward pass. Returns, for each work, the logits of its last `Work.kept` tokens, `[kept, vocab]`."""
         ...
 
     def forget(self, sequence: int) -> None:
-        """Frees what a sequence has cached outside of the paged cache."""
+        """Frees the memory that the runner keeps for a sequence outside of the paged cache."""
         ...
 
 
 def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False, compiled: bool | None = None) -> Runner:
-    """Chooses the runner of a model.
+    """Creates the runner for a model.
 
     Args:
         model: the model.
         cache: whether to use a key/value cache, if the model has one.
         apart: whether to run each sequence alone, so that the results of a sequence do not depend on other sequences.
         compiled: whether to compile decoding steps (see `CompiledDecoding`).
+
+    Raises:
+        UserError: `compiled` is True, but decoding steps of this model cannot be compiled.
     """
     if cache and isinstance(model, Decoder):
         return PagedRunner(model, apart, compiled)
@@ -103,7 +107,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode in the block, without gradients."""
+    """Puts a model into eval mode and disables gradients in the block."""
     # FSDP keeps the parameters that it all-gathers, and training cannot use tensors created in inference mode.
     sharded = hasattr(model, "unshard")
     # Layers compiled for training have fixed shapes, but in generation every step has another shape.
@@ -113,7 +117,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def shards_of(model: nn.Module) -> int:
-    """Returns the size of `tp`, whose ranks shard sequences between layers. It must divide sequence lengths."""
+    """Returns the number of `tp` ranks, which must divide sequence lengths, because they shard sequences."""
     state = state_of(model)
     return 1 if state is None else state.world.shape.tp
 
@@ -171,7 +175,7 @@ class PagedRunner:
 
 
 class TransformersRunner:
-    """Runs a Transformers model with its own kind of cache. Each sequence runs alone, to avoid padding."""
+    """Runs a Transformers model with a Transformers cache. Each sequence has its own forward pass, without padding."""
 
     caches, chunks, cache = True, False, None
 
@@ -199,7 +203,7 @@ class TransformersRunner:
 
 
 class UncachedRunner:
-    """Runs a model without a cache: each step recomputes all tokens. Right padding has no effect."""
+    """Runs a model without a cache: each step recomputes all tokens. Sequences are right-padded to one length."""
 
     caches, chunks, cache = False, False, None
 

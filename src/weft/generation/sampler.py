@@ -84,7 +84,11 @@ def next_uniform(generator: torch.Generator) -> torch.Tensor:
 
 
 def group_alike(contexts: Sequence[Context]) -> dict[tuple, list[int]]:
-    """Returns the indices of contexts with the same `draw` settings, by these settings; greedy: `(0.0,)`."""
+    """Groups contexts with equal sampling arguments of `draw`; the key of greedy decoding is `(0.0,)`.
+
+    Returns:
+        Arguments (temperature, top_k, top_p, min_p) -> indices of the contexts that have these arguments.
+    """
     alike: dict[tuple, list[int]] = defaultdict(list)
     for row, context in enumerate(contexts):
         s = context.sampling
@@ -93,7 +97,7 @@ def group_alike(contexts: Sequence[Context]) -> dict[tuple, list[int]]:
 
 
 def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Returns the logits with bias and penalties. The logits of tokens that are not allowed are minus infinity."""
+    """Returns `logits` `[sequences, vocab]` with bias and penalties, and minus infinity for tokens not allowed."""
     plain = [
         not (c.sampling.penalizes or c.sampling.logit_bias) and c.allowed is None and c.constraint is None
         for c in contexts

@@ -18,10 +18,11 @@ class GeneratedSequence:
     Attributes:
         tokens: ids of the prompt and of the continuation.
         prompt: number of prompt tokens.
-        rotary: the first `rotary` tokens have the rotary embedding of a text of `rotary` tokens.
+        index: index of this continuation among the `Sampling.n` continuations of its prompt.
+        rotary: the rotary embedding of the first `rotary` tokens is computed for a text of `rotary` tokens.
         adapter: the adapter of the request, or None.
         computed: number of tokens whose keys and values are in the cache.
-        blocks: indices of the cache blocks; -1: a block that was released behind the sliding windows.
+        blocks: indices of the cache blocks; -1 for a released block, which is before all sliding windows.
         digests: digests of the complete blocks, from the first block.
         pending: digests of the blocks that this sequence is computing; also in `BlockPool.pending`.
         shares: whether the sequence can share blocks with other sequences.
@@ -44,7 +45,7 @@ class GeneratedSequence:
     shares: bool = True
 
     def append(self, choice: Choice) -> bool:
-        """Adds a new token, also to the stream. Returns whether the continuation has ended.
+        """Appends a new token to the sequence and to the stream. Returns whether the continuation has ended.
 
         Raises:
             UserError: the constraint fails (see `Constraint.advance`).
@@ -66,5 +67,5 @@ class GeneratedSequence:
 
     @property
     def root(self) -> bytes:
-        """The parent digest of the first block. It depends on the adapter, because keys and values do."""
+        """The argument `parent` of `block_digest` for the first block. It depends on the adapter, as keys do."""
         return b"" if self.adapter is None else self.adapter.root

@@ -1,4 +1,7 @@
-"""Proposes tokens that one forward pass of the model verifies (Leviathan et al., 2023; Chen et al., 2023)."""
+"""Proposes tokens for speculative decoding (Leviathan et al., 2023; Chen et al., 2023).
+
+One forward pass of the model verifies all tokens that are proposed for a sequence.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ LONGEST, SHORTEST = 3, 2  # lengths of the n-grams of `PromptLookup`
 
 
 class Proposer:
-    """Proposes the next tokens of sequences. This class proposes none.
+    """The base class of proposers, which propose the next tokens of sequences. This class proposes no tokens.
 
-    The proposals of a sequence depend only on its own tokens and random generator.
+    The proposals for a sequence depend only on this sequence's tokens and random generator.
 
     Attributes:
         tokens: maximum number of proposed tokens per sequence and step.
-        models: the models whose keys and values are cached in the blocks of the sequences.
-        runners: the runners of these models.
+        models: the draft models; empty if tokens are proposed without a model.
+        runners: the runner of each draft model.
     """
 
     def __init__(self, tokens: int = 0):
@@ -42,15 +45,21 @@ class Proposer:
         self.runners: list[Runner] = []
 
     def propose(self, sequence: int, tokens: Sequence[int], most: int) -> list[int]:
-        """Returns at most `most` tokens that may follow the tokens of a sequence. `draft` can replace them."""
+        """Returns at most `most` tokens that may follow `tokens`. `draft` can later replace or remove these proposals.
+
+        Args:
+            sequence: id of the sequence (`Work.sequence`).
+            tokens: all tokens of the sequence.
+            most: maximum number of proposals.
+        """
         return []
 
     def draft(self, works: Sequence[Work], contexts: Sequence[Context]) -> list[torch.Tensor | None]:
         """Replaces or removes the proposals at the end of each `Work`, before the model verifies them.
 
         Returns:
-            For each sequence the probabilities `[proposals, vocab]` from which its proposals were drawn; None if they
-            were not drawn.
+            For each sequence, the probabilities `[proposals, vocab]` from which its proposals were drawn; None if its
+            proposals were not drawn at random.
         """
         return [None] * len(works)
 
@@ -61,11 +70,11 @@ class Proposer:
         """Adds a sequence, whose first `computed` tokens are in the cache."""
 
     def covered(self, sequence: int, computed: int) -> int:
-        """Returns how many of the first `computed` tokens, which are final, are in all caches."""
+        """Returns how many of a sequence's first `computed` tokens, which must be final, are in all models' caches."""
         return computed
 
     def forget(self, sequence: int) -> None:
-        """Removes a sequence."""
+        """Removes the proposer's state of a sequence."""
 
 
 @dataclass
@@ -73,8 +82,8 @@ class _NGrams:
     """The n-grams of a sequence.
 
     Attributes:
-        ends: n-gram -> the position after its last occurrence that has a next token.
-        length: number of tokens whose n-grams are in `ends`.
+        ends: n-gram -> position of the token that follows the n-gram's last occurrence.
+        length: number of tokens of the sequence whose n-grams are in `ends`.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -82,7 +91,9 @@ class _NGrams:
 
 
 class PromptLookup(Proposer):
-    """Proposes what followed the last occurrence of a sequence's last tokens (Saxena, "Prompt lookup decoding", 2023).
+    """Proposes the tokens that followed the sequence's last 3 or 2 tokens when they last occurred in the sequence.
+
+    This is prompt look-up (Saxena, "Prompt lookup decoding", 2023).
 
     Args:
         tokens: maximum number of proposed tokens.
@@ -124,7 +135,9 @@ class PromptLookup(Proposer):
 
 
 class DraftModel(Proposer):
-    """Proposes tokens of a smaller model, whose keys and values are in blocks with the same numbers.
+    """Proposes tokens that a smaller model generates.
+
+    The smaller model has its own cache. A sequence's blocks have the same indices in it as in the model's cache.
 
     Args:
         model: the model that proposes tokens.
@@ -143,7 +156,7 @@ class DraftModel(Proposer):
         return [0] * most
 
     def draft(self, works: Sequence[Work], contexts: Sequence[Context]) -> list[torch.Tensor | None]:
-        """Implements `Proposer.draft`. Computes the other tokens of each `Work` too, which fills the cache."""
+        """Implements `Proposer.draft`. Also fills the draft model's cache with the earlier tokens of each `Work`."""
         counts = [max(work.kept - 1, 0) for work in works]
         drawn: list[list[torch.Tensor]] = [[] for _ in works]
         for work in works:  # rejected tokens are computed again
@@ -196,15 +209,16 @@ def make_proposer(
     lookup: int,
     max_step_tokens: int,
 ) -> Proposer:
-    """Chooses how tokens are proposed, and checks that the model can verify them.
+    """Creates the proposer of an engine, and checks that the model can verify its proposals.
 
     Args:
-        model: the model that verifies.
-        runner: the runner of this model.
+        model: the model that verifies the proposals.
+        runner: the runner of `model`.
+        apart: whether to run each sequence alone.
         draft, draft_tokens, lookup, max_step_tokens: as in `Engine`.
 
     Raises:
-        UserError: the settings contradict each other, or the models do not fit.
+        UserError: the settings contradict each other, or the model or the draft model is not supported.
     """
     if draft is None and draft_tokens is not None:
         raise UserError(f"draft_tokens is {draft_tokens}, but there is no draft model; remove it, or set draft")
@@ -238,7 +252,7 @@ def make_proposer(
 
 
 def check_vocabulary(model: Any, draft: Any) -> None:
-    """Raises UserError if two models have unequal vocabularies, or checkpoints with unequal tokenizers."""
+    """Raises UserError if the vocabulary sizes of the models, or the tokenizers of their checkpoints, differ."""
     sizes = [one.config.vocab_size for one in (model, draft)]
     if sizes[0] != sizes[1]:
         raise UserError(
@@ -250,14 +264,14 @@ def check_vocabulary(model: Any, draft: Any) -> None:
     mine, other = (tokenizer_folder(found) if (found := checkpoint_of(one)) else None for one in (model, draft))
     if mine and other and read_tokenizer(mine)[0].digest != read_tokenizer(other)[0].digest:
         raise UserError(
-            f"this tokenizer of the draft model differs from the model's ({mine}); use a draft model with the same "
-            "tokenizer",
+            f"this tokenizer of the draft model differs from the model's tokenizer {mine}; use a draft model with the "
+            "same tokenizer",
             other,
         )
 
 
 def _continues(context: Context, token: int) -> bool:
-    """Whether tokens can follow a token that the constraint of the sequence allows."""
+    """Whether the sequence's constraint allows more tokens after `token`, which it must allow."""
     try:
         return context.constraint is None or not context.constraint.advance([*context.new, token])
     except UserError:  # no token can follow
@@ -265,13 +279,17 @@ def _continues(context: Context, token: int) -> bool:
 
 
 def _shorten(work: Work, count: int) -> None:
-    """Removes the last `count` proposals."""
+    """Removes the last `count` proposals of a work."""
     del work.tokens[work.end - count :]
     work.end, work.kept = work.end - count, work.kept - count
 
 
 def _choose_drafts(logits: torch.Tensor, contexts: Sequence[Context]) -> tuple[list[int], list[torch.Tensor | None]]:
-    """Returns a token for each row of a draft model's logits, and its probabilities `[vocab]`; greedy: None."""
+    """Chooses a token for each row of a draft model's logits.
+
+    Returns:
+        The tokens; and for each token the probabilities `[vocab]` from which it was drawn, None for greedy decoding.
+    """
     logits = process(logits, contexts)
     tokens = [0] * len(contexts)
     drawn: list[torch.Tensor | None] = [None] * len(contexts)

@@ -20,7 +20,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Adds text, and returns the text that certainly precedes any stop string. Sets `found` if there is one."""
+        """Appends text. Returns the next text that is surely not part of a stop string. Sets `found` if one occurs."""
         if not self.stops:
             return text
         held = self._held + text

@@ -23,13 +23,13 @@ class Piece:
     """A part of a continuation.
 
     Attributes:
-        token: the new token; None for text that was held back.
+        token: id of the new token; None in the last piece of a cancelled continuation, which can have held-back text.
         text: the new text. It is empty if there is no tokenizer, if the token does not complete a character, or if the
             text may be the beginning of a stop string.
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
-        finish: why the continuation ends with this piece: a stop token or string, or a complete text of a schema, regex
-            or grammar; the maximum number of tokens; or `Stream.cancel`. None: the continuation goes on.
+        finish: why the continuation ends with this piece: "stop" (a stop token, a stop string, or a complete text of a
+            schema, regex or grammar), "length" (the maximum number of tokens) or "cancelled". None: it goes on.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
 
@@ -84,20 +84,25 @@ class Stream:
         return self._open == 0
 
     def ready(self) -> list[Piece]:
-        """Returns the pieces that are ready, without running the engine."""
+        """Returns the unread pieces that are ready, without running the engine."""
         with self._engine.lock:
             pieces = list(self._pieces)
             self._pieces.clear()
             return pieces
 
     def cancel(self) -> None:
-        """Ends the continuations, and frees their part of the cache. Has no effect after the end."""
+        """Ends the unfinished continuations of the stream, and frees their cache blocks."""
         self._engine.cancel(self)
 
     def put(self, index: int, choice: Choice, finish: Finish | None, *, complete: bool = False) -> bool:
         """Adds a continuation's new token to the stream. Returns whether the continuation has ended.
 
-        `complete`: the token completes a constrained text, so it is not a stop token, though `finish` is "stop".
+        Args:
+            index: index of the continuation.
+            choice: the new token.
+            finish: why the continuation ends with this token; None: it goes on.
+            complete: whether the token completes a constrained text. `finish` is then "stop", but the token is not a
+                stop token, so its text is part of the continuation.
         """
         text = ""
         decoder, stops = self._decoders[index], self._stops[index]

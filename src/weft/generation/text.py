@@ -201,7 +201,7 @@ def generate_ids(
     stop_ids: Collection[int] = frozenset(),
     **options: Any,
 ) -> list[list[int]]:
-    """Returns the new tokens of each prompt, including the stop token that ended them. Creates an engine for this call.
+    """Returns the new tokens of each prompt, including a final stop token. Creates an engine for this call.
 
     Args:
         model: the model. If it is sharded, all ranks must make the same call.
@@ -259,7 +259,8 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
 def stop_ids_of(checkpoint: Path | None) -> set[int]:
     """Returns the tokens that end a text: the end-of-document token, and the tokens in generation_config.json.
 
-    The latter matter for chat models, which end a message with another token than the end-of-document token.
+    Chat models need the tokens in generation_config.json, because they end a message with another token than the
+    end-of-document token. If `checkpoint` is None, the set is empty.
     """
     if checkpoint is None:
         return set()

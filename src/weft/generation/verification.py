@@ -16,16 +16,17 @@ def choose_tokens(
     works: Sequence[Work],
     drafts: Sequence[torch.Tensor | None],
 ) -> list[list[Choice]]:
-    """Returns the new tokens of each sequence: the accepted proposals and one more token. None for `Work.kept` 0.
+    """Returns the new tokens of each sequence: its accepted proposals and one more token; none if `Work.kept` is 0.
 
-    Proposals that were drawn are accepted by rejection sampling, so the tokens have the distribution of the model.
-    Other proposals are accepted if the model chooses the same token, with the random numbers of single steps.
+    Proposals that were drawn at random are accepted by rejection sampling, so the new tokens have the distribution of
+    the model. Each other proposal is accepted if it is the token that the model chooses, with the same random numbers
+    as without proposals.
 
     Args:
-        logits: of each sequence, `[Work.kept, vocab]`.
+        logits: the logits `[Work.kept, vocab]` of each sequence.
         contexts: the context of each sequence before its proposals.
-        works: the tokens of each sequence, which end with its proposals.
-        drafts: the results of `Proposer.draft`.
+        works: the work of each sequence, whose last `Work.kept` - 1 tokens are the proposals.
+        drafts: the result of `Proposer.draft`.
     """
     found: list[list[Choice]] = [[] for _ in works]
     rows, all_contexts, plain = [], [], []
@@ -58,12 +59,14 @@ def choose_tokens(
 def _sample_rejecting(
     logits: torch.Tensor, contexts: Sequence[Context], proposals: Sequence[int], draft: torch.Tensor
 ) -> list[Choice]:
-    """Accepts each proposal with probability min(1, p / q), where p is the model's probability and q the draft's.
+    """Returns the accepted proposals of a sequence and one more token.
 
-    At the first rejection, draws a token with a probability proportional to max(0, p - q).
+    Each proposal is accepted with probability min(1, p / q), where p is its probability in the model and q its
+    probability in the draft model. After the first rejection, a token is drawn with a probability proportional to
+    max(0, p - q). If all proposals are accepted, a token is drawn from p.
 
     Args:
-        logits: `[proposals + 1, vocab]`.
+        logits: the model's logits, `[proposals + 1, vocab]`.
         contexts: the context of each row of `logits`.
         draft: q, `[proposals, vocab]`.
     """
@@ -81,7 +84,7 @@ def _sample_rejecting(
 
 
 def context_after(context: Context, tokens: Sequence[int]) -> Context:
-    """Returns the context of a sequence with more tokens."""
+    """Returns the context of a sequence after `tokens` are appended to its continuation."""
     if not tokens:
         return context
     needed = context.sampling.penalizes or context.constraint is not None
@@ -90,7 +93,7 @@ def context_after(context: Context, tokens: Sequence[int]) -> Context:
 
 
 def draw_ids(weights: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Returns ids `[batch]`, each drawn with a probability proportional to its weight in float64 `[batch, vocab]`."""
+    """Draws an id from each row of `weights`, float64 `[batch, vocab]`, in proportion to the weights: `[batch]`."""
     mass = weights.cumsum(-1)
     points = torch.stack([next_uniform(context.generator) for context in contexts]).to(mass.device)
     points = points.unsqueeze(-1) * mass[:, -1:]
