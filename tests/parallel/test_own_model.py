@@ -161,13 +161,13 @@ WRONG = {
     "nothing sharded": (
         [('        "blocks.*.mlp.0.*": 0,\n        "blocks.*.mlp.2.weight": 1,\n', "")],
         {},
-        ["blocks.0.mlp is a 'part' without sharded parameters", "add rules that shard its matrices"],
+        ["blocks.0.mlp has the rule 'part', but no sharded parameter", "add rules that shard its matrices"],
     ),
     # Only a comparison finds these: biases begin as zeros, heads are not divisible, matrices are fused.
     "bias": (
         [(LINE, ""), ("        if tied:\n", "        nn.init.zeros_(self.blocks[0].mlp[2].bias)\n        if tied:\n")],
         {},
-        ["sharded over 2 ranks", "wrong outputs (off by up to ", "'added' for their output biases"],
+        ["sharded over 2 ranks", "wrong outputs (off by up to ", "'added' for output biases"],
     ),
     "heads": ([], {"head_dim": 32}, ["sharded over 2 ranks", "fails in line 14: RuntimeError: shape"]),
     "slice": (

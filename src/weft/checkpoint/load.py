@@ -126,7 +126,7 @@ def tokenizer_folder(checkpoint: Path) -> Path | None:
 
 
 def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
-    """Returns the model section of a checkpoint. Raises UserError if the section is invalid.
+    """Returns the `model` section (of a config) that describes a checkpoint's model. Raises UserError if it is invalid.
 
     Args:
         checkpoint: a path that `resolve` returned.
@@ -289,5 +289,10 @@ def _saved_optimizer(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 def _candidates(names: list[str], index: dict) -> list[str]:
-    """Returns the names under which a tensor can be saved. A tied weight is saved only under its first name."""
+    """Returns `names`, and for each name of a tied weight the name under which the checkpoint has the weight.
+
+    Args:
+        names: all names of a tensor in the model.
+        index: the content of index.json.
+    """
     return names + [index["tied"][name] for name in names if name in index["tied"]]

@@ -47,8 +47,9 @@ def load_model(
         device: the device of the model.
         dtype: dtype of floating-point parameters and buffers. Default: the saved dtypes.
         device_map: distributes the layers of a built-in decoder over devices, in the given order; `device` is ignored.
-            Device -> bytes for weights, as `{"cuda:0": 20e9, "cpu": 60e9}`: layers on "cpu" are copied to the first
-            device when they run. "auto": all GPUs and the host, with most of their free memory.
+            A dict maps each device to a number of bytes for weights, such as `{"cuda:0": 20e9, "cpu": 60e9}`. Layers on
+            "cpu" are copied to the first device when they run. "auto" uses most of the free memory of all GPUs and the
+            host.
 
     Returns:
         A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].
@@ -97,7 +98,11 @@ def _build(
     if budgets is None:
         check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
     if (world is not None or budgets is not None) and not isinstance(section, ModelSection):
-        raise UserError("only a built-in decoder can be sharded over ranks or devices; load it on one", checkpoint)
+        raise UserError(
+            "this model is not a built-in decoder, so it cannot be distributed over ranks or devices; load it on one "
+            "device",
+            checkpoint,
+        )
     if isinstance(section, TransformersModelSection):
         from weft.models.transformers_model import materialize
 

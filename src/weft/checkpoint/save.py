@@ -38,8 +38,8 @@ def save(
     """Writes the checkpoint `<run>/checkpoints/step-%08d` and deletes old checkpoints. Every rank must call it.
 
     All ranks write into a directory with a hidden name. When every file is on the disk, with its size and SHA-256 in
-    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before the save, and
-    again after it, when the new checkpoint counts. An existing checkpoint of this step is replaced atomically.
+    `checksums.json`, the directory is renamed. Checkpoints that `keep` does not select are deleted before and after the
+    save. An existing checkpoint of this step is replaced atomically.
 
     Args:
         step: number of optimizer steps so far.

@@ -101,7 +101,7 @@ class SafetensorsWriter(StorageWriter):
 
     Args:
         tied: further name of a tied weight -> the name under which the tensor is saved.
-        task: the activity that a rank reports to its launcher while it writes.
+        task: description of the save, which a rank reports to its launcher while it writes.
 
     Attributes:
         digests: file name -> digest of every written file; set on rank 0 after the save.
@@ -125,7 +125,7 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds the rank to each plan. Raises OSError, before anything is written, if the disk has too little space."""
+        """Sets `storage_data` of each plan to the plan's rank. Raises OSError if the disk has too little space."""
         needed = sum(_size(item) for plan in plans for item in plan.items)
         free = shutil.disk_usage(self.directory).free
         if free < needed:

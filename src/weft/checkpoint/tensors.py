@@ -72,8 +72,9 @@ def raise_mismatch(
         problems: mismatches that this rank found, one text each.
         used: names of the saved tensors that this rank uses. Pipeline ranks use different tensors.
         saved: names of all saved tensors.
-        unused: text for the message, after the name of a saved tensor that no rank uses.
-        summary, remedy: texts before and after the list of problems.
+        unused: what is wrong with a saved tensor that no rank uses. The message contains this text after the tensor's
+            name.
+        summary, remedy: the message begins with `summary`, lists the problems, and ends with `remedy`.
     """
     answers = ranks.distinct_values([problems, sorted(used)])
     found = [problem for rank_problems, _ in answers for problem in rank_problems]
@@ -146,12 +147,14 @@ def _describe(value: Any, path: str, parameter: Tensor, tensors: dict[str, Tenso
 
 
 def _layout(value: Tensor, parameter: Tensor) -> str:
-    """Returns the layout of an optimizer-state tensor as a word that is the same on every mesh.
+    """Returns how an optimizer-state tensor is sharded, as a word that is the same on every mesh.
 
-    - "scalar": a plain tensor (no DTensor) without dimensions, equal on all ranks.
-    - "parameter": a tensor with the shape and the sharding of the parameter.
-    - "whole": a plain, replicated tensor, although the parameter is a DTensor (or the reverse).
-    - "other": a replicated tensor of another shape. It is a DTensor if the parameter is a DTensor.
+    - "scalar": a plain tensor (not a DTensor) without dimensions, equal on all ranks.
+    - "parameter": a tensor with the shape and the sharding of `parameter`.
+    - "whole": a tensor with dimensions, where only one of `value` and `parameter` is a DTensor. `empty_state` rebuilds
+      it as a plain tensor, equal on all ranks.
+    - "other": any other tensor. `empty_state` rebuilds it as a replicated DTensor if `parameter` is a DTensor, else as
+      a plain tensor.
     """
     same_kind = isinstance(value, DTensor) == isinstance(parameter, DTensor)
     if value.dim() == 0:

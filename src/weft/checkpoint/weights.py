@@ -152,7 +152,13 @@ def to_huggingface(path: Path, section: ModelSection, tensors: Mapping[str, Save
 def _read_inverted(
     saved: list[SavedTensor], transform: Transform | None, expert: int | None, start: int, length: int
 ) -> torch.Tensor:
-    """Reads `length` rows, from row `start`, of the Hugging Face tensor that `saved` is converted to."""
+    """Converts tensors of Weft's model to one Hugging Face tensor. Returns `length` of its rows, from row `start`.
+
+    Args:
+        saved: the tensors to convert.
+        transform: the conversion from Hugging Face to Weft, which is inverted; None converts nothing.
+        expert: index of the expert to select from each tensor first; None selects nothing.
+    """
     tensor = invert(transform, [one.full() if expert is None else one.read(expert, 1)[0] for one in saved])
     return tensor[start : start + length] if tensor.dim() else tensor
 

@@ -80,7 +80,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 def shard_for_inference(model: nn.Module, world: World) -> None:
     """Shards a decoder over `tp` only. Does not cast parameters, and does not apply FSDP2.
 
-    Assumes plain parameters, which can be on the meta device.
+    Assumes plain parameters (no DTensors), which can be on the meta device.
 
     Raises:
         UserError: the size of `tp` does not divide a dimension that tensor parallelism splits.
@@ -145,7 +145,7 @@ def freeze(model: nn.Module, state: ModelState) -> nn.Module:
 def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
     """Casts parameters and buffers to `ModelPlan.state_dtype`. Assumes plain parameters.
 
-    They are cast to the compute dtype in each forward pass, by FSDP2 or, on a single rank, by `SingleRankParameters`.
+    Each forward pass casts parameters to the compute dtype (by FSDP2 or, on a single rank, `SingleRankParameters`).
     """
     model.to(state.plan.state_dtype)
     if isinstance(model, TransformersModel):
@@ -201,7 +201,7 @@ def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compiler_options(block: nn.Module, device: torch.device) -> dict[str, str | int | bool | Callable]:
-    """Returns Inductor's options for a block. For a parallel block on CPUs, an option works around a bug; else {}.
+    """Returns Inductor's options for a block: {}, except for a parallel block on CPUs, which needs a workaround.
 
     In a parallel block, attention and MLP have the same input, and their output biases have the same gradient. On CPUs,
     Inductor (PyTorch 2.11 to 2.13) fuses the sums of both gradients; in 16 bits the generated code declares a variable
@@ -223,10 +223,10 @@ def numbered_blocks(model: nn.Module) -> list[tuple[nn.Module, int, int]]:
 
 
 def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
-    """Allocates a sharded model on its device, or moves it there. Initializes the built-in decoder.
+    """Puts a sharded model on its device: allocates tensors that are on the meta device, and moves other tensors.
 
-    Other models were initialized when they were built, except for a Transformers model that is loaded from files. Its
-    parameters stay uninitialized.
+    Also initializes the weights of the built-in decoder. Other models have the weights with which they were built,
+    except for a Transformers model that is loaded from files: its parameters stay uninitialized.
     """
     device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):

@@ -53,8 +53,8 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Sends `sent[i]` rows of `x` to rank i, and returns the received rows: `received[i]` rows from rank i.
 
-    Rows are in the order of ranks, in `x` and in the result. If `sent` or `received` is None, the number of rows is the
-    same for all ranks.
+    Rows are in the order of ranks, in `x` and in the result. If `sent` or `received` is None, this rank sends or
+    receives the same number of rows for each rank.
     """
     return private.all_to_all_autograd(x.contiguous(), received, sent, group)
 

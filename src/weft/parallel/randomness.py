@@ -68,7 +68,8 @@ def _seeding(seed: list[int], number: int, forward: Callable) -> Callable:
 def draw_full_sequence(modules: Sequence[nn.Module], full_sequence: FullSequence) -> None:
     """Sets `Dropout.full_sequence` of all `Dropout` modules in `modules`.
 
-    If a module already has such a function, because sequences are sharded over two axes, composes both functions.
+    If a module already has a `full_sequence` function, because sequences are sharded over two axes, the module gets the
+    composition of both functions.
     """
     for module in modules:
         if isinstance(module, Dropout):

@@ -54,6 +54,10 @@ def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[
     """Yields lines of text that describe the structure of a full model or a pipeline stage.
 
     Blocks with the same structure are shown once.
+
+    Args:
+        number: index of the pipeline stage; None for a full model.
+
     """
     blocks = set(repeated_blocks(model))
     names = {name: module for name, module in model.named_modules() if module in blocks}
@@ -73,7 +77,7 @@ def _stage(number: int | None, model: nn.Module, state: ModelState) -> Iterator[
 def _module(module: nn.Module, path: str, state: ModelState, left_out: set[nn.Module]) -> Iterator[str]:
     """Yields lines of text that describe a module and, recursively, its submodules.
 
-    For each module, they show the wrappers of its forward (outermost first), the attributes that `ModelState.fill`
+    For each module, the lines show the wrappers of its forward (outermost first), the attributes that `ModelState.fill`
     assigned, and the parameters.
 
     Args:

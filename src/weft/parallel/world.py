@@ -127,7 +127,7 @@ class World:
             forget_groups()
 
     def abandon(self) -> None:
-        """Destroys the process group of a single-rank run after a failure. With more ranks, this could hang."""
+        """Destroys the process group after a failure, if there is only one rank. On several ranks this could hang."""
         if dist.is_initialized() and self.ranks == 1:
             dist.destroy_process_group()
             forget_groups()

@@ -65,8 +65,8 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory, so that the activations of each step reuse the same addresses.
 
-    Otherwise each large tensor of a step is a new mapping, which the kernel clears page by page. Does nothing with
-    another C library.
+    Without this setting, each large tensor of a step is a new mapping, which the kernel clears page by page. Does
+    nothing with another C library.
     """
     m_mmap_max, m_trim_threshold = -4, -1
     try:

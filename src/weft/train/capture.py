@@ -47,7 +47,7 @@ class ProfilingRecorder(Recorder):
     Attributes:
         records: whether this rank records a trace.
         seconds: the duration of each step, measured as in `weft train`.
-        marks: index of a mark in the trace -> address of each tensor storage at this mark -> its memory category.
+        marks: index of a mark in the trace -> {address of a tensor storage: memory category} at the time of the mark.
         before: address, size in bytes and category of each tensor storage that existed before the trace began.
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """
@@ -65,7 +65,7 @@ class ProfilingRecorder(Recorder):
         self.parameters = parameters
 
     def start(self, tensors: Callable[[], Tensors]) -> None:
-        """Prints what is profiled. Starts the profiler, which records after the warm-up, if this rank records.
+        """Prints what is profiled. If this rank records, starts the profiler, which skips the warm-up steps.
 
         Args:
             tensors: function that returns the gradients and all tensors that outlive a step, with their categories.

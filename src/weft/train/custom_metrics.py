@@ -28,8 +28,8 @@ class Metric(Protocol):
     def step(self, state: State) -> Mapping[str, float | Pair]:
         """Returns the values of a logged step by name. Called on every rank.
 
-        A value is a number or a pair (sum, weight). Of numbers, only those of rank 0 are written. Pairs are summed over
-        the data-parallel ranks, and sum / weight is written.
+        A value is a number or a pair (sum, weight). Numbers are written as rank 0 returns them; the numbers of other
+        ranks are ignored. Pairs are summed over the data-parallel ranks, and sum / weight is written.
         """
         ...
 
@@ -46,7 +46,7 @@ class Metrics(Callback):
 
     Args:
         sections: the entries of `log.metrics`.
-        objective: the objective of the run. No metric can have the name of one of the objective's scalars.
+        objective: the objective of the run. Metrics and the objective's scalars must have different names.
 
     Attributes:
         objective: the objective of the run, extended to compute the metrics that have `outputs`.
@@ -70,8 +70,8 @@ class Metrics(Callback):
         if observers and hasattr(objective, "compute"):
             first = next(iter(observers))
             raise UserError(
-                f"{first}: a metric with `outputs` needs an objective with `loss`, not `compute`; "
-                "log the values as scalars of the objective"
+                f"{first}: the method `outputs` is not supported, because the objective has the method `compute`; "
+                "remove the metric, and return its values from `compute` in `Loss.scalars`"
             )
         self.objective = cast(Objective, ObservedObjective(objective, observers)) if observers else objective
 
@@ -94,7 +94,7 @@ class Metrics(Callback):
 
 
 class ObservedObjective:
-    """An objective whose `loss` also computes metrics from the model's outputs, as further scalars.
+    """Wraps an objective: the method `loss` also calls the metrics' `outputs`, and adds their values as scalars.
 
     Args:
         metrics: label for messages -> metric that has `outputs`.

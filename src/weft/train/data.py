@@ -137,13 +137,16 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
-    """Rounds the batch sizes in `length` to complete samples of `sequences` sequences each.
+    """Returns `length` with batch sizes for an objective whose samples have several sequences.
 
-    `training.micro_batch_size` is taken as a number of samples.
+    Each rank and each micro-batch gets complete samples. `training.micro_batch_size` is read as a number of samples.
+
+    Args:
+        sequences: number of sequences per sample.
 
     Raises:
-        UserError: the sequences of a step do not make complete samples, or the pipeline schedule does not support the
-            number of micro-batches.
+        UserError: the number of sequences per step is not a multiple of `sequences`, or the pipeline schedule does not
+            support the number of micro-batches.
     """
     if sequences == 1:
         return length
@@ -157,7 +160,7 @@ def in_samples(length: RunLength, sequences: int, config: RunConfig, world: Worl
     count = math.ceil(samples / min(micro, samples))
     if world.shape.pp > 1 and not config.parallel.supports(count, world.shape.pp):
         raise UserError(
-            f"training.micro_batch_size: the {samples} samples of a rank and step make {count} micro-batches, but "
+            f"training.micro_batch_size: the {samples} samples per step and rank make {count} micro-batches, but "
             f"{config.parallel.pp_schedule} does not support this number on {world.shape.pp} ranks; set another size"
         )
     return replace(
@@ -184,7 +187,13 @@ def needs_sequences(train: Dataset, config: RunConfig, world: World) -> bool:
 
 
 def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world: World, layout: Layout) -> None:
-    """Raises UserError if ranks shard sequences and custom samples do not have `data.sequence_length` tokens."""
+    """Raises UserError if `cp` or `tp` shards sequences, and a custom dataset has samples of another length.
+
+    Samples must have `data.sequence_length` tokens. Reads one sample per dataset.
+
+    Args:
+        key: config key of the dataset, for the message.
+    """
     if world.shape.cp * world.shape.tp == 1 or not len(dataset):
         return
     for one in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset]:

@@ -29,7 +29,7 @@ class Callbacks:
         metrics: the callback that logs `log.metrics`. It has no saved state, and is called before the other callbacks.
 
     Attributes:
-        found: the callbacks, by their names in checkpoints.
+        found: name of a callback in checkpoints -> callback.
     """
 
     def __init__(self, sections: Sequence[CallbackSection] = (), metrics: Callback | None = None):

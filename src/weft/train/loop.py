@@ -39,7 +39,7 @@ from weft.train.validate import validate
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a training session.
+    """The outcome of a training session (a new or resumed run until it ends or stops).
 
     Attributes:
         status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
@@ -222,7 +222,7 @@ class Loop:
     def accumulate_gradients(
         self, batch: Batch, weight: float, learned: float, step: int
     ) -> tuple[float, dict[str, float]]:
-        """Computes the gradients of the global batch's mean loss, summed over micro-batches and ranks.
+        """Computes the gradients of the global batch's mean loss, and sums them over micro-batches and ranks.
 
         Args:
             weight: total weight of the global batch, by which the loss is divided.
@@ -252,7 +252,10 @@ class Loop:
         return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
     def seed(self, step: int, batch: Batch) -> None:
-        """Seeds dropout by run seed, step and sample. So dropout does not depend on ranks, and needs no saved state."""
+        """Seeds dropout by run seed, step, and index of the first sample of `batch`, a micro-batch.
+
+        So dropout does not depend on which rank has the micro-batch, and needs no saved state.
+        """
         key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 

@@ -92,7 +92,7 @@ class ProfiledLoop(Loop):
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, torch.Tensor))
 
     def write(self, folder: Path) -> None:
-        """Writes each rank's trace, and its picture of memory. Rank 0 also writes profile.json and profile.html."""
+        """Writes a trace and a picture of memory for each recording rank, and profile.json and profile.html."""
         world = self.world
         reports = all_gather_object(world.agree(lambda: self.rank_report(folder) if self.recorder.records else None))
 
@@ -105,7 +105,7 @@ class ProfiledLoop(Loop):
         world.agree(write_files, only_first=True)
 
     def rank_report(self, folder: Path) -> dict[str, Any]:
-        """Writes this rank's trace and picture of memory over time. Returns this rank's entry in profile.json."""
+        """Writes this rank's trace and a picture of its memory over time. Returns its entry in profile.json."""
         recorder, device, rank = self.recorder, self.world.device, self.world.rank
         recorder.profiler.stop()
         trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
@@ -164,7 +164,7 @@ class ProfiledLoop(Loop):
 
 
 class _Stopped(Exception):
-    """Raised if a signal arrived while the profile was written, so that the hidden folder is deleted."""
+    """Raised if a signal arrived while the profile was written. The unfinished profile is then deleted."""
 
 
 def profile(config: RunConfig, request: Request, console: Console | None = None) -> Outcome:
@@ -219,10 +219,10 @@ def making(out: Path, world: World) -> Iterator[Path]:
 
 
 def warmup(seconds: list[float], steps: int, tokens: int) -> dict[str, Any]:
-    """Returns the times of the first step, of steady steps and of recorded steps.
+    """Returns seconds of the first step, of a steady step and of a recorded step, and steady tokens per second.
 
-    The steady time is the median of the warm-up steps without the first (compilation, allocation) and the last (in
-    which the profiler starts).
+    A steady step has the median time of the warm-up steps, excluding the first (compilation, allocation) and the last
+    (in which the profiler starts). A recorded step has the median time of the recorded steps.
 
     Args:
         seconds: the duration of each step.

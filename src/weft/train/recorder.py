@@ -88,7 +88,11 @@ class Recorder:
             self._introduce(parameters, step, data.plan)
 
     def _open(self, step: int, facts: dict[str, Any]) -> None:
-        """Opens the files and the trackers, and adds a session with `facts` to the manifest."""
+        """Opens the files and the trackers, and adds this session to the manifest.
+
+        Args:
+            facts: values of the session for the manifest, such as mesh, number of parameters and data digests.
+        """
         path, config = self.job.run.path, self.config
         self.metrics, self.written_samples = MetricsFile(path), SamplesFile(path)
         self.closed_at_end += [self.metrics, self.written_samples]
@@ -291,7 +295,7 @@ class Recorder:
 def _layers_and_width(config: RunConfig, model: nn.Module) -> tuple[int, int]:
     """Returns the number of layers and the attention width (heads x head size), to count attention FLOPs.
 
-    Both are 0 if they are unknown.
+    For a Transformers model, the width is the hidden size. Both are 0 if they are unknown.
     """
     section = config.model
     if isinstance(section, ModelSection):

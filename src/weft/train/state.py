@@ -83,19 +83,19 @@ class State:
             self.metrics[name] = value
 
     def mistake(self, text: str) -> UserError:
-        """Returns a UserError for an error that all ranks find. Only the first rank reports this error."""
+        """Returns a UserError for a mistake that all ranks find and raise. Only the first rank prints it."""
         return error_on_all_ranks(text)
 
     @contextmanager
     def acting(self, source: str) -> Iterator[None]:
-        """Context in which messages of `log` name `source` as the component that logs."""
+        """Context in which the error messages of `log` name `source` as the component that called `log`."""
         before, self._source = self._source, source
         yield
         self._source = before
 
 
 def raise_if_taken(source: str, names: tuple[str, ...], others: tuple[str, ...] = ()) -> None:
-    """Raises UserError if a name in `names` is already used: by a built-in metric, in `others`, or earlier in `names`.
+    """Raises UserError if a name in `names` occurs twice, is in `others`, or is reserved for built-in metrics.
 
     Args:
         source: the component that declares `names`, for the message.

@@ -154,7 +154,8 @@ class Trainer:
 def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
     """Returns the objective and the callbacks of a run, both with the metrics of `log.metrics`.
 
-    Metrics of outputs become scalars of the objective. The other metrics are logged by the first callback.
+    Metrics with the method `outputs` become scalars of the objective. The first callback calls the metrics' method
+    `step`.
     """
     metrics = Metrics(config.log.metrics, make_component(config.objective, "objective"), world)
     return metrics.objective, Callbacks(config.callbacks, metrics)
@@ -239,7 +240,7 @@ def restore(
 
 
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
-    """Returns the message for a run that has already made all its steps. Its saved config stays unchanged."""
+    """Returns the message for a run that has already made all its steps. The run's saved config stays unchanged."""
     where = "finished" if step == steps else "past its length"
     return (
         f"{run.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "

@@ -139,7 +139,15 @@ def _comparable(base: SavedTensor, model: SavedTensor) -> bool:
 def _write_tensor(
     file: BinaryIO, file_name: str, name: str, start: Weights, target: Weights, on_bytes: OnBytes
 ) -> TensorDelta:
-    """Writes the blocks of one tensor's differences to `file`. Returns the tensor's entry in delta.json."""
+    """Writes the blocks of one tensor's differences to `file`. Returns the tensor's entry in delta.json.
+
+    Args:
+        file_name: name of `file` in the delta.
+        name: name of the tensor.
+        start: the base.
+        target: the model.
+        on_bytes: called with the number of bytes of each block of the model.
+    """
     base, model, offset = start.tensors.get(name), target.tensors[name], file.tell()
     if base is not None and not _comparable(base, model):
         base = None

@@ -44,7 +44,7 @@ class HuggingFaceFolder:
 
     Attributes:
         config: content of config.json.
-        section: model section of the model that config.json describes.
+        section: the model that config.json describes, as the `model` section of a Weft config.
         stored: name of a tensor in the files -> its file, dtype and shape.
         sources: name of a parameter in Weft's model -> the stored tensors from which it is read.
         warnings: texts about tensors that are ignored or converted.
@@ -132,7 +132,7 @@ def open_folder(path: str | Path, *, allow_pickle: bool = False) -> HuggingFaceF
 
 
 def section_of(path: Path) -> ModelSection:
-    """Returns the model section of a folder's config.json. Raises UserError if the architecture is not supported."""
+    """Converts a folder's config.json to a `model` section. Raises UserError if the architecture is not supported."""
     config = read_config(path)
     try:
         return checked_model(config)
@@ -196,8 +196,9 @@ def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
         )
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
         raise UserError(_PICKLE_ONLY.format(path=path), path)
-    what = "an adapter; merge it with its model first" if "adapter_config.json" in others else "download the weights"
-    raise UserError(f"this folder has no {SINGLE}: {what}", path)
+    adapter = "it is an adapter; merge it with its base model first"
+    what = adapter if "adapter_config.json" in others else "download the weights"
+    raise UserError(f"this folder has no {SINGLE}; {what}", path)
 
 
 def _read_index(index: Path, suffix: str) -> dict[str, set[str]]:
@@ -325,7 +326,7 @@ def names_in_files(section: ModelSection) -> dict[str, list[tuple[str, Transform
 
 
 def _tied_head(section: ModelSection) -> str | None:
-    """Returns the stored name of a tied head, which some files contain in addition to the embedding; None if untied."""
+    """Returns the name under which some files also store a tied head; None if the head is not tied."""
     if not section.tie_word_embeddings:
         return None
     return next((f"{w.hf_name}.weight" for w in families()[section.family].WEIGHTS if w.name == "lm_head"), None)

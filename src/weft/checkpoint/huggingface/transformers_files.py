@@ -92,7 +92,8 @@ class _Group:
 
     Attributes:
         converter: the conversion of transformers; None: one stored tensor, used unchanged.
-        parts: (pattern of the conversion that matches the name, stored name) of each tensor.
+        parts: (pattern, name) of each stored tensor. The pattern is from `converter` and matches the name; "" without
+            one.
     """
 
     converter: Any = None
@@ -217,14 +218,14 @@ def transformers_entries(
 
 
 def _revert(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Converts tensors of the model to tensors with the names and shapes in files."""
+    """Converts tensors of the model to the names and shapes in Hugging Face files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
 
 
 class _Layer:
-    """The tensors of a layer, converted to names and shapes in files. Each thread caches the last converted layer."""
+    """Converts a layer's tensors to the names and shapes in files. Each thread caches the last converted layer."""
 
     _of_thread = threading.local()
 

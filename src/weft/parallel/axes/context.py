@@ -107,7 +107,7 @@ class SequenceShard:
         )
 
     def extra_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Returns additional model inputs, which are computed from the full sequences of `batch`."""
+        """Returns model inputs that must be computed from full sequences: `lengths` if the model needs it, else {}."""
         return {"lengths": batch.positions.amax(1) + 1} if self.needs_lengths else {}
 
     def apply(self, model: Decoder, state: ModelState) -> None:
@@ -148,9 +148,12 @@ class SequenceShard:
         return (seq := tokens * self.group.size()), self.positions(seq, self.by_document, torch.device("cpu"))
 
     def _local_queries(self, tokens: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Returns the results of `_local_positions`, and the positions of all keys, for `WeightsDropout`.
+        """Returns (length of the full sequence, positions of this rank's queries, positions of all keys).
 
-        The keys are in the order in which they are all-gathered.
+        `WeightsDropout` calls this method. The keys are in the order in which they are all-gathered.
+
+        Args:
+            tokens: number of this rank's tokens.
         """
         seq, positions = self._local_positions(tokens)
         return seq, positions, self.gathered_positions(seq, self.by_document, positions.device)
@@ -174,7 +177,7 @@ class SequenceShard:
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
     def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
-        """Returns the masks of full sequences, because attention runs on full sequences between the two all-to-alls."""
+        """Returns the masks of full sequences. With all_to_all, attention runs on full sequences."""
         return masks(tokens.repeat(1, self.group.size()), positions, segments, dtype)
 
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):

@@ -107,7 +107,7 @@ class CustomModelCheck:
 
     def _compare(self, expected: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         model, sharded = self.model, f"sharded over {self.ranks} ranks, the model"
-        remedy = "check the rules: 'part' for modules, dimensions of sharded matrices, 'added' for their output biases"
+        remedy = "check the rules: 'part' for modules, a dimension for each sharded matrix, 'added' for output biases"
         try:
             outputs, found = self.results()
         except Exception as error:
@@ -123,7 +123,7 @@ class CustomModelCheck:
             other = found.get(name, torch.zeros_like(grad))
             if difference := _difference(grad, other, GRADIENT_TOLERANCE, noise):
                 what = f"{sharded} has wrong gradients of {name} ({difference})"
-                raise _error(model, f"{what}; outside of 'part' modules, compute each token independently")
+                raise _error(model, f"{what}; in modules without the rule 'part', compute each token independently")
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor, tolerance: float, noise: float = 0.0) -> str:
@@ -203,7 +203,7 @@ def _of_module(
     if kind == "added":
         yield f"{name} is a module, but 'added' is a rule for parameters; use the names of its parameters"
     elif kind == "part" and not any(isinstance(rule, int) for rule in inside):
-        what = "is a 'part' without sharded parameters: each rank would add its full output"
+        what = "has the rule 'part', but no sharded parameter: each rank would add its full output"
         yield f"{name} {what}; add rules that shard its matrices"
     elif kind in ("embedding", "head", "norm") and any(rule != 0 for rule in inside):
         yield f"{name}: {kind!r} shards dimension 0 of its parameters; remove other rules for them"
@@ -238,7 +238,7 @@ def _randomize_zeros(model: nn.Module) -> list[str]:
 
 
 def _line(model: nn.Module, error: Exception) -> str:
-    """Returns the line in the file of the model's class that raised `error`, such as ` in line 3`; "" if elsewhere."""
+    """Returns the line in the file of the model's class that raised `error`, such as ` in line 3`, or ""."""
     file = inspect.getsourcefile(type(model))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""

@@ -22,7 +22,8 @@ class ShardedExperts:
     """All experts of a layer, called like `Experts`. Each rank has `num_experts / ranks` consecutive experts.
 
     A row is the input of one expert for one token. A call sends each row to the rank of the row's expert, and sends the
-    expert's output back. An all-to-all of the numbers of rows runs first, so no row is dropped.
+    expert's output back. The ranks first exchange the numbers of rows, so that buffers have the exact size and no row
+    is dropped.
 
     Args:
         experts: this rank's experts.

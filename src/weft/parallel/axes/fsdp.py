@@ -166,7 +166,7 @@ class SingleRankReduceScatter:
 
 
 def raise_if_shared(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Raises UserError if two blocks share a parameter, because FSDP2 cannot gather one parameter with two blocks."""
+    """Raises UserError if two blocks share a parameter, because FSDP2 shards each block separately."""
     seen: dict[int, nn.Module] = {}
     for block in blocks:
         for name, parameter in block.named_parameters():

@@ -201,7 +201,7 @@ class PipelinePasses(Passes):
         self.tied_head.copy_weight()
 
     def _add_inputs(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of a stage: completes the stage's arguments. In training, seeds the random generators first.
+        """Forward pre-hook of a stage: completes the arguments. In training, seeds the random generators first.
 
         The schedule passes the tokens or the residual stream, and the index of the micro-batch. The hook replaces the
         index with the other inputs of that micro-batch, such as positions.

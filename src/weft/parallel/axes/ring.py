@@ -78,10 +78,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _ring(kv: torch.Tensor, group: dist.ProcessGroup) -> Iterator[tuple[slice, slice, bool, torch.Tensor]]:
-    """Circulates keys and values. Yields (queries, keys, causal, kv) for each rank, beginning with this rank.
+    """Circulates keys and values. Yields (queries, keys, causal, kv) once per rank, beginning with this rank.
 
-    `kv` are the keys and values of that rank. The slice `queries` of this rank's queries attends to the slice `keys` of
-    `kv`. `causal` is whether a causal mask applies between the two slices.
+    `kv` are the keys and values of one rank. `queries` is a slice of this rank's queries, which attends to the slice
+    `keys` of `kv`. `causal` is whether a causal mask applies between the two slices.
 
     Args:
         kv: this rank's keys and values, `[2, batch, kv_heads, seq / ranks, head_dim]`.

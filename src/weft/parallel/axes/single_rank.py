@@ -22,7 +22,7 @@ from weft.torch_private import dtensor_like, version_of
 
 
 def is_single_rank(plan: ModelPlan, world: World) -> bool:
-    """Whether FSDP2 is not needed: one rank, no offloaded parameters, and gradient reductions in `state_dtype`."""
+    """Whether this module replaces FSDP2: one rank, no offloaded parameters, and gradients in `state_dtype`."""
     reduce_in_state_dtype = plan.reduce_dtype in (None, plan.state_dtype)
     return world.ranks == 1 and plan.parallel.offload != "parameters" and reduce_in_state_dtype
 

@@ -133,7 +133,11 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
 
 
 def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
-    """Returns the length of the full sequence, and the positions in it of this rank's shard of `tokens` tokens."""
+    """Returns (length of the full sequence, positions of this rank's tokens in it).
+
+    Args:
+        tokens: number of this rank's tokens.
+    """
     return tokens * group.size(), torch.arange(tokens) + tokens * group.rank()
 
 
@@ -141,7 +145,7 @@ def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.T
 
 
 def _part(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Callable:
-    """Wraps a 'part' module's forward: all-gathers the input's sequence, and reduce-scatters the partial output.
+    """Wraps the forward of a module with the rule 'part': all-gathers the input, reduce-scatters the partial output.
 
     In a mixture of experts, every rank computes the same auxiliary loss. So the wrapper divides the weight of the
     auxiliary loss by the number of ranks.
@@ -251,7 +255,7 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _select(group: dist.ProcessGroup) -> Callable:
-    """Returns a function that selects tokens of the full sequence, and returns this rank's shard of the selection.
+    """Returns a function that selects tokens of full sequences, and returns this rank's shard of the selected tokens.
 
     The selection is padded to a multiple of the number of ranks.
     """

@@ -163,10 +163,10 @@ class PowerSGD:
         return {**{f"{PREFIX}q.{name}": q for name, q in self.q.items()}, **errors}
 
     def blank_state(self, saved: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Returns name -> tensor, to be overwritten with the tensors of a checkpoint. Then call `use_loaded`.
+        """Returns name -> tensor to fill from a checkpoint. After the tensors are filled, call `use_loaded`.
 
-        If the checkpoint has more replicas than this run, each replica loads the error-feedback tensors of several
-        replicas. If the checkpoint's compression rank differs, only error-feedback tensors are loaded.
+        If the checkpoint has more replicas than this run, a replica loads the errors of several replicas, which
+        `use_loaded` adds. If the checkpoint's compression rank differs, only errors are loaded.
 
         Args:
             saved: name -> shape of the tensors in the checkpoint.
@@ -231,15 +231,17 @@ def _all_reduce(
     replicas: dist.ProcessGroup | None,
     within_replica: bool = True,
 ) -> None:
-    """All-reduces tensors in place, with one buffer for all tensors that have the same process groups.
+    """All-reduces tensors in place: first over process groups within a replica, then over the replicas.
 
-    If the ranks of a replica have equal buffers, each rank all-reduces a different slice over the replicas, and the
-    ranks all-gather the slices.
+    Tensors with the same groups share a buffer. Before the reduction over replicas, all ranks of a group have the same
+    buffer. So each rank of the first group reduces only one slice of the buffer, and the ranks all-gather the reduced
+    slices.
 
     Args:
-        groups: tensor name -> process groups within a replica.
-        replicas: process group of the replicas; None does not all-reduce over replicas.
-        within_replica: whether to all-reduce over `groups`; if not, the ranks of a replica must have equal tensors.
+        tensors: name -> tensor.
+        groups: name -> process groups within a replica; () if there are none.
+        replicas: process group over the replicas; None skips the reduction over replicas.
+        within_replica: False skips the reduction over `groups`. All ranks of a group must then have equal tensors.
     """
     by_groups: dict[tuple, list[Tensor]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -266,7 +268,11 @@ def _unflatten(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Orthonormalizes the columns of each P, `[..., size, rank]`. Decomposes matrices of equal `size` together."""
+    """Returns name -> P with orthonormal columns, by QR decomposition. Decomposes matrices of equal `size` together.
+
+    Args:
+        matrices: name -> P, `[..., size, rank]`; `rank` is the compression rank.
+    """
     by_size: dict[int, list[str]] = defaultdict(list)
     for name, matrix in matrices.items():
         by_size[matrix.shape[-2]].append(name)

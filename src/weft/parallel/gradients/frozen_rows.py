@@ -35,7 +35,8 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
     rows = model.config.vocab_size or 0
     if first >= rows:
         raise UserError(
-            f"training.only_rows_from: {first:,}, but the model has rows 0 to {rows - 1:,}; add rows: `weft resize`"
+            f"training.only_rows_from: {first:,}, but the embedding has rows 0 to {rows - 1:,}; set the first new row, "
+            "or add rows with `weft resize`"
         )
     model.requires_grad_(False)
     for table in (model.embed_tokens, model.lm_head):  # None in some pipeline stages

@@ -41,7 +41,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
 
     Args:
         forward: the block's forward, differentiable in its positional arguments and in parameters. Other values that
-            `forward` reads must be the same in backward. If it is not compiled, `LocalParameters.wrap` must be inside.
+            `forward` reads must be the same in backward. If `forward` is not compiled, `LocalParameters.wrap` must have
+            wrapped it already.
         mode: value of `training.activation_checkpointing`.
         number: index of the block in the model, from 0 to `of` - 1.
         of: number of blocks of the model.
@@ -56,8 +57,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
     if kind == "every":
         if int(amount) > of:
             raise UserError(
-                f"training.activation_checkpointing: {mode}, but the model has only {of} layers, so no layer would "
-                "be recomputed; use a smaller number, or set none"
+                f"training.activation_checkpointing: {mode} recomputes no layer, because the model has only {of} "
+                "layers; use a smaller number, or set none"
             )
         kind = "none" if (number + 1) % int(amount) else "full"
     if kind == "none" or (kind == "budget" and compile):  # the compiler chooses what to save
@@ -70,7 +71,7 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
 
 
 def _is_random_node(node: torch.fx.Node) -> bool:
-    """Whether the compiler must save a node's result, because recomputation would draw other numbers (PyTorch 2.13)."""
+    """Whether a node draws random numbers, so that the compiler must save the result instead of recomputing it."""
     return is_random(node.target, node.args, node.kwargs)
 
 
@@ -126,10 +127,10 @@ class _Budget:
 def _contexts(
     relevant: Callable[[Any], bool], wanted: Callable[..., bool]
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Returns two context managers: for forward, which saves results, and for recomputation, which reuses them.
+    """Returns two context managers: one saves results in the forward pass, one reuses them in recomputation.
 
     Args:
-        relevant: operator -> whether results of this operator are ever saved.
+        relevant: operator -> whether some results of this operator can be saved.
         wanted: (`Key` of an operator call, arguments, keyword arguments) -> whether to save the result of this call.
     """
     saved: dict[Key, Any] = {}

@@ -53,8 +53,8 @@ def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str,
     Runs `forward` once. Afterwards restores the random state, and the tensors that `forward` wrote in place.
 
     Args:
-        share: the budget, as a fraction of the bytes that are saved without checkpointing. Both include the block's
-            inputs.
+        share: the budget, as a fraction of the bytes that are saved without checkpointing. The budget and these bytes
+            include the block's inputs.
     """
     inputs = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
     device = next((x.device for x in inputs), torch.device("cpu"))
@@ -164,7 +164,10 @@ class _Recorder(TorchDispatchMode):
                 tensor.copy_(before)
 
     def results(self) -> list[Result]:
-        """Returns the results that can be saved for backward. Omits operations that recomputation does not reach."""
+        """Returns the results that can be saved for backward.
+
+        Recomputation stops when it has computed the last tensor that autograd saves. Later operations are omitted.
+        """
         needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
         return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]
 
@@ -184,7 +187,7 @@ def _written(op: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _cost(op: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]) -> float:
-    """Returns the cost of an operation: its arithmetic, plus `_OPERATIONS_PER_BYTE` per byte of inputs and outputs."""
+    """Returns the cost of an operation: its FLOPs, plus `_OPERATIONS_PER_BYTE` per byte of its inputs and outputs."""
     name = op_name(op)
     if name.startswith(("aten::empty", "aten::new_empty")):
         return 0.0

@@ -1,7 +1,8 @@
-"""Distributes the layers of a decoder over the devices of one host, for inference with models that fit on none.
+"""Distributes the layers of a decoder over the devices of one host, for inference with models too large for one device.
 
-Each layer is on one device, in the order of the layers. Layers for which the devices have no space stay in host memory.
-They are copied to the first device for their forward; the next such layer is copied meanwhile.
+The first device has the first layers, the second device the next layers, and so on. The last layers, for which the
+devices have no space, stay in host memory. To run such a layer, its parameters are copied to the first device. While
+the layer runs, the parameters of the next layer in host memory are copied.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Budgets = Mapping[str, float]
 
 
 def free_budgets() -> Budgets:
-    """Returns device -> bytes for weights: a part of the free memory of each GPU, and of the host.
+    """Returns device -> bytes for weights: `SHARE` of the free memory of each GPU and of the host ("cpu").
 
     Raises:
         UserError: there is no GPU.
@@ -76,9 +77,10 @@ def plan_layers(model: Decoder, budgets: Budgets) -> list[str]:
 
 
 def place_layers(model: Decoder, budgets: Budgets) -> None:
-    """Allocates a decoder's tensors on the devices of `plan_layers`, and makes its layers run there.
+    """Allocates a decoder's layers on the devices that `plan_layers` returns, and other tensors on the first device.
 
-    Assumes that the model is on the meta device. Sets `model.layer_devices`, the device on which each layer computes.
+    Assumes that the model is on the meta device. Each layer runs on its device; layers in host memory run on the first
+    device. Sets `model.layer_devices`, the device on which each layer runs.
 
     Raises:
         UserError: the weights do not fit; or a custom position component would run on several devices.
@@ -112,7 +114,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 class _Moved:
-    """Copies the tensors of the rotary embedding and the mask to a device, once for all layers on it."""
+    """Copies `cos` and `sin` of the rotary embedding, and the mask, to a device: once for all layers on the device."""
 
     def __init__(self):
         self._copies: dict[torch.device, list[tuple[Any, Any]]] = {}
@@ -129,7 +131,11 @@ class _Moved:
 
 
 def _on_device(forward: Callable, device: torch.device, moved: _Moved, ends: torch.device | None) -> Callable:
-    """Makes a layer compute on a device. With `ends`, the output is moved to this device."""
+    """Wraps a layer's forward: moves the inputs to `device`, where the layer runs.
+
+    Args:
+        ends: device to which the output is moved; None does not move it.
+    """
 
     @wraps(forward)
     def call(x, rotary=None, mask=None, *others):
@@ -140,7 +146,7 @@ def _on_device(forward: Callable, device: torch.device, moved: _Moved, ends: tor
 
 
 class _HostLayers:
-    """Layers in host memory, whose parameters are copied to a device while their forward runs."""
+    """Layers in host memory. While a layer's forward runs, copies on a device replace the layer's parameters."""
 
     def __init__(self, layers: list[nn.Module], device: torch.device):
         self.slots = [
@@ -156,12 +162,12 @@ class _HostLayers:
         self.copies: dict[int, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Begins to copy the first layer, while layers on devices run."""
+        """Begins to copy the first of these layers, while the layers that are stored on devices run."""
         self.copies.clear()  # after a forward that failed
         self.fetch(0)
 
     def fetch(self, number: int) -> None:
-        """Begins to copy the parameters of a layer."""
+        """Begins to copy the parameters of the layer with index `number` among the layers in host memory."""
         if number < len(self.slots) and number not in self.copies:
             with torch.cuda.stream(self.stream):
                 self.copies[number] = [
@@ -170,7 +176,7 @@ class _HostLayers:
                 ]
 
     def wrap(self, forward: Callable, number: int) -> Callable:
-        """Returns a function that runs a layer's forward with the copied parameters."""
+        """Returns a function that runs the forward of layer `number` with the copied parameters."""
 
         @wraps(forward)
         def call(*arguments, **named):

@@ -81,9 +81,9 @@ def _step_in_chunks(
 
 
 def _chunks(groups: list[dict[str, Any]], chunk: int) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-    """Yields (parameter group, some of its parameters): parameters that are updated together.
+    """Splits each parameter group into sets of parameters to update together. Yields (parameter group, set).
 
-    The parameters have at most `chunk` bytes per rank, except for a single larger parameter. All ranks yield the same
+    A set has at most `chunk` bytes per rank, except for a single larger parameter. All ranks yield the same
     sets of parameters, because an optimizer can communicate.
     """
     for group in groups:

@@ -53,10 +53,10 @@ class EarlyStopping(Callback):
             state.request_stop(f"{self.metric} has not improved on {self.best:.4f} in {self.waited} validations")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value, and the number of validations since then."""
+        """Returns the best value of the metric, and the number of validations since the best value."""
         return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the best value, and the number of validations since then."""
+        """Restores the best value of the metric, and the number of validations since the best value."""
         self.best = math.inf if state["best"] is None else float(state["best"])
         self.waited = int(state["waited"])

@@ -55,7 +55,7 @@ class Ema(Callback):
 
     @torch.no_grad()
     def step(self, state: State) -> None:
-        """Updates the average with the new weights, if this step is due and updated the weights."""
+        """Updates the average if `every` divides the step number and the step changed the weights."""
         if state.updated and state.step % self.every == 0:
             for name, parameter in self.trained.items():
                 local(self.weights[name]).lerp_(local(parameter.detach()), 1 - self.decay)
