@@ -314,5 +314,5 @@ def test_the_plan_is_shown_without_torch_and_numpy():
     make_store("b", 64 * 50 + 1)
     write(MIX)
     said = check_without_torch_and_numpy()
-    assert "2 sources in sequences of 64, shares exact over every 10,000 sequences" in said
+    assert "2 sources in sequences of 64 tokens, shares exact over every 10,000 sequences" in said
     assert "70.00%            7,168 tokens, 2.24 epochs of 3,200" in said
