@@ -25,7 +25,10 @@ ABANDONED = 3600.0  # seconds without a write after which a hidden file is delet
 
 
 def partial_path(path: Path, mark: str | int = "") -> Path:
-    """Returns the hidden name under which `path` is written. Concurrent writers of a path need different marks."""
+    """Returns the hidden name under which `path` is written. The name contains `mark`.
+
+    Concurrent writers of a path need different marks.
+    """
     return path.with_name(f".{path.name}.{mark}.partial" if mark else f".{path.name}.partial")
 
 
@@ -43,14 +46,18 @@ def report_write_errors(path: Path, consequence: str = "nothing was written") ->
 
 
 def refuse_existing(out: Path, remedy: str = "choose another folder") -> None:
-    """Raises UserError if `out` exists and is not an empty folder."""
+    """Raises UserError if `out` exists and is not an empty folder.
+
+    Args:
+        remedy: the first remedy in the message.
+    """
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"already exists; {remedy}, or move the existing one away", out)
 
 
 @contextmanager
 def new_file(path: Path, mark: str | int = "", *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Context that opens a hidden file, and renames it to `path` if the block succeeds or deletes it otherwise.
+    """Context that opens a hidden file. Renames the file to `path` if the block succeeds; deletes the file if it fails.
 
     Args:
         mark: text or number in the hidden name. Concurrent writers of a path need different marks.
@@ -91,9 +98,9 @@ def replace_file(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def hidden_folder(out: Path, mark: str = "") -> Iterator[Path]:
-    """Context that makes an empty hidden folder next to `out`, which the block passes to `publish`.
+    """Context that makes an empty hidden folder next to `out`. The block fills the folder and passes it to `publish`.
 
-    The folder is deleted after the block if it was not renamed.
+    If `publish` has not renamed the folder, the folder is deleted after the block.
 
     Args:
         mark: text in the hidden name. Concurrent writers of a path need different marks.
@@ -156,7 +163,7 @@ def _is_open_at(handle: int, path: Path) -> bool:
 
 
 def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
-    """Renames a folder to `out`. If the caller has fsynced the files in the folder, all of it is then on disk.
+    """Renames a folder to `out`. If the caller has fsynced its files, the renamed folder survives a crash.
 
     Args:
         replace: whether to replace an existing `out`: the two folders are exchanged, then the old one is deleted. If
@@ -209,7 +216,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsyncs a file, or the names in a folder. Raises OSError if fsync fails."""
+    """Fsyncs a file, or a folder's list of names without its files. Raises OSError if fsync fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -29,7 +29,7 @@ def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def amount(number: float, full: float = 1e3) -> str:
-    """Returns a large number in short: `640`, `30.7k`, `134.1M`, `8.03B`. Numbers below `full` keep all digits."""
+    """Returns a large number in short: `640`, `30.7k`, `134.1M`, `8.03B`. Does not shorten numbers below `full`."""
     for limit, letter, digits in _AMOUNTS:
         if number >= max(limit, full):
             return f"{number / limit:,.{digits}f}{letter}"
@@ -37,7 +37,10 @@ def amount(number: float, full: float = 1e3) -> str:
 
 
 def cell(value: Any) -> str:
-    """Returns the text of a table cell. Floats have four significant digits; from 1,000, they have no decimals."""
+    """Returns a value as the text of a table cell; None becomes `-`.
+
+    Floats below 1,000 are rounded to four significant digits, larger floats to integers.
+    """
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -141,7 +144,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested mappings to one mapping with dotted keys.
 
     Args:
-        prefix: dotted key of `tree`.
+        prefix: dotted key of `tree` itself, with which all returned keys begin.
     """
     if not isinstance(tree, dict):
         return {prefix: tree}

@@ -25,7 +25,7 @@ TOKENIZER_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 @dataclass(frozen=True)
 class TokenizerHeader:
-    """Facts about a tokenizer folder.
+    """Vocabulary size, end-of-document token and digest of the tokenizer in a folder.
 
     Attributes:
         vocab_size: highest token id + 1, including special tokens.
@@ -41,7 +41,7 @@ class TokenizerHeader:
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """Header of an `.idx` file.
+    """Header of a Megatron `.idx` file.
 
     Attributes:
         code: dtype code, a key of `DTYPE_NAMES`.
@@ -73,7 +73,8 @@ def tokenizer_file(path: str | Path) -> Path:
     """Returns the tokenizer.json in the folder `path`, or `path` itself if it is a `.json` file.
 
     Raises:
-        UserError: there is no tokenizer.json. A SentencePiece model or tiktoken ranks must be imported first.
+        UserError: there is no tokenizer.json. For a SentencePiece model or a tiktoken rank file, the message says how
+            to convert it.
     """
     path = Path(path)
     if path.is_dir():

@@ -30,7 +30,7 @@ class Phase:
     """A range of samples in which every block has the same number of samples of each source.
 
     Attributes:
-        start, stop: range of the run's sample numbers (`stop` exclusive); `stop` is None if the phase has no end.
+        start, stop: range of sample indices in the run (`stop` exclusive); `stop` is None if the phase has no end.
         counts: number of samples of each source in one block. The sum of `counts`, which is the block size, divides the
             size of the range.
         before: number of samples of each source in all earlier phases.
@@ -61,8 +61,8 @@ def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = B
         block: number of samples in a complete block.
 
     Returns:
-        Contiguous phases. If the last phase has a `stop`, all sources of its stage (or of the next stage) are
-        exhausted there.
+        Contiguous phases. If the last phase has a `stop`, no sample is left after it: the sources of the stage at this
+        sample have reached their limits.
     """
     result: list[Phase] = []
     used = [0] * len(limits)
@@ -92,6 +92,9 @@ def _block_counts(size: int, weights: Sequence[Fraction], left: Sequence[int | N
 
     If a source has too few samples left, the block is shorter: it ends where the first source is exhausted, so the
     weights hold as long as possible.
+
+    Args:
+        left: number of samples that each source has left; None for a source without a limit.
     """
     weights = [Fraction(0) if most == 0 else weight for weight, most in zip(weights, left, strict=True)]
     total = sum(weights)

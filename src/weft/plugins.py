@@ -92,7 +92,7 @@ def plugins(kind: str) -> dict[str, Plugin]:
 
 
 def unknown_kind_hint(name: str) -> str:
-    """Returns a hint if a package declares `name` under an unknown kind ("family.mine"); otherwise ""."""
+    """Returns a hint if a package declares a plugin `name` of an unknown kind, such as "family.mine"; otherwise ""."""
     for plugin in _installed():
         if plugin.name == name and plugin.kind not in KINDS:
             return f"; {plugin.package} declares {plugin.kind}.{name}, but the kinds of plugins are {', '.join(KINDS)}"
@@ -100,7 +100,9 @@ def unknown_kind_hint(name: str) -> str:
 
 
 def load_reference(reference: str) -> Any:
-    """Imports and returns `module` or `module:Name`. The working directory is on the import path.
+    """Imports `module` or `module:Name`, and returns the module or object.
+
+    Adds the working directory to the import path.
 
     Raises:
         UserError: the module or the name does not exist. Other exceptions of the module are not caught.
@@ -125,7 +127,8 @@ def built_in(package: ModuleType, name: str, defines: str) -> ModuleType | None:
     """Imports and returns the module of the built-in `name` in `package`; None if there is no such built-in.
 
     Args:
-        name: the name of the module's file, with `-` for `_`, and no `_` after a Python keyword (`import_.py`).
+        name: name of the built-in. It is the module's name with `-` in place of `_`, and without the final `_` of
+            modules such as `import_`.
         defines: a name that every built-in's module defines. Modules without this name are helpers.
     """
     stem = name.replace("-", "_") + "_" * iskeyword(name)
@@ -143,10 +146,12 @@ def built_ins(package: ModuleType, defines: str) -> dict[str, ModuleType]:
 
 
 def find(kind: str, name: str, package: ModuleType, defines: str) -> Any:
-    """Returns the built-in (a module of `package`), the plugin, or the `module:Name` that a name refers to.
+    """Returns the module or object that a name refers to.
 
     Args:
         kind: the kind of plugin, one of `KINDS`.
+        name: name of a built-in or of a plugin, or `module:Name`.
+        package: the package whose modules are the built-ins.
         defines: see `built_in`.
 
     Raises:

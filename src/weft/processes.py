@@ -17,14 +17,18 @@ STORE_SOCKET = "WEFT_STORE_SOCKET"  # environment variable of rank 0: a listenin
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process is allowed to use: its affinity, or all cores on other systems than
-    Linux.
+    """Returns the number of CPU cores in this process's affinity mask.
+
+    On systems without affinity masks, returns the number of all cores.
     """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that this process can still allocate, also within the limit of its container."""
+    """Returns the number of bytes that this process can still allocate.
+
+    This is the machine's available memory, or less if the process runs in a container with a memory limit.
+    """
     import psutil
 
     free = [psutil.virtual_memory().available]
@@ -39,9 +43,9 @@ def available_memory() -> int:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yields the folders of this process's control group and of its parent groups (Linux only).
+    """Yields (folder, unified) for this process's control group and each of its parent groups (Linux only).
 
-    Yields with each folder whether it belongs to the unified hierarchy (cgroup version 2).
+    `unified` is whether the folder belongs to the unified hierarchy (cgroup version 2).
 
     Args:
         controller: name of a controller, such as "cpu" or "memory".
@@ -76,9 +80,9 @@ def die_with(parent: int) -> None:
 
 @contextmanager
 def signal_handler(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Handles the signals `numbers` with `handler` within the context.
+    """Context in which `handler` handles the signals `numbers`.
 
-    Outside the main thread the context does nothing, because Python sets signal handlers only in the main thread.
+    Outside the main thread, the context does nothing, because Python sets signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -145,7 +145,7 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Returns the dict of a module's children, in which modules can be replaced."""
+    """Returns a module's own dict of its direct children (`_modules`). Assigning to it replaces a child."""
     return module._modules
 
 
@@ -280,7 +280,7 @@ def forget_groups() -> None:
 
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
-    """Initializes a fake process group with this process as rank 0. Its collectives do nothing."""
+    """Context with a fake process group of `ranks` ranks. This process is rank 0, and collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -152,7 +152,7 @@ def test_a_class_of_the_users_own_is_completed_without_importing_it(own):
         ("lr: 1, stepz: 2", "optimizer.stepz: unknown key; did you mean 'steps'?"),
         ("lr: 1, steps: 2.5", "optimizer.steps: must be an integer, not 2.5"),
         ("lr: 1, rate: quick", "optimizer.rate: must be a number, not 'quick'"),
-        ("lr: 1, pair: [1, 2, 3]", "optimizer.pair: must be a list of 2, not of 3"),
+        ("lr: 1, pair: [1, 2, 3]", "optimizer.pair: must be a list of 2 items, not of 3"),
         ("lr: 1, pair: [1, x]", "optimizer.pair[1]: must be an integer, not 'x'"),
         ("lr: 1, maybe: x", "optimizer.maybe: must be an integer, not 'x'"),
         ("lr: 1, either: x", "optimizer.either: must be a number, not 'x'"),

@@ -318,7 +318,7 @@ def test_what_two_tensor_ranks_can_share(mesh, model, said):
         (
             "",
             6,
-            "parallel.tp: 6 does not divide 4 key/value heads (model.num_key_value_heads), nor do they divide it;",
+            "parallel.tp: 6 does not divide 4 key/value heads (model.num_key_value_heads), nor is it a multiple of 4;",
         ),
         ("", 12, None),  # three ranks for each
         (", qk_norm: true", 12, None),

@@ -140,7 +140,7 @@ def test_unknown_keys_at_any_depth_get_a_suggestion(line, said):
         ("optimizer: {lr: .nan}", "optimizer.lr: must be a finite number, not .nan"),
         ("optimizer: {lr: -1}", "optimizer.lr: must be more than 0, not -1"),
         ("optimizer: {betas: 0.9}", "optimizer.betas: must be a list, not 0.9"),
-        ("optimizer: {betas: [0.9]}", "optimizer.betas: must be a list of 2, not of 1"),
+        ("optimizer: {betas: [0.9]}", "optimizer.betas: must be a list of 2 items, not of 1"),
         ("optimizer: {no_decay: [norms]}", "optimizer.no_decay[0]: must be one of norm, bias, embedding, not 'norms'"),
         ("optimizer: {params: []}", "optimizer.params: ... params to AdamW; remove the key"),
         ("schedule: {type: step}", "schedule.every: required argument of Step; add the key"),

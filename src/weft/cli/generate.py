@@ -213,7 +213,7 @@ def _stats(engine: Engine, first: float, total: float) -> str:
 
 
 def _show(number: int, text: str) -> None:
-    """Prints one of several texts, after its number counted from 1.
+    """Prints one of several texts with its number, such as `[1]` for the first.
 
     Args:
         number: index of the text, counted from 0.

@@ -38,7 +38,7 @@ class ComponentKind:
         injected: names of the arguments that Weft passes by position, before the configuration keys.
         methods: name of a method -> names of the positional arguments that Weft passes. A custom class must have at
             least one of these methods.
-        needs: names of further methods that the class must have. The entry "a or b" requires only one of both methods.
+        needs: names of further methods that the class must have. The entry "a or b" requires only one of the two.
     """
 
     folder: str | None
@@ -48,8 +48,9 @@ class ComponentKind:
 
 
 def _called(*arguments: str) -> dict[str, tuple[str, ...]]:
-    """Returns `ComponentKind.methods` for components that Weft calls like a function. The class defines `__call__` or,
-    if it is an nn.Module, `forward`.
+    """Returns `ComponentKind.methods` for components that Weft calls like a function.
+
+    The class of such a component must define `__call__` or, if it is an nn.Module, `forward`.
 
     Args:
         arguments: names of the positional arguments of the call.
@@ -85,7 +86,8 @@ class ComponentClass:
         name: name of the class.
         arguments: arguments that are configuration keys, by name.
         injected: names of the arguments that Weft passes by position.
-        accepts_any: whether any other key is accepted too.
+        accepts_any: whether keys that are not in `arguments` are accepted too, because the constructor has `**kwargs`
+            or its source cannot be read.
         doc: docstring of the class.
     """
 
@@ -99,7 +101,7 @@ class ComponentClass:
 
 @cache
 def built_ins(kind: str) -> dict[str, str]:
-    """Returns the module of each built-in component of a kind, by the component's short name."""
+    """Returns the built-in components of a kind: short name -> dotted name of the module."""
     folder = COMPONENT_KINDS[kind].folder
     paths = sorted((_PACKAGE / folder).glob("[!_]*.py")) if folder is not None else []
     found = {path.stem: _built_in_class(kind, path) for path in paths}
@@ -124,8 +126,8 @@ def find_component(type_: str, kind: str) -> ComponentClass:
         kind: a key of `COMPONENT_KINDS`.
 
     Raises:
-        UserError: the component does not exist, or Weft cannot call it. For an unknown name, the message lists the
-            known names.
+        UserError: the component does not exist, or its methods do not have the arguments that Weft passes. For an
+            unknown name, the message lists the known names.
     """
     module, name = _locate(type_, kind)
     if name is None:
@@ -280,7 +282,7 @@ def _locate(type_: str, kind: str) -> tuple[str, str | None]:
 
 
 def _module_hint(module: str) -> str:
-    """Returns a hint for a missing module: a similar module of the working directory, or where modules are searched."""
+    """Returns a hint for a missing module: a similar name in the working directory, or where to put the module."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
     if module in here or (Path.cwd() / module.split(".")[0]).exists():
         return ""
@@ -293,7 +295,7 @@ def load_class(chosen: str | Component, kind: str) -> type:
     classes.
 
     Args:
-        chosen: the value of `type`, or a section with this key.
+        chosen: the value of `type`, or the section that has the key `type`.
         kind: a key of `COMPONENT_KINDS`.
 
     Raises:
@@ -322,7 +324,7 @@ def load_class(chosen: str | Component, kind: str) -> type:
 
 
 def make_component(section: Component, kind: str, *arguments: Any) -> Any:
-    """Returns an instance of the class of a section.
+    """Returns an instance of the class that a section names.
 
     Args:
         section: section whose `type` names the class, and whose other keys are keyword arguments.

@@ -163,8 +163,8 @@ class DataSection(Section):
     curriculum: Annotated[list[StageSection], MinLen(1)] | None = None
     """Stages of the run with different mixture weights. Default: constant weights."""
     mixture_block: int | None = Field(None, ge=1, le=1_000_000)
-    """The mixture is made of blocks of this number of sequences. In each block, every source has its share of the
-    sequences, rounded to whole sequences. Default: 10,000.
+    """Number of sequences in a block of the mixture. In each block, every source has its share of the sequences,
+    rounded to an integer. Default: 10,000.
     """
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """Method that forms sequences from documents. `concatenate`: documents end to end, split at any token. `best_fit`:

@@ -38,7 +38,7 @@ def check_data_section(draft: Draft) -> None:
 
 
 def _check_document_attention(draft: Draft) -> None:
-    """Checks that the forward of a custom model accepts segments and positions if document attention is enabled."""
+    """If document attention is enabled, checks that a custom model's `forward` accepts `segments` and `positions`."""
     model = draft.get("model")
     if not draft.get("data.document_attention") or not isinstance(model, dict) or ":" not in str(model.get("type")):
         return
@@ -55,7 +55,7 @@ def _check_document_attention(draft: Draft) -> None:
 
 
 def data_section(draft: Draft) -> DataSection:
-    """Returns the section `data`. Keys that are not set or have a problem get their default, or None."""
+    """Returns the section `data`. A key that is not set or has a problem gets its default; None without default."""
     return partial_section(DataSection, draft.get, "data")
 
 

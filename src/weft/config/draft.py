@@ -193,7 +193,7 @@ class Draft:
         return item
 
     def _as_plain(self, node: Node, key: str) -> Any:
-        """Returns a tree as plain data, and records the origins of its values and the keys of its mappings."""
+        """Returns a tree as plain data, and records the origins of its values and the dotted keys of its mappings."""
         if key and node.file is not None:
             self.origins[key] = node.place
         if isinstance(node.value, list):
@@ -207,7 +207,7 @@ class Draft:
     # ---- called by sections while pydantic validates them
 
     def section(self, section: type[BaseModel], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Validates a section, and records the defaults of keys that the section does not have."""
+        """Validates a section with pydantic's `handler`, and records the defaults of keys that `data` does not have."""
         key = self._keys.get(id(data)) if isinstance(data, dict) else None
         if key is None:
             return handler(data)
@@ -224,7 +224,13 @@ class Draft:
             self._stack.pop()
 
     def component(self, section: type[Component], data: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Validates a component by the signature of the class that its `type` names."""
+        """Validates a component by the signature of the class that its `type` names.
+
+        Args:
+            section: the section class of the component's kind.
+            data: the component's keys and values.
+            handler: pydantic's validation of `section`, used if `data` is not from the file.
+        """
         key = self._keys.get(id(data)) if isinstance(data, dict) else None
         if key is None:
             return handler(data)
@@ -254,8 +260,9 @@ class Draft:
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Returns pydantic's error with its place in the file. The place is found by the keys, indices and names of
-        union branches in the error's location.
+        """Returns pydantic's error with its place in the file.
+
+        The location of pydantic's error (`loc`) consists of keys, indices and names of union branches.
         """
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
@@ -317,7 +324,7 @@ class Draft:
             self.report(error.key, f"required: {REQUIRED.get(error.key, purpose)}; add it")
 
     def _may_be_set(self, key: str) -> bool:
-        """Whether a missing key may be misspelled, or set in a file that could not be read."""
+        """Whether a missing key may be in the file under a misspelled name, or in a file that could not be read."""
         if not self.complete or (key.startswith("model.") and not self.model_known):
             return True
         above = [meant for meant in self.meant if key.startswith(f"{meant}.")]

@@ -1,7 +1,8 @@
 """Converts pydantic's errors to messages, with remedies that depend on the value in the file.
 
-pydantic reports an error for each branch of a union. If only one branch accepts values of this shape, the errors of
-that branch are reported. Otherwise one message lists the values that the branches expect.
+If a value fits no branch of a union, pydantic reports errors for every branch. If only one branch expects a value of
+this form (a mapping, for example), Weft reports the errors of that branch. Otherwise one message lists what the
+branches expect.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weft.config.fields import section_class
 from weft.config.section import Component, CustomClass, TextPattern
 from weft.config.suggest import did_you_mean
 from weft.config.tree import COMMAND_LINE, Node
+from weft.formatting import counted
 
 # Type of pydantic's error -> description of the expected value.
 _EXPECTED = {
@@ -51,7 +53,7 @@ class FieldError:
         value: the value that was validated; it can differ from the file if `convert` changed it.
         path: keys and indices from the root of the file to the value.
         branches: for each union on the path, the dotted key of the union and the name of the branch.
-        field: the field of the section or component; None if the key is not a field.
+        field: pydantic's definition of the key; None if no section or component defines the key.
     """
 
     key: str
@@ -65,7 +67,7 @@ class FieldError:
 
 
 def convert(error: FieldError) -> Any:
-    """Returns the error's value as the expected type; None if the conversion would change the value.
+    """Converts the value of an error to the expected type. Returns None if none of these conversions applies.
 
     The number 1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes a string.
     """
@@ -78,10 +80,14 @@ def convert(error: FieldError) -> Any:
 
 
 def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tuple[FieldError, ...]]:
-    """Yields groups of errors, one for each message: a single error, or one error of each branch of a union.
+    """Yields a tuple of errors for each message to report.
+
+    A tuple is a single error. If a value fits no branch of a union, and the intended branch is not clear, the tuple has
+    one error of each branch.
 
     Args:
-        depth: number of unions that are already resolved. Each error's path starts with these unions.
+        depth: number of enclosing unions whose branch is already chosen. The errors have the same first `depth` items
+            in `branches`.
     """
     unions: dict[str, dict[str, list[FieldError]]] = {}
     for error in errors:
@@ -99,11 +105,11 @@ def resolve_unions(errors: Iterable[FieldError], depth: int = 0) -> Iterator[tup
 
 
 def _fits(key: str, error: FieldError) -> bool:
-    """Whether an error of a union branch is worth reporting: the branch accepts values of the same shape.
+    """Whether a value has the form that a union branch expects, such as a mapping, although the branch rejects it.
 
     Args:
         key: dotted key of the union.
-        error: an error of the branch.
+        error: an error that pydantic reports for the branch.
     """
     value = error.value
     if error.key != key or error.type not in (*_EXPECTED, "literal_error") or "{" in _EXPECTED.get(error.type, ""):
@@ -114,7 +120,7 @@ def _fits(key: str, error: FieldError) -> bool:
 
 
 def error_message(errors: tuple[FieldError, ...]) -> str:
-    """Returns the message for a group of errors that `resolve_unions` yields."""
+    """Returns the message for a tuple of errors that `resolve_unions` yields."""
     first = errors[0]
     if first.type == "custom":
         return first.context["what"]
@@ -141,7 +147,8 @@ def error_message(errors: tuple[FieldError, ...]) -> str:
         return f"must be a mapping, such as {first.key}: {example}, not {show(first.node)}"
     if first.type in ("too_few", "too_long") and first.context.get("field_type") != "List":
         items = _items(first.field)
-        return f"must be a list of {len(items) or 'another length'}, not of {len(first.node.value)}"
+        expected = counted(len(items), "item") if items else "another length"
+        return f"must be a list of {expected}, not of {len(first.node.value)}"
     if first.type == "too_short":
         if not first.value:
             kind, what = ("list", "add an item") if first.value == [] else ("mapping", "add an entry")
@@ -179,7 +186,7 @@ def _words(error: FieldError) -> str:
 
 
 def _choices(error: FieldError) -> list[str]:
-    """Returns the choices of a Literal."""
+    """Returns the allowed values of a Literal, which pydantic's error lists."""
     words = re.findall(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s,]+", error.context["expected"])
     return [word.strip("'\"") for word in words if word != "or"]
 

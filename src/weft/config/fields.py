@@ -52,7 +52,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def keeps_text(annotation: Any) -> bool:
-    """Whether items of a list field can be strings: the short names of built-in components."""
+    """Whether an annotation allows strings as items of a list: the short names of built-in components."""
     return str in _items(annotation)
 
 
@@ -62,7 +62,7 @@ def required_key(section: type[BaseModel]) -> str | None:
 
 
 def branches(annotation: Any) -> list[Any]:
-    """Returns the alternatives of a union, without `Annotated`. Any other annotation is its own only alternative."""
+    """Returns the alternatives of a union, without `Annotated`. Any other annotation is returned as one alternative."""
     if get_origin(annotation) is Annotated:
         return branches(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

@@ -22,6 +22,7 @@ class Opened(NamedTuple):
     Attributes:
         key: dotted key of the run file whose value is the path of the store.
         path: path of the store.
+        header: the store's header.
     """
 
     key: str
@@ -98,7 +99,10 @@ def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
 def _check_tokenizers(
     draft: Draft, tokenizer: TokenizerHeader | None, train: list[Opened], held_out: list[Opened]
 ) -> None:
-    """Reports stores that were packed with a different tokenizer than the run's, or than the first training store."""
+    """Reports stores that were packed with another tokenizer than the run's.
+
+    If the run has no tokenizer, compares the stores with the first training store.
+    """
     first = next((store for store in train if store.header.tokenizer_digest is not None), None)
     if tokenizer is not None:
         digest, name = tokenizer.digest, draft.get("tokenizer")
@@ -118,7 +122,7 @@ def _check_tokenizers(
 
 
 def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
-    """For each store of an unknown tokenizer, compares vocabulary size and end-of-document token with another store."""
+    """Reports stores of an unknown tokenizer whose vocabulary size or end-of-document id differs from another store."""
     known = [store for store in stores if store.header.tokenizer_digest is not None]
     for key, path, header in (store for store in stores if store not in known):
         _, other_path, other = (known or stores)[0]

@@ -68,7 +68,7 @@ def check_tensor_parallel(model: ModelSection, tp: int) -> None:
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:
-    """Converts a reason to a problem, at the line that sets the reason's key or, without such a line, an axis."""
+    """Converts a reason to a problem at the line that sets the reason's key or, if no line sets it, sets an axis."""
     axes = [f"parallel.{axis}" for axis in SIZES]
     for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")

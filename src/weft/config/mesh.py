@@ -34,13 +34,14 @@ class CompressSection(Section):
     rank: int = Field(4, ge=1)
     """Rank of the low-rank factors; a higher rank is more accurate, but needs more communication."""
     start_step: int = Field(1000, ge=0)
-    """Number of initial steps without compression, because gradients are large and change quickly at the start."""
+    """Number of initial steps without compression. In these steps, gradients are large and change quickly."""
 
 
 class ParallelSection(Section):
     """Sizes of the mesh axes, from outer to inner (`pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`), and options.
 
-    The size of one axis may be -1, which stands for the remaining ranks.
+    One axis can have the size -1, which stands for the remaining ranks. By default, this axis is `dp_shard`; to set
+    another axis to -1, also set `dp_shard`.
     """
 
     pp: int = Field(1, ge=-1, le=MOST)
@@ -65,9 +66,9 @@ class ParallelSection(Section):
     """
     reshard_after_forward: bool | int | None = None
     """Whether all-gathered parameters are freed after forward and all-gathered again for backward. With an integer N,
-    each group of N ranks keeps a full copy, sharded over the group, from forward to backward. Default: true without
-    pipeline parallelism (`pp: 1`), and false with it, because otherwise every micro-batch would all-gather the
-    parameters again.
+    the parameters are sharded over groups of N ranks between forward and backward, so that the all-gather for backward
+    runs within a group. Default: true without pipeline parallelism (`pp: 1`); false with it, because true would
+    all-gather the parameters again for every micro-batch.
     """
     reduce_gradients: Literal["last", "every"] | None = None
     """When gradients are reduced over the ranks. `last`: with the last micro-batch of a step; until then, gradients are
@@ -211,7 +212,7 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
 
 
 def can_exchange_heads(heads: Iterable[int], tp: int, cp: int) -> bool:
-    """Whether context parallel ranks can exchange heads for tokens: `cp` must divide each number of heads of a rank.
+    """Whether `cp_method: all_to_all` is possible: `cp` must divide each number of heads on a tensor parallel rank.
 
     Args:
         heads: the model's number of query heads, and its number of key/value heads. Each tensor parallel rank has

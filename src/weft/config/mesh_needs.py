@@ -108,7 +108,9 @@ class Needs:
                     yield Reason("parallel.tp", f"{shape.tp} does not divide {what}{more}")
             heads, groups = self.heads or (0, 0)
             if groups != heads and groups % shape.tp and not (self.shared and shape.tp % groups == 0):
-                more = ", nor do they divide it" if self.shared else ", which share one norm (model.qk_norm_over)"
+                more = ", which share one norm (model.qk_norm_over)"
+                if self.shared:
+                    more = f", nor is it a multiple of {groups}"
                 what = f"{shape.tp} does not divide {groups} key/value heads (model.num_key_value_heads){more}"
                 yield Reason("parallel.tp", what)
         if shape.cp > 1:
@@ -165,7 +167,7 @@ class Needs:
         )
 
     def exchanges(self, shape: MeshShape) -> bool:
-        """Whether context parallel ranks can exchange heads for tokens (`cp_method: all_to_all`)."""
+        """Whether `cp_method: all_to_all` is possible on a mesh (see `can_exchange_heads`)."""
         return self.heads is None or can_exchange_heads(self.heads, shape.tp, shape.cp)
 
     def _rows(self, shape: MeshShape) -> Iterator[Reason]:
@@ -213,7 +215,7 @@ class Needs:
         if shape.fsdp > 1 and shape.fsdp % number:
             yield Reason(key, f"{number} does not divide dp_shard {shape.dp_shard} x cp {shape.cp}; set true or false")
         elif number < shape.fsdp and shape.pp * shape.tp > 1:
-            yield Reason(key, f"{number} of {shape.fsdp} ranks, which pp and tp do not support; set true or false")
+            yield Reason(key, f"{number} of {shape.fsdp} ranks is not supported with pp or tp; set true or false")
         elif shape.ep > 1 and experts not in (1, number):
             what = f"{number}, but experts are sharded over {experts} ranks (dp_shard x cp / ep)"
             yield Reason(key, f"{what}; set {experts}, true or false")
@@ -247,7 +249,7 @@ class Needs:
 
 
 def has_table(type_: str) -> bool | None:
-    """Whether a custom model class has a table `weft_sharding`; None if its source does not show this."""
+    """Whether a custom model class defines the attribute `weft_sharding`; None if its source does not show this."""
     module, _, name = type_.partition(":")
     try:
         source = find_class(module, name)

@@ -39,7 +39,7 @@ class ModelSection(Section):
     type: Literal["decoder"] = "decoder"
     """`decoder` for the built-in decoder, `hf` for a model of Transformers, or a custom model `module:Class`."""
     preset: str | None = None
-    """Name of a published model, whose keys become the defaults (`weft models` lists the names)."""
+    """Name of a preset (`weft models` lists the names). The keys of the preset become the defaults."""
     from_: Folder | None = Field(None, alias="from")
     """Run, checkpoint or Hugging Face folder whose architecture and weights the model starts with."""
     load_optimizer: bool = False
@@ -275,8 +275,9 @@ class ModelSection(Section):
         return ModelSize(sum(one.parameters for one in layers) + others, sum(one.matmul for one in layers) + embedding)
 
     def resolved(self) -> dict[str, Any]:
-        """Returns all keys with derived values, such as `head_dim`. A model family writes its config.json from these
-        keys.
+        """Returns the values of all keys, including derived values such as `head_dim`.
+
+        Model families convert these keys to a config.json (`Family.to_hf`).
         """
         layers = range(self.num_hidden_layers)
         keys = self.model_dump() | {

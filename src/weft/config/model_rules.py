@@ -19,7 +19,7 @@ class ModelMistake(NamedTuple):
     Attributes:
         key: the key, without `model.`.
         what: the message.
-        also: other keys that the error depends on, whose line can be reported instead.
+        also: other keys that the error depends on. If no line sets `key`, the line of one of these is reported.
     """
 
     key: str

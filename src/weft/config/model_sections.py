@@ -47,9 +47,9 @@ class ExpertsSection(Section):
     expert_bias: bool = False
     """Whether the experts have biases."""
     swiglu_limit: float | None = Field(None, gt=0)
-    """If set, experts use the activation of gpt-oss, `(up + 1) * gate * sigmoid(1.702 * gate)`. Values of
-    `gate` above this limit and values of `up` outside [-limit, limit] are clamped before. Default: the activation is
-    `hidden_act`, without a clamp.
+    """If set, experts use the activation of gpt-oss: `gate` is clamped to at most this limit, `up` to [-limit, limit],
+    and the result is `(up + 1) * gate * sigmoid(1.702 * gate)`. Default: the activation is `hidden_act`, without a
+    clamp.
     """
 
     capacity_factor: float | None = Field(None, gt=0)
@@ -133,9 +133,11 @@ class LatentAttentionSection(Section):
 class AttentionPatternSection(Component):
     """A sparse attention pattern. Each file in `weft/kernels/patterns/` defines one built-in pattern.
 
-    A pattern selects the keys that a query attends to. Positions are counted from the start of the document, and a
-    query always attends to itself. GPUs skip blocks without selected keys (flex attention); CPUs use a mask. A custom
-    class is called with the positions of queries and keys.
+    A pattern selects the tokens that a query attends to. All patterns are causal, and a query always attends to itself.
+    With `data.document_attention`, positions are counted from the start of the document; otherwise the sequence counts
+    as one document. GPUs skip blocks without selected keys (flex attention); CPUs use a mask. A custom class is called
+    with two int64 tensors, the positions of queries and of keys, which broadcast against each other. It must return a
+    bool tensor that is true where the query attends to the key.
     """
 
     kind: ClassVar[str] = "attention_pattern"
@@ -148,7 +150,7 @@ class RopeScaling(Section):
     """Scaling method. `linear`: divides all frequencies by `factor`; `dynamic`: increases the base with the sequence
     length; `llama3`: divides only low frequencies by `factor`; `yarn`: divides low frequencies by `factor`, and
     multiplies queries and keys by `attention_factor`; `longrope`: divides each frequency by its entry in `short_factor`
-    or `long_factor`.
+    or `long_factor`, and multiplies queries and keys by `attention_factor`.
     """
     factor: float = Field(gt=0)
     """Ratio of the new to the original maximum sequence length."""
@@ -175,8 +177,8 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = None
     """`yarn`: with `mscale`, sets the default of `attention_factor` (see `mscale`)."""
     truncate: bool = True
-    """`yarn`: whether the range of interpolated frequencies (whose number of rotations is between `beta_slow` and
-    `beta_fast`) is rounded outward to whole indices of frequencies.
+    """`yarn`: frequencies with a number of rotations between `beta_slow` and `beta_fast` are interpolated. If
+    `truncate` is true, the first and the last index of this range are rounded outward to integers.
     """
     short_factor: list[float] | None = None
     """`longrope`: divisor of each frequency, for sequences of up to the original length."""

@@ -32,8 +32,8 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
     """Adds the keys of the preset, checkpoint or folder to the section `model` of a tree.
 
     Returns:
-        The tree, and whether the model is known. If the model is not known, a problem has been added, and missing keys
-        need not be reported.
+        The tree, and whether the keys of the preset, checkpoint or folder were found. If not, this function or the
+        later validation of the section reports why, and missing keys of `model` need not be reported.
     """
     model = tree.get("model")
     if model is None or not model.is_mapping:
@@ -52,8 +52,8 @@ def _resolved(model: Node, problems: list[Problem]) -> Node:
     """Returns the section with the keys of its preset, checkpoint or folder.
 
     Raises:
-        ConfigError: the preset, checkpoint or folder cannot be read. The error has no problems if the later check of
-            the section reports them.
+        ConfigError: the preset, checkpoint or folder cannot be read. `problems` is empty if a key has a value of the
+            wrong type, which the later validation of the section reports.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:
@@ -141,7 +141,7 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
 
 
 def _same(name: str, node: Node, has: Any) -> bool:
-    """Whether the run file sets a key to the checkpoint's value `has`. Load balancing of experts may differ."""
+    """Whether the run file sets a key to the checkpoint's value `has`, apart from the load balancing keys of `moe`."""
     if name == "moe" and node.is_mapping and isinstance(has, dict):
         given = node.plain()
         return all(key in BALANCE or value == has.get(key) for key, value in given.items())

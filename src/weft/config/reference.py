@@ -34,7 +34,10 @@ from weft.formatting import amount
 
 # Sections whose required keys the schema requires too: they are items of lists, or chosen by `type`.
 _COMPLETE = ("StoreSource", "StageSection", "TransformersModelSection")
-_EXTENDS = "File or list of files to inherit from, relative to this file; later files of the list take precedence."
+_EXTENDS = (
+    "File, or list of files, whose keys this file inherits. Paths are relative to this file. Later files of the list "
+    "take precedence."
+)
 _EXAMPLE = Path(__file__).with_name("example.yaml")
 
 
@@ -146,8 +149,8 @@ training: {tokens: 1e9}
 
 - **Inheritance.** `extends: base.yaml`, or a list of files. Their paths are relative to the inheriting file. Mappings
   are merged, lists and values are replaced. Later files of the list take precedence over earlier files, and the
-  inheriting file takes precedence over all files of the list. A section with another `type` replaces the inherited
-  section, because its keys are the arguments of another class.
+  inheriting file takes precedence over all files of the list. A section that sets another `type` than the
+  inherited section replaces it completely, because the inherited keys are the arguments of another class.
 - **Paths** of stores, tokenizers and runs are relative to the working directory.
 - **Environment variables.** `${NAME}` in a value is replaced by the environment variable, and a leading `~/` by the
   home folder. The result is not expanded again. Write `$${NAME}` for the text `${NAME}`. A variable that is not set is
@@ -156,16 +159,17 @@ training: {tokens: 1e9}
 - **Models.** `model: llama-60m` is short for `model: {preset: llama-60m}`. Without a preset, set the sizes of the
   model. `model: {from: runs/demo}` starts from the weights of another run, `model: {type: hf, path: folder}` trains any
   causal language model of Transformers, and `model: {type: module:Class}` trains a custom model.
-- **Custom components.** `type: my_package.module:MyClass`, where the working directory is on the import path. The
-  arguments of the class are keys of the section. Their types and defaults are read from the source of the class, and
-  their values are checked like those of other keys.
+- **Custom components.** `type: my_package.module:MyClass` selects a custom class. Weft adds the working directory to
+  the import path. The arguments of the class are keys of the section. Weft reads the types and defaults of the
+  arguments from the source of the class, and checks the values like those of other keys.
 - **Numbers** follow YAML 1.2: `3e-4`, `1_000_000`. `1e9` is accepted as an integer. `null` is accepted only where the
-  column "value" says so.
+  column "value" says so. A default of `null` means that the key is not set; the description then names the
+  effective default.
 """
 _PRESETS = """\
 The number of parameters includes the embedding and the output head. A preset without a vocabulary size, such as
-`llama-60m`, takes the size from the tokenizer; the table assumes a vocabulary of 32,000. `llama-14m` is named after its
-size with a vocabulary of 8,192, which is 13.8M parameters."""
+`llama-60m`, takes the size from the tokenizer; the table assumes a vocabulary of 32,000. With a vocabulary of 8,192,
+`llama-14m` has 13.8M parameters."""
 
 
 def examples() -> dict[str, str]:
@@ -204,6 +208,8 @@ def _chapters(key: str, info: FieldInfo, level: int) -> Iterator[str]:
         title = key
         if number and "type" in field_names(section):
             title += f": `type: {'module:Class' if issubclass(section, Component) else 'hf'}`"
+        elif level > 2 and issubclass(section, Component) and not built_ins(section.kind):
+            title += ": `type: module:Class`"
         elif section in listed_sections(info.annotation) and not issubclass(section, Component):
             title += ", each item of the list"
         text = f"{'#' * level} {title}\n\n{_prose(section.__doc__)}\n"
@@ -250,7 +256,7 @@ def _presets() -> str:
 
 def _row(name: str, info: FieldInfo, description: str) -> str:
     default = "required" if info.is_required() else ""
-    if not info.is_required() and section_class(info.annotation) is None and info.default is not None:
+    if not info.is_required() and (section_class(info.annotation) is None or info.default is None):
         default = f"`{spell(info.get_default(call_default_factory=True))}`"
     return f"| `{name}` | {_kind(info.annotation, info.metadata)} | {default} | {_prose(description)} |"
 
@@ -279,7 +285,9 @@ def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
         signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "multiple of"}
         pairs = [(bound, name) for bound in bounds for name in signs if hasattr(bound, name)]
         limits = " and ".join(f"{signs[name]} {_number(getattr(bound, name))}" for bound, name in pairs)
-        return f"{_kind(kind)} {limits}".strip()
+        text = f"{_kind(kind)} {limits}".strip()
+        # 0 is within the bounds of a mesh axis, but `mesh_shape` refuses it.
+        return f"{text.replace('>= -1', '>= 1')} or -1" if ">= -1" in text else text
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is list and arguments:

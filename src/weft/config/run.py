@@ -114,8 +114,8 @@ class LogSection(Section):
     every: int = Field(1, ge=1)
     """Number of steps between two lines of metrics."""
     trackers: list[str | TrackerSection] = Field(default=["tensorboard"])
-    """Trackers that receive the metrics: `tensorboard`, `wandb`, `mlflow` or `module:Class`; use
-    `{type: ..., ...}` to set the arguments of a tracker.
+    """Trackers that receive the metrics. Each item is `tensorboard`, `wandb`, `mlflow` or `module:Class`, or
+    `{type: ..., ...}` with the arguments of the tracker.
     """
     metrics: list[MetricSection] = Field(default=[])
     """Custom metrics: `module:Class`, or `{type: module:Class, ...}` with the arguments of the class."""
@@ -127,9 +127,7 @@ def _model_tag(model: Any) -> str:
 
 
 def _default(section: type[BaseModel]) -> Any:
-    """Returns the pydantic field of a section that can be omitted: its default is a section with the defaults of all
-    keys.
-    """
+    """Returns a pydantic field for a section that a file can omit. By default, all keys have their defaults."""
     return Field(default_factory=section)
 
 
@@ -159,8 +157,8 @@ class RunConfig(Section):
     parallel: ParallelSection = _default(ParallelSection)
     checkpoint: CheckpointSection = _default(CheckpointSection)
     callbacks: list[CallbackSection] = Field(default=[])
-    """Callbacks, which every rank calls in this order: `early_stopping`, `ema`, `lr_monitor` or `module:Class`; use
-    `{type: ..., ...}` to set the arguments of a callback.
+    """Callbacks, which every rank calls in the order of this list. Each item is `early_stopping`, `ema`, `lr_monitor`
+    or `module:Class`, or `{type: ..., ...}` with the arguments of the callback.
     """
     log: LogSection = _default(LogSection)
 

@@ -170,7 +170,8 @@ def meant_key(section: str, key: str, known: Iterable[str], everywhere: Iterable
         everywhere: all dotted keys of a run's file.
 
     Returns:
-        One of `known` or `everywhere`, or None if no key is similar; and a note on how its value is written.
+        One of `known` or `everywhere`, or None if no key is similar; and a note on how to write the value of the
+        returned key, or "".
     """
     known, everywhere = list(known), set(everywhere)
     within = f"{section}." if section else ""

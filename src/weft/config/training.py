@@ -57,8 +57,8 @@ class TrainingSection(Section):
     activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = "none"
     """Which activations are recomputed in backward. `none`: no activations; `full`: all activations of each block;
     `every-N`: all activations of every N-th block; `selective`: all but the outputs of matrix products, attention and
-    communication; `budget-F`: as few as possible, so that about the fraction F of the bytes of all activations stays in
-    memory (docs/memory.md).
+    communication; `budget-F`: as few as possible while at most about the fraction F of the bytes of all activations is
+    kept in memory (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
     """Index of the first trained row of the embedding and of the output head, counted from 0. This row and all later

@@ -67,7 +67,7 @@ class Node:
         return node
 
     def problem(self, key: str, what: str) -> Problem:
-        """Returns a problem of `key` at the place of this node."""
+        """Returns a `Problem` of the dotted key `key`, with this node's file and line."""
         return Problem(key, what, self.file, self.line)
 
     @property
@@ -165,7 +165,7 @@ def parse(text: str, label: str, problems: list[Problem], *, numbered: bool = Tr
 
 
 def without_variables(text: str) -> str:
-    """Escapes `${NAME}` in a text, so that the text is not changed when it is read."""
+    """Escapes `${NAME}` in a text, so that reading it as YAML does not insert environment variables."""
     return _VARIABLE.sub(r"$\1{\2}", text)
 
 
@@ -310,9 +310,10 @@ def merge(base: Node, child: Node, key: str = "", types: dict[str, str] | None =
 
     Args:
         key: dotted key of both nodes.
-        types: default `type` of each section. If set, a mapping with another `type` than `base` replaces `base`, whose
-            keys are the arguments of another class. In the same way, a `model` with `from` replaces a `model` with
-            `preset`, and the reverse.
+        types: dotted key of a section -> its default `type`. If given, a section of `child` that sets another `type`
+            than the section of `base` replaces it completely, because the keys of `base` are arguments of another
+            class. A `model` with `from` also replaces a `model` with `preset`, and a `model` with `preset` replaces a
+            `model` with `from`. None: all mappings are merged.
     """
     if key == "model" and child.is_mapping and isinstance(base.value, str):
         base = Node({"preset": base}, base.file, base.line)

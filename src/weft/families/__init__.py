@@ -26,7 +26,8 @@ class Family(Protocol):
 
     Attributes:
         __doc__: docstring of the module. The first line (name, paper and features) is shown in the table of families.
-        ARCHITECTURES: the Transformers classes whose models the family reads. Exported files name the first class.
+        ARCHITECTURES: names of the Transformers classes whose models the family reads. Exported config.json files name
+            the first class.
         MODEL_TYPE: Transformers' `model_type`.
         KEYS: keys of `model:` -> keys of config.json (made with `weft.families.mapping.same`).
         WEIGHTS: the names and layouts of parameters in Hugging Face's files.

@@ -84,8 +84,8 @@ def quantization(config: dict[str, Any]) -> str | None:
             return method
         method = f"fp8 with weight_block_size {block} and fmt {given.get('fmt')}"
     raise UserError(
-        f"quantization_config: these weights are quantized ({method}) and cannot be trained; use the model that was "
-        "quantized (supported formats: mxfp4, and fp8 in blocks of e4m3)"
+        f"quantization_config: these weights are quantized ({method}) and cannot be trained; use the original, "
+        "unquantized model (supported quantized formats: mxfp4, and fp8 in blocks of e4m3)"
     )
 
 

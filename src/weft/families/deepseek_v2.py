@@ -90,9 +90,9 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
 
 
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
-    """Returns all config.json keys for keys of `model:`.
+    """Converts keys of `model:` to a config.json.
 
-    `head_dim` is the number of rotary dimensions, as in Transformers' class.
+    There, `head_dim` is the number of rotary dimensions, as in Transformers' class.
 
     Args:
         keys: keys of `model:`.

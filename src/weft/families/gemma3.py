@@ -33,7 +33,7 @@ def from_hf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Reads the keys of the rotary embedding, and `rope_local_base_freq`.
+    """Returns the keys of `model:` for the rotary embedding, and the value of `rope_local_base_freq`.
 
     As in Transformers 5, the older key `rope_scaling` overrides the values of layers with full attention.
     """

@@ -42,7 +42,7 @@ _SMOLLM2 = {"family": "llama", "vocab_size": 49152, "max_position_embeddings": 8
 
 
 def _scaled(factor: float) -> dict[str, Any]:
-    """Returns the keys of Llama 3 with RoPE scaling by `factor` to a context of 128k tokens."""
+    """Returns the keys of `model:` that Llama 3.1 and 3.2 presets share: a context of 128k tokens by RoPE scaling."""
     scaling = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
     return _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": scaling}
 

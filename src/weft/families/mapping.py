@@ -104,7 +104,7 @@ def same(*more: str, without: tuple[str, ...] = (), **renamed: str) -> dict[str,
     Args:
         more: keys, in addition to `SAME`, that have the same name in config.json.
         without: keys of `SAME` that the family does not have.
-        renamed: keys that have another name in config.json.
+        renamed: key of `model:` -> its name in config.json, if the names differ.
     """
     return {key: key for key in (*SAME, *more) if key not in without} | renamed
 
@@ -116,9 +116,9 @@ def renaming(
     windows: Windows | None = None,
     **allowed: Any,
 ) -> tuple[Translation, Translation]:
-    """Returns `from_hf` and `to_hf` of a family that differs from Weft only in the names of its keys.
+    """Returns the functions `from_hf` and `to_hf` of a family whose keys differ from Weft's only in their names.
 
-    The family's rotary embedding must be standard.
+    The functions convert the rotary embedding with `read_rope` and `write_rope`.
 
     Args:
         always: keys of `model:` that all models of the family have.
@@ -143,9 +143,7 @@ def renaming(
 def size(
     hidden: int, layers: int, heads: int, kv_heads: int | None = None, intermediate: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Returns the keys of `model:` that determine a preset's size, and the keys `more`. An argument of None is left
-    out.
-    """
+    """Returns the keys of `model:` for a preset: its sizes, except those that are None, and the keys `more`."""
     sizes = {
         "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "intermediate_size": intermediate,
@@ -159,7 +157,7 @@ def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[
     Args:
         config: a config.json.
         table: key of `model:` -> key of config.json.
-        defaults: default values of config.json's keys. If the default is None, null is equal to a missing key.
+        defaults: default values of config.json's keys. If the default is None, null counts as a missing key.
 
     Raises:
         UserError: a key without default is missing, a key that cannot be null is null, a number is too large, an
@@ -187,7 +185,12 @@ def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[
 
 
 def _padding_row(token: Any, rows: Any) -> Any:
-    """Returns the embedding row of a padding token. Negative ids count from the end; None if out of range."""
+    """Returns the index of a padding token's embedding row; None if it is out of range.
+
+    Args:
+        token: id of the padding token; a negative id counts from the end. Any other value is returned unchanged.
+        rows: number of rows of the embedding.
+    """
     if type(token) is not int or type(rows) is not int:
         return token  # the caller's checks report the type
     row = token + rows if token < 0 else token
@@ -207,8 +210,9 @@ def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(keys: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
-    """Converts keys of `model:` to keys of config.json, as the inverse of `read`. Leaves out keys of sections that are
-    null.
+    """Converts keys of `model:` to keys of config.json: the inverse of `read`.
+
+    If a section of `model:` such as `moe` is null, omits the keys of this section.
     """
     written = {}
     for key, hf_key in table.items():
@@ -273,7 +277,7 @@ def activation(name: Any, key: str) -> str:
 
 
 def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
-    """Replaces activation names in a written config.json by the original's names, if both name the same function.
+    """Returns `written` with the activation names of `origin` where both names mean the same function.
 
     Transformers computes `gelu_new` and `gelu_pytorch_tanh` in different orders, so logits differ in the last digits.
 
@@ -289,7 +293,7 @@ def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) ->
 def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
     """Raises UserError if a key of config.json has an unsupported value.
 
-    A null counts as missing, unless the supported value is true: there, null would mean false.
+    A null counts as a missing key, unless the only supported value is true, because then null means false.
 
     Args:
         config: a config.json.

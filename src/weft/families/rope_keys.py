@@ -1,6 +1,6 @@
 """Reads and writes the rotary embedding's keys in config.json. Does not import torch.
 
-If a value has several keys, the key that Transformers 5 prefers takes precedence.
+If several keys in a config.json set the same value, the key that Transformers 5 prefers takes precedence.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Failure(Protocol):
 
     Attributes:
         exitcode: exit code of the process; -N if signal N killed the process.
-        message: the failure that the rank sent (see `send_to_launcher`), or any other value if it sent none.
+        message: the dict that the rank sent with `send_to_launcher`; any other value if it sent none.
     """
 
     @property
@@ -112,7 +112,9 @@ def out_of_resources(error: Exception) -> str | None:
 
 
 def report_mistake(error: UserError) -> None:
-    """Sends a UserError to the launcher. The command line, not the launcher, prints it. (Torchrun prints it, too.)
+    """Sends a UserError to the launcher.
+
+    This process prints the error on its command line. Weft's launcher does not print it again, but torchrun does.
 
     If all ranks found the same error, one rank on each machine reports it. The other ranks wait for GRACE seconds,
     because a launcher terminates all ranks as soon as the first one exits.
@@ -124,7 +126,10 @@ def report_mistake(error: UserError) -> None:
 
 
 def _wait_for_report() -> None:
-    """Waits for GRACE seconds, in which another rank reports an error and the launcher terminates this rank."""
+    """If this process has a launcher, waits for GRACE seconds.
+
+    In this time, another rank reports the error, and the launcher terminates this rank.
+    """
     if status.connected() or "TORCHELASTIC_ERROR_FILE" in os.environ:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -136,7 +141,7 @@ def send_to_launcher(text: str, kind: str) -> bool:
 
     Args:
         text: message or traceback.
-        kind: who is at fault: MISTAKE, CUSTOM or INTERNAL.
+        kind: MISTAKE (invalid input), CUSTOM (an error of custom code, or full memory or disk) or INTERNAL (other).
     """
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     message = {"message": text.partition("\n")[0], "extraInfo": extra, _KEY: {"kind": kind, "time": time.time()}}

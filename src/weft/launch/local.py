@@ -193,7 +193,7 @@ class LocalRanks:
 
 
 def start_rank(command: Sequence[str], number: int, nproc: int, listener: socket.socket) -> Rank:
-    """Starts one rank, with the environment variables of torchrun and an equal number of OpenMP threads per rank.
+    """Starts rank `number`, with the environment variables of torchrun and an equal number of OpenMP threads per rank.
 
     Args:
         listener: a listening socket, which rank 0 uses for its TCPStore.

@@ -13,7 +13,10 @@ class Pretrain:
     """The cross-entropy of every token given the tokens before it. Padding and masked tokens have weight 0."""
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Returns the model's arguments. Given `labels`, the model returns log-probabilities instead of logits."""
+        """Returns the keyword arguments of the model's forward pass.
+
+        Because `labels` is among them, the model returns the log-probability of each label instead of logits.
+        """
         return {
             "tokens": batch.tokens,
             "positions": batch.positions,
