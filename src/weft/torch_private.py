@@ -91,6 +91,10 @@ NAMES = (
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_backward", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", _FLASH, _NO_FLASH),
     PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu_backward", _FLASH, _NO_FLASH),
+    PrivateName("torch:_weight_int8pack_mm", "multiplies bfloat16 activations by int8 weights; no public function does",
+                "quantized weights are dequantized for each product (slower)"),
+    PrivateName("torch:_weight_int4pack_mm_for_cpu", "see _weight_int8pack_mm", "see _weight_int8pack_mm"),
+    PrivateName("torch:_convert_weight_to_int4pack_for_cpu", "see _weight_int8pack_mm", "see _weight_int8pack_mm"),
     PrivateName("torch._inductor.config:_micro_pipeline_tp", "async tensor parallelism has no public switch",
                 "parallel.async_tp is refused"),
     PrivateName("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "see _micro_pipeline_tp",
@@ -201,6 +205,25 @@ flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+# ---- products of bfloat16 activations and quantized weights on CPUs; None: this PyTorch lacks the kernel
+
+multiply_int8: Any = getattr(torch, "_weight_int8pack_mm", None)  # (x, values [out, in], scale [out]) -> [rows, out]
+multiply_int4: Any = getattr(
+    torch, "_weight_int4pack_mm_for_cpu", None
+)  # (x, values, group size, scales) -> [rows, out]
+
+
+def pack_int4(integers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the values and the scales (with offsets 0) of a matrix in the layout of `multiply_int4`.
+
+    Args:
+        integers: `[out, columns]`, from -8 to 7.
+        scale: `[out, groups]`.
+    """
+    values = torch.ops.aten._convert_weight_to_int4pack_for_cpu((integers + 8).to(torch.int32), 1)
+    return values, torch.stack((scale.T, torch.zeros_like(scale.T)), -1)
 
 
 # ---- collectives that autograd and torch.compile follow; PyTorch 2.13 has new names for three of them

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -12,7 +14,7 @@ from torch import nn
 
 from weft.checkpoint.load import architecture, load, resolve
 from weft.checkpoint.tensors import model_tensors
-from weft.checkpoint.weights import open_weights
+from weft.checkpoint.weights import SavedTensor, open_weights
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
@@ -35,6 +37,7 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     device_map: Literal["auto"] | Budgets | None = None,
+    quantize: str | None = None,
 ) -> nn.Module:
     """Loads a model from a checkpoint; given a run directory, from the newest checkpoint of the run.
 
@@ -50,16 +53,20 @@ def load_model(
             A dict maps each device to a number of bytes for weights, such as `{"cuda:0": 20e9, "cpu": 60e9}`. Layers on
             "cpu" are copied to the first device when they run. "auto" uses most of the free memory of all GPUs and the
             host.
+        quantize: "int8" or "int4": weights of linear layers, experts and the output head have 8 or 4 bits
+            (`weft.models.quantize`). Such a model can generate and be evaluated, but not be trained or saved.
 
     Returns:
         A module in eval mode. It maps token ids [batch, seq] to logits [batch, seq, vocab].
 
     Raises:
-        UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, or the weights
-            do not fit in the free memory of the device.
+        UserError: the path has no checkpoint, the checkpoint is damaged, `dtype` is not a torch.dtype, the model
+            cannot be quantized, or the weights do not fit in the free memory of the device.
     """
+    if quantize is not None and device_map is not None:
+        raise UserError("a model cannot be quantized and distributed by a device map; omit quantize or device_map")
     budgets = free_budgets() if device_map == "auto" else device_map
-    return _load(*_build(path, device, dtype, budgets=budgets))
+    return _load(*_build(path, device, dtype, budgets=budgets, quantize=quantize), quantize)
 
 
 def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None = None) -> nn.Module:
@@ -82,10 +89,13 @@ def _build(
     dtype: torch.dtype | None,
     world: World | None = None,
     budgets: Budgets | None = None,
+    quantize: str | None = None,
 ) -> tuple[Path, nn.Module]:
     """Builds the model of a checkpoint, but does not load the weights. Returns the checkpoint's path and the model."""
     from weft.models.build import build_model
+    from weft.models.quantize import check_quantize
 
+    check_quantize(quantize)
     if not isinstance(dtype, torch.dtype | None):
         raise UserError(f"dtype: {dtype!r} is not a torch.dtype; use a dtype such as torch.bfloat16")
 
@@ -95,7 +105,8 @@ def _build(
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
     size = sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items())
-    if budgets is None:
+    # A quantized decoder never needs the memory of all weights (see `_allocate`).
+    if budgets is None and (quantize is None or not isinstance(section, ModelSection)):
         check_memory(size // (1 if world is None else world.shape.tp), device, checkpoint)
     if (world is not None or budgets is not None) and not isinstance(section, ModelSection):
         raise UserError(
@@ -117,34 +128,70 @@ def _build(
         model.to(device)
         _cast(model, saved, dtype)
     else:
-        from weft.models.initialize import initialize_buffers
-
         with torch.device("meta"):
-            model = build_model(section)
+            model = Decoder(section)
         _cast(model, saved, dtype)  # before memory is allocated: float32 may need twice as much
         if world is not None:
             from weft.parallel.apply import shard_for_inference
 
             shard_for_inference(model, world)
-        tied = [names for _, names in model_tensors(model).values()]
-        if budgets is None:
-            model.to_empty(device=device)
-        else:
-            assert isinstance(model, Decoder)
-            place_layers(model, budgets)
-        for first, *others in tied:  # `to_empty` splits a tied weight in two
-            for name in others:
-                module, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(module), attribute, model.get_parameter(first))
-        initialize_buffers(model)
+        _allocate(model, device, budgets, quantize, tensors, checkpoint)
     return checkpoint, model
 
 
-def _load(checkpoint: Path, model: nn.Module) -> nn.Module:
+def _allocate(
+    model: Decoder,
+    device: str | torch.device,
+    budgets: Budgets | None,
+    quantize: str | None,
+    saved: Mapping[str, SavedTensor],
+    checkpoint: Path,
+) -> None:
+    """Allocates the tensors of a decoder, which are not filled. Quantizes before if names and shapes are as saved."""
+    from weft.models.initialize import initialize_buffers
+    from weft.models.quantize import quantize as quantize_model
+
+    tensors = model_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, (tensor, _) in tensors.items()}
+    if quantize is not None and shapes == {name: tuple(tensor.shape) for name, tensor in saved.items()}:
+        quantize_model(model.eval(), quantize)
+        check_memory(sum(t.nbytes for t in (*model.parameters(), *model.buffers())), device, checkpoint)
+    if budgets is None:
+        model.to_empty(device=device)
+    else:
+        place_layers(model, budgets)
+    for first, *others in [names for _, names in tensors.values()]:  # `to_empty` splits a tied weight in two
+        for name in others:
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+    initialize_buffers(model)
+
+
+def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn.Module:
     """Fills a model with the weights of a checkpoint. If the model is sharded, every rank must call this function."""
-    load(checkpoint, model=model)
+    model.eval()
+    if quantize is None:
+        load(checkpoint, model=model)
+    else:
+        _load_quantized(checkpoint, model, quantize)
     _LOADED[model] = checkpoint
-    return model.eval()
+    return model
+
+
+def _load_quantized(checkpoint: Path, model: nn.Module, quantize: str) -> None:
+    """Fills a model whose weights are, or will be, quantized."""
+    from weft.models.quantize import fill_quantized, is_quantized, try_quantized
+    from weft.models.quantize import quantize as quantize_model
+
+    if is_quantized(model):
+        weights = open_weights(checkpoint, huggingface=False)
+        for warning in weights.warnings:
+            warnings.warn(f"{checkpoint}: {warning}", stacklevel=4)
+        fill_quantized(model, {name: tensor.blocks for name, tensor in weights.tensors.items()})
+    else:
+        load(checkpoint, model=model)
+        quantize_model(model, quantize)
+    try_quantized(model)
 
 
 def _cast(model: nn.Module, saved: dict[str, torch.dtype], dtype: torch.dtype | None, *, unsaved: bool = True) -> None:

@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_proposals(parser)
     parser.add_argument(
+        "--quantize",
+        choices=["int8", "int4"],
+        help="load weights in 8 or 4 bits, for less memory (on a CPU also faster)",
+    )
+    parser.add_argument(
         "--batch-invariant",
         action="store_true",
         help="compute each prompt alone, so that no bit of a text depends on the other prompts (slower)",
@@ -133,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     from weft.cli.on_ranks import run_generation_on_ranks
     from weft.errors import UserError
 
+    if args.quantize is not None:
+        raise UserError("--tp: quantized weights cannot be sharded over processes; omit --quantize or --tp")
     if "-" in args.prompts:
         raise UserError("--tp: several processes cannot read standard input; give the prompt as text or in --prompts")
     return run_generation_on_ranks(args, "generate", args.tp, lambda world: _generate(args, world))
@@ -159,7 +166,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
 
     def load(path: str | Path) -> nn.Module:
         if world is None:
-            return load_model(path, local_device(Console()), dtype)
+            return load_model(path, local_device(Console()), dtype, quantize=args.quantize)
         return load_sharded_model(path, world, dtype)
 
     draft, model = load(args.draft) if args.draft else None, load(checkpoint)

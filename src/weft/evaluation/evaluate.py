@@ -94,7 +94,7 @@ def evaluate(
         console: prints warnings and progress. Default: no output.
         settings: fields of `weft.evaluation.settings.Settings`: `sequence_length`, `stride`, `documents` ("apart" or
             "joined") and `max_tokens` for stores; `include_path`, `num_fewshot`, `limit` and `apply_chat_template` for
-            tasks; `batch_size`, `tokenizer`, `device` and `dtype`.
+            tasks; `batch_size`, `tokenizer`, `device`, `dtype` and `quantize`.
 
     Raises:
         UserError: the model or a store does not exist, a store does not fit the model, a task is unknown, or a setting
@@ -115,7 +115,7 @@ def evaluate(
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
     if not isinstance(model, nn.Module):
-        model = load_model(checkpoint or model, _device(how.device), how.dtype)
+        model = load_model(checkpoint or model, _device(how.device), how.dtype, quantize=how.quantize)
     how = how.with_windows(model, _run_data(checkpoint))
     if stores and how.tokenizer is None:
         console.warning(

@@ -37,6 +37,7 @@ class Settings:
         tokenizer: tokenizer of the model. Default: the tokenizer in the model's folder.
         device: device for a model that is loaded from a path. Default: a GPU if available.
         dtype: dtype for a model that is loaded from a path. Default: as saved.
+        quantize: "int8" or "int4" for a model that is loaded from a path with quantized weights.
 
     Raises:
         UserError: a value is out of range.
@@ -54,6 +55,7 @@ class Settings:
     tokenizer: str | Path | None = None
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -90,12 +92,12 @@ class Settings:
         Args:
             stores: whether the model is evaluated on stores.
             tasks: whether the model is evaluated on tasks.
-            loaded: whether the model is already loaded, so that `device` and `dtype` have no effect.
+            loaded: whether the model is already loaded, so that `device`, `dtype` and `quantize` have no effect.
         """
         for names, used, needed in (
             (OF_STORES, stores, "store"),
             (OF_TASKS, tasks, "tasks"),
-            (("device", "dtype"), not loaded, "the path of a model"),
+            (("device", "dtype", "quantize"), not loaded, "the path of a model"),
         ):
             given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
             if given and not used:

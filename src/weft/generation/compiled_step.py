@@ -26,6 +26,7 @@ from weft.models.layers.dropout import Dropout
 from weft.models.layers.mlp import MLP
 from weft.models.layers.norm import LayerNorm, RMSNorm, RMSNorm1p
 from weft.models.layers.rope import rotary_cos_sin, rotary_depends_on_length
+from weft.models.quantized import QuantizedLinear, QuantizedWeight
 from weft.torch_private import has_hooks
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 8  # new tokens of a sequence, up to which the compiled step computes them
 _KNOWN = {Decoder, Block, Attention, CoreAttention, MLP, RMSNorm, RMSNorm1p, LayerNorm, Dropout}
-_KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList}
+_KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList, QuantizedLinear, QuantizedWeight}
 _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -60,7 +61,7 @@ def unsupported(model: Decoder) -> str | None:
             return f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}"
         if not parameter.is_contiguous() or parameter.device != first.device:
             return f"the parameter {name} is not contiguous in the CPU's memory"
-    if len({module.weight.dtype for module in model.modules() if isinstance(module, nn.Linear)}) > 1:
+    if len({m.weight.dtype for m in model.modules() if isinstance(m, nn.Linear | QuantizedLinear)}) > 1:
         return "its weights have several dtypes"
     for name, module in model.named_modules():
         if type(module) not in _KNOWN:
@@ -252,6 +253,9 @@ def _matrix(linear: Any) -> Matrix:
         return Matrix()
     weight = linear.weight
     rows, columns = weight.shape
+    if isinstance(weight, QuantizedWeight):
+        values, scale = weight.values.data_ptr(), weight.scale.data_ptr()
+        return Matrix(values, scale, rows, columns, DTYPES[f"int{weight.bits}"], _vector(linear.bias))
     return Matrix(weight.data_ptr(), None, rows, columns, DTYPES[_SIZES[weight.dtype]], _vector(linear.bias))
 
 

@@ -38,6 +38,7 @@ def generate(
     ignore_eos: bool = False,
     draft: nn.Module | str | Path | None = None,
     lookup: int = 0,
+    quantize: str | None = None,
     **settings: Any,
 ) -> Prompts:
     """Continues prompts. A continuation does not depend on the other prompts.
@@ -59,6 +60,7 @@ def generate(
         ignore_eos: whether to continue after a token that ends a text.
         draft: path or module of a smaller model with the same tokenizer, which proposes tokens (speculative decoding).
         lookup: maximum number of tokens that are proposed because they followed the same tokens earlier in the text.
+        quantize: "int8" or "int4": load the model of a path with quantized weights, as `weft.load_model` does.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
@@ -72,8 +74,10 @@ def generate(
     """
     sampling = make_sampling(max_new_tokens, temperature, settings)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
+    if quantize is not None and isinstance(model, nn.Module):
+        raise UserError("quantize has an effect only with the path of a model; give it to weft.load_model instead")
     many = [prompts] if single else list(prompts)
-    found: Any = _generate(model, many, sampling, ignore_eos, draft, lookup)
+    found: Any = _generate(model, many, sampling, ignore_eos, draft, lookup, quantize)
     return found[0] if single else found
 
 
@@ -93,6 +97,7 @@ def _generate(
     ignore_eos: bool,
     draft: nn.Module | str | Path | None,
     lookup: int,
+    quantize: str | None,
 ) -> list:
     if not prompts:
         return []
@@ -100,7 +105,7 @@ def _generate(
     needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
     if not isinstance(model, nn.Module):
-        model = load_model(checkpoint or model, local_device(Console()))
+        model = load_model(checkpoint or model, local_device(Console()), quantize=quantize)
     if isinstance(draft, str | Path):
         draft = load_model(draft, local_device(Console()))
     stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)

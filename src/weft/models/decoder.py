@@ -137,8 +137,10 @@ class Decoder(nn.Module):
         self.window = config.sliding_window if slides else None
         pattern = config.attention_pattern
         self.pattern = pattern and load_class(pattern, "attention_pattern")(**pattern.arguments)
-        # Replaced by compiled or sharded versions.
-        self.token_logprobs, self.logits, self.select = token_logprobs, F.linear, select
+        # Replaced by compiled, sharded or quantized versions.
+        self.token_logprobs: Callable[..., torch.Tensor] = token_logprobs
+        self.logits: Callable[..., torch.Tensor] = F.linear
+        self.select = select
         self.heads = slice(None)  # the attention heads that this rank computes; set by `parallel/`
         # Set for pipeline stages: whether this stage has the embedding and the head, and the dtype of its computation.
         # Layers that belong to other stages are None.

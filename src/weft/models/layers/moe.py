@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -197,6 +198,7 @@ class Experts(nn.Module):
         for name, size in (("gate_bias", inner), ("up_bias", inner), ("down_bias", hidden_size)):
             self.register_parameter(name, nn.Parameter(torch.zeros(experts, size)) if config.expert_bias else None)
         self.activation, self.limit = make_activation(hidden_act), config.swiglu_limit
+        self.product: Callable[..., torch.Tensor] = grouped_linear  # replaced if weights are quantized
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Applies the experts to rows that are sorted by expert.
@@ -208,7 +210,7 @@ class Experts(nn.Module):
         Returns:
             `[rows, hidden]`.
         """
-        gate, up = grouped_linear(x, self.gate_proj, ends), grouped_linear(x, self.up_proj, ends)
+        gate, up = self.product(x, self.gate_proj, ends), self.product(x, self.up_proj, ends)
         one_hot = None
         if self.gate_bias is not None and self.up_bias is not None:
             # A matrix product instead of indexing, whose gradient would be a sequential sum over rows.
@@ -220,7 +222,7 @@ class Experts(nn.Module):
         else:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
-        out = grouped_linear(inner, self.down_proj, ends)
+        out = self.product(inner, self.down_proj, ends)
         return out if one_hot is None or self.down_bias is None else out + one_hot @ self.down_bias
 
 
