@@ -126,10 +126,13 @@ def tokenizer_folder(checkpoint: Path) -> Path | None:
 
 
 def architecture(checkpoint: Path) -> ModelSection | TransformersModelSection | CustomModelSection:
-    """Returns the `model` section (of a config) that describes a checkpoint's model. Raises UserError if it is invalid.
+    """Returns the `model` section (of a config) that describes the model of a checkpoint.
 
     Args:
         checkpoint: a path that `resolve` returned.
+
+    Raises:
+        UserError: the section is invalid.
     """
     if is_huggingface(checkpoint):
         return section_of(checkpoint)
@@ -275,7 +278,7 @@ def _match_optimizer(
 
 
 def _saved_optimizer(checkpoint: Path, name: str) -> dict[str, Any]:
-    """Returns the description of the saved optimizer, whose class must have this name. Raises UserError otherwise."""
+    """Returns the description of a saved optimizer. Raises UserError if none is saved, or its class is not `name`."""
     saved = read_json(checkpoint / files.OPTIMIZER)
     if saved is None:
         raise UserError("this checkpoint has no optimizer state; load the model without an optimizer", checkpoint)

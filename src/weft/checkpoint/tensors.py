@@ -111,7 +111,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
     Returns:
         Two dicts: name (`optimizer.<parameter>.<key>`) -> tensor, and the JSON value
         `{"class": ..., "state": {parameter: {key: description}}}`. A description contains the values that are not
-        tensors, and the layout of each tensor. `empty_state` rebuilds a value from its description.
+        tensors, and how each tensor is sharded. `empty_state` rebuilds a value from its description.
     """
     tensors: dict[str, Tensor] = {}
     state: dict[str, Any] = {}

@@ -65,7 +65,7 @@ class ModelState:
             replicated bias to its partial output, so the multiplier is 1 / number of `tp` ranks.
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
-        assigned: module -> name of an attribute that `fill` assigned -> label of the assigned value.
+        assigned: module -> {name of an attribute that `fill` assigned: label of the value}.
     """
 
     plan: ModelPlan

@@ -75,7 +75,7 @@ class Totals:
 
     Attributes:
         names: names of the scalars, the same on all ranks.
-        vector: float64 `[1 + 2 x names]`: the sum of the loss, then a sum and a weight per name.
+        vector: float64 `[1 + 2 * len(names)]`: the sum of the loss, then a sum and a weight per name.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device):

@@ -37,15 +37,15 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def agree(action: Callable[[], T], only_first: bool = False) -> T:
-    """Runs `action` on all ranks and returns its result. If it raises an exception on any rank, all ranks raise one.
+    """Runs `action` on all ranks and returns its result. If `action` raises on any rank, all ranks raise.
 
     Args:
         action: a function without collectives, because a rank on which it fails does not take part in them.
         only_first: whether to run `action` only on rank 0, and return rank 0's result on all ranks.
 
     Raises:
-        Exception: if `action` raises on any rank: the exception of the lowest such rank. A UserError begins with the
-            rank's number if this is not 0, and only rank 0 prints it.
+        Exception: if `action` raises on any rank: the exception of the lowest such rank. Only rank 0 prints a
+            UserError, whose text begins with the number of the failed rank if that is not 0.
     """
     if world_size() == 1:
         return action()

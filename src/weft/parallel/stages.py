@@ -11,8 +11,8 @@ from weft.config.model import ModelSection
 def stage_ranges(section: ModelSection, parallel: ParallelSection, sequence: int) -> list[range]:
     """Returns the range of layers of each stage.
 
-    `parallel.stage_layers` sets the number of layers of each stage. If it is None, the stages balance the cost of
-    matrix products, including the head in the last stage. Embedding look-ups have no cost.
+    `parallel.stage_layers` sets the number of layers of each stage. If it is None, the layers are divided so that
+    stages have similar costs of matrix products, including the head in the last stage. Embedding look-ups have no cost.
 
     Args:
         sequence: number of tokens per sequence, for the cost of attention.

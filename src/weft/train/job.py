@@ -14,7 +14,7 @@ from weft.train.run_directory import RunDirectory, claim
 
 @dataclass(frozen=True)
 class Job:
-    """The context of a training session on one rank. `config` contains the automatic settings."""
+    """The context of a training session on one rank. `config` contains the settings of `auto_settings`."""
 
     config: RunConfig
     world: World

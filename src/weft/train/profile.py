@@ -137,7 +137,7 @@ class ProfiledLoop(Loop):
         }
 
     def raise_if_empty(self, trace: Trace) -> None:
-        """Raises UserError if a GPU's trace has no GPU work, because the GPU's counters could not be read."""
+        """Raises UserError if a GPU's trace has no GPU work, as when the GPU's counters cannot be read."""
         if self.world.device.type == "cuda" and not trace.on_device:
             raise UserError(
                 "the profiler recorded no GPU work; get permission to read the GPU's counters (NVIDIA: "

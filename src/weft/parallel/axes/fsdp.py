@@ -155,7 +155,7 @@ class SingleRankReduceScatter:
         self.input: torch.Tensor | None = None
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a buffer: a new tensor for FSDP2's first call (the input), the same tensor for the second."""
+        """Returns a new tensor in FSDP2's first call (the input buffer), and the same tensor in the second."""
         buffer, self.input = self.input, None
         if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
             buffer = self.input = torch.empty(size, dtype=dtype, device=device)

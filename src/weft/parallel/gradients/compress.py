@@ -59,7 +59,7 @@ class PowerSGD:
     Args:
         section: the settings of `parallel.compress`.
         model: from `build_sharded_model`. FSDP2 reduces its gradients over all axes except `dp_replicate`.
-        dtype: dtype of exact all-reduces.
+        dtype: dtype of all-reduces without compression.
         seed: seed of the initial Q.
 
     Attributes:

@@ -138,7 +138,12 @@ def _contexts(
 
 
 class _Counting(TorchDispatchMode):
-    """Context manager that numbers the calls of each relevant operator, from 0 each time it is entered."""
+    """Context manager that numbers the calls of each operator, from 0 whenever the context is entered.
+
+    Args:
+        saved: `Key` of an operator call -> saved result.
+        relevant: operator -> whether its calls are numbered.
+    """
 
     def __init__(self, saved: dict[Key, Any], relevant: Callable[[Any], bool]):
         super().__init__()
