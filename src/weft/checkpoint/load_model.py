@@ -147,7 +147,14 @@ def _allocate(
     saved: Mapping[str, SavedTensor],
     checkpoint: Path,
 ) -> None:
-    """Allocates the tensors of a decoder, which are not filled. Quantizes before if names and shapes are as saved."""
+    """Allocates the tensors of a decoder on the meta device. Their values stay uninitialized, except for buffers.
+
+    With `quantize`, replaces the weights by quantized weights first, if `saved` has the names and shapes of the
+    model's tensors. (Otherwise `_load_quantized` quantizes the loaded weights.)
+
+    Raises:
+        UserError: the weights do not fit in the free memory.
+    """
     from weft.models.initialize import initialize_buffers
     from weft.models.quantize import quantize as quantize_model
 
@@ -179,7 +186,11 @@ def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn
 
 
 def _load_quantized(checkpoint: Path, model: nn.Module, quantize: str) -> None:
-    """Fills a model whose weights are, or will be, quantized."""
+    """Fills a model with the weights of a checkpoint, quantized.
+
+    If `_allocate` has quantized the model, rounds the weights while it reads them. Otherwise loads the full weights
+    first, and quantizes the model afterwards.
+    """
     from weft.models.quantize import fill_quantized, is_quantized, try_quantized
     from weft.models.quantize import quantize as quantize_model
 
