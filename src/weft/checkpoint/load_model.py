@@ -147,13 +147,15 @@ def _allocate(
     saved: Mapping[str, SavedTensor],
     checkpoint: Path,
 ) -> None:
-    """Allocates the tensors of a decoder on the meta device. Their values stay uninitialized, except for buffers.
+    """Allocates a decoder's tensors: on `device`, or on several devices if `budgets` is given.
+
+    The decoder must be on the meta device. Parameters stay uninitialized; buffers are initialized.
 
     With `quantize`, replaces the weights by quantized weights first, if `saved` has the names and shapes of the
     model's tensors. (Otherwise `_load_quantized` quantizes the loaded weights.)
 
     Raises:
-        UserError: the weights do not fit in the free memory.
+        UserError: the model cannot be quantized, or the weights do not fit in the free memory.
     """
     from weft.models.initialize import initialize_buffers
     from weft.models.quantize import quantize as quantize_model
