@@ -136,8 +136,9 @@ def main() -> int:
     lines = [
         "# Requests that share an engine",
         "",
-        f"{processor()}, {args.threads} threads; Llama {args.size}, {args.dtype}; {datetime.date.today()}; torch "
-        f"{torch.__version__}; medians of {args.rounds} rounds, ratios are medians of the rounds' ratios.",
+        f"{processor()}, {args.threads} thread{'s' * (args.threads > 1)}; Llama {args.size}, {args.dtype}; "
+        f"{datetime.date.today()}; torch {torch.__version__}; medians of {args.rounds} rounds, ratios are medians "
+        "of the rounds' ratios.",
         "",
         "| measurement | | | ratio | goal |",
         "| --- | ---: | ---: | ---: | ---: |",

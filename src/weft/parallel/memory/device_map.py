@@ -124,7 +124,7 @@ class _Moved:
         for source, copy in copies:
             if source is value:
                 return copy
-        move = partial(tree_map_only, torch.Tensor, lambda tensor: tensor.to(device))
+        move = partial(tree_map_only, torch.Tensor, partial(torch.Tensor.to, device=device))
         copy = partial(value.func, *move(value.args)) if isinstance(value, partial) else move(value)
         copies[:] = [*copies[-1:], (value, copy)]  # of layers with and without a sliding window
         return copy
