@@ -49,7 +49,7 @@ class Epochs:
         return result
 
     def _chunk(self, epoch: int, chunk: int) -> np.ndarray:
-        """Returns the chunk with index `chunk` of an epoch's order. Caches the last two chunks."""
+        """Returns entries `chunk * CHUNK` to `(chunk + 1) * CHUNK - 1` of an epoch's order. Caches two results."""
         if (epoch, chunk) not in self._chunks:
             if len(self._chunks) >= 2:
                 self._chunks.pop(next(iter(self._chunks)))

@@ -52,7 +52,7 @@ class ConversationSpec:
     exact: bool = False
 
 
-class _Draft(NamedTuple):
+class _Rendered(NamedTuple):
     """A rendered conversation.
 
     Attributes:
@@ -162,21 +162,22 @@ class ConversationEncoder:
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Returns the ids and loss masks of records, in order, and the rejected records."""
         tokenizer = self.open()
-        drafts: list[_Draft] = []
+        rendered: list[_Rendered] = []
         lines: list[int | None] = []
         rejects: list[Reject] = []
         for document in documents:
             try:
                 if not isinstance(document.value, dict):
                     raise Unfit("not a record")
-                drafts += [self._draft(conversation) for conversation in read_record(document.value, self.spec.layout)]
+                conversations = read_record(document.value, self.spec.layout)
+                rendered += [self._render(conversation) for conversation in conversations]
                 lines.append(document.line)
             except Unfit as bad:
                 rejects.append(Reject(document.line, bad.reason, bad.hint))
-        ids, lengths, mask = self._spans.encode([draft.text for draft in drafts], [draft.spans for draft in drafts])
-        ids, lengths, mask = _close(ids, lengths, mask, tokenizer.eod_id, [draft.learn_end for draft in drafts])
+        ids, lengths, mask = self._spans.encode([one.text for one in rendered], [one.spans for one in rendered])
+        ids, lengths, mask = _append_eod(ids, lengths, mask, tokenizer.eod_id, [one.learn_end for one in rendered])
         encoded = Encoded(ids, lengths, mask.view(np.uint8), rejects)
-        sizes = np.array([self._size(draft.text) for draft in drafts], np.int64)
+        sizes = np.array([self._size(one.text) for one in rendered], np.int64)
         if self.spec.max_tokens is not None:
             sizes = self._shorten(encoded, lines, sizes)
         encoded.bytes = int(sizes.sum())
@@ -186,13 +187,13 @@ class ConversationEncoder:
         """Returns the number of bytes of a text, without an end-of-document token at its end."""
         return len(text.removesuffix(self._end).encode())
 
-    def _draft(self, conversation: Conversation) -> _Draft:
+    def _render(self, conversation: Conversation) -> _Rendered:
         if not self._template.takes_parts and any(type(m.get("content")) is list for m in conversation.messages):
             conversation = replace(conversation, messages=[_join_parts(message) for message in conversation.messages])
         messages, tools, variables = conversation.messages, conversation.tools, conversation.variables
         text, spans = self._template.render(messages, tools, variables)
         if self.spec.train_on == "all":
-            return _Draft(text, [(0, len(text))], True)
+            return _Rendered(text, [(0, len(text))], True)
         learned = conversation.learned[-1:] if self.spec.train_on == "last" else conversation.learned
         if not self._template.source.marked:
             spans = [self._message_span(conversation, number, text) for number in learned]
@@ -207,7 +208,7 @@ class ConversationEncoder:
         # If the text ends with the end-of-document token and white space, another end-of-document token is added after
         # the white space; it does not end an answer.
         learn_end = learned[-1] == len(messages) - 1 and not text.rstrip().endswith(self._end)
-        return _Draft(text, spans, learn_end)
+        return _Rendered(text, spans, learn_end)
 
     def _message_span(self, conversation: Conversation, number: int, text: str) -> tuple[int, int]:
         """Returns the span in the text of the assistant message with index `number`, without the message's header.
@@ -319,7 +320,7 @@ def _join_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": "".join(part["text"] for part in content)}
 
 
-def _close(
+def _append_eod(
     ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray, eod_id: int, learned: list[bool]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Appends the end-of-document token to each document that does not end with it.

@@ -1,4 +1,4 @@
-"""Appends parts in order to a store's files, with a journal from which an interrupted pack resumes.
+"""Appends encoded parts to a store's files, in order, with a journal from which an interrupted pack resumes.
 
 The hidden folder next to the store contains
 

@@ -1,7 +1,8 @@
 """Packs documents into a token store.
 
-The inputs are split into units. Workers encode parts of several units, which are appended in order to the store. The
-store is published when it is complete. The work of an interrupted pack is kept, and the same call resumes it.
+The inputs are split into units (files, or ranges of files), and consecutive units are grouped into parts. Workers
+encode parts, and this process appends the encoded parts to the store in order. The store is published when it is
+complete. The work of an interrupted pack is kept, and the same call resumes it.
 """
 
 from __future__ import annotations

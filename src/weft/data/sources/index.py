@@ -69,7 +69,7 @@ def build_index(path: str | Path, on_bytes: Callable[[int], None] = lambda n: No
 def is_current(path: str | Path) -> bool:
     """Whether the file has an index, and has not changed since it was indexed."""
     try:
-        return _read_documents(Path(path)) is not None
+        return _count_documents(Path(path)) is not None
     except UserError:
         return False
 
@@ -83,7 +83,7 @@ class JsonLines:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        documents = _read_documents(self.path)
+        documents = _count_documents(self.path)
         try:
             offsets = np.load(index_path(self.path), mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError):
@@ -141,7 +141,7 @@ def _remedy(path: Path) -> str:
     return f"run `weft data index {path}`"
 
 
-def _read_documents(path: Path) -> int:
+def _count_documents(path: Path) -> int:
     """Returns the number of documents in a file's index; raises UserError if the index is missing or out of date."""
     if not path.exists():
         raise UserError("no such file; check the path", path)

@@ -230,9 +230,9 @@ def _match_order(
 class CharacterCheck:
     """Finds texts with doubtful characters, which gigatoken and `tokenizers` possibly classify differently.
 
-    All other characters are settled: those that are assigned in Python's Unicode tables, private use characters, and
-    blocks for pictographs. Python's tables are older than the tables of both libraries, and the categories of assigned
-    characters hardly ever change.
+    Every character is doubtful, except characters that are assigned in Python's Unicode tables, private use characters,
+    and blocks for pictographs. Python's tables are older than the tables of both libraries, and the categories of
+    assigned characters hardly ever change.
     """
 
     _UNSEEN, _SETTLED, _DOUBTFUL = range(3)

@@ -54,7 +54,7 @@ def find_prefix(path: Path) -> Path:
     """Returns the path of a dataset's `.bin` and `.idx` files, without these suffixes.
 
     Args:
-        path: one of the files, the result itself, or a folder with one pair of these files.
+        path: one of the files, their common path without suffix, or a folder with one pair of these files.
 
     Raises:
         UserError: a folder does not contain exactly one `.idx` file.

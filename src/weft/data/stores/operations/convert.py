@@ -129,7 +129,7 @@ def _documents(
         for ids, lengths in _split_stream(source, vocabulary.eod_id) if split else source.blocks():
             _check_ids(source, ids, lengths, number, vocabulary.size)
             done, number = done + len(ids), number + len(lengths)
-            yield _closed(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
+            yield _append_eod(ids, lengths, vocabulary.eod_id) if close else (ids, lengths)
             bar.update(done)
 
 
@@ -154,7 +154,7 @@ def _check_ids(source: ExternalStore, ids: np.ndarray, lengths: np.ndarray, numb
         )
 
 
-def _closed(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documents:
+def _append_eod(ids: np.ndarray, lengths: np.ndarray, eod_id: int | None) -> Documents:
     """Adds an end-of-document token to each document that does not end with it. Returns the new ids and lengths."""
     ends = np.cumsum(lengths)
     is_open = np.ones(len(lengths), bool)

@@ -69,7 +69,9 @@ def dedup(
 
 
 def _find_exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Console) -> Similarity:
-    """Sets `first_of[i]` to the index of the first item with the same ids as item `i`, for all items.
+    """Sets `first_of[i]` to the index of the first item with the same ids as item `i`, for all `i`.
+
+    An item is a document, or a pair of documents in a store of preferences.
 
     Returns:
         A function that returns the similarity of pairs, which is always 1.

@@ -78,6 +78,8 @@ class NearDuplicates:
     def find(self, first_of: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
         """Sets `first_of[i]` (int64 `[items]`) to the index of the first item in the cluster of item `i`, for all `i`.
 
+        An item is a document, or a pair of documents in a store of preferences.
+
         Returns:
             The method `similarity`.
         """
@@ -133,8 +135,8 @@ class NearDuplicates:
     def _link(self, numbers: np.ndarray, group: np.ndarray, first_of: np.ndarray) -> None:
         """Compares each item of a group with the group's first item, and links the two if they are similar.
 
-        The items of the group that are not linked then form a smaller group, which is compared in the same way. A group
-        is compared at most `LEADERS` times.
+        Repeats this with those items of the group that are not linked yet, so that up to `LEADERS` items of a group are
+        compared with the others.
 
         Args:
             numbers, group: index and group number of each item, as yielded by `Groups.equal`.
