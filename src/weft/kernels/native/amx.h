@@ -169,9 +169,6 @@ INLINE void amx_stripe(const Matrix *m, int64_t dtype, int64_t n, const uint32_t
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t at = tile_begin(tile, depth, m->columns) * size;
         const uint32_t *columns = in + tile * 16 * width;
-        // The next stripe follows in memory. Processors do not prefetch by themselves for loads of tiles.
-        const char *next = first + STRIPE * stride + tile * STRIPE * 64;
-        for (int line = 0; line < STRIPE; line++) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
         _tile_loadd(6, columns, 4 * width);
         _tile_loadd(4, first + at, stride);
         _tile_loadd(5, second + at, stride);

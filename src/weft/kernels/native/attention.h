@@ -37,31 +37,33 @@ INLINE int64_t unit_begin(const Units *u, int64_t unit) {
     return u->blocks[unit / u->heads] * u->block_stride + (u->group + unit % u->heads) * u->dim;
 }
 
-// Reads the keys or values of a block: [BLOCK, padded].
-INLINE void read_block(const void *pool, int64_t dtype, const Units *units, int64_t unit, int64_t padded,
-                       float *out) {
-    const int64_t dim = units->dim, stride = units->block_stride / BLOCK, size = dtype == FLOAT32 ? 4 : 2;
-    const int64_t next = unit_begin(units, unit + 2);
-    int64_t at = unit_begin(units, unit);
-    for (int j = 0; j < BLOCK; j++, at += stride) {
-        for (int64_t line = 0; line < dim * size; line += 64)
-            __builtin_prefetch((const char *)pool + (next + j * stride) * size + line);
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES)
-            store(out + j * padded + i,
-                  dtype == FLOAT32 ? load((const float *)pool + at + i) : load_bfloat16((const uint16_t *)pool + at + i));
-        for (; i < dim; i++) out[j * padded + i] = element(pool, dtype, at + i);
-    }
+// Prefetches a unit, because processors do not foresee the order of blocks.
+INLINE void prefetch_unit(const Units *u, int64_t unit, const char *pool, int64_t size) {
+    const int64_t at = unit_begin(u, unit), stride = u->block_stride / BLOCK;
+    for (int j = 0; j < BLOCK; j++)
+        for (int64_t line = 0; line < u->dim * size; line += 64)
+            __builtin_prefetch(pool + (at + j * stride) * size + line);
 }
 
-// Stores the scores of the keys of a block with the query of one head.
-INLINE void score_block(const float *keys, const float *query, int64_t padded, float scale, float softcap, float *out) {
+// Copies the keys or values of a unit to floats [BLOCK, padded], for heads whose size is no multiple of LANES.
+static void copy_unit(const Units *u, int64_t unit, const void *pool, int64_t dtype, int64_t padded, float *out) {
+    const int64_t at = unit_begin(u, unit), stride = u->block_stride / BLOCK;
+    for (int j = 0; j < BLOCK; j++) expand(pool, dtype, at + j * stride, u->dim, out + j * padded);
+}
+
+INLINE vec load_as(const void *p, int64_t dtype, int64_t i) {
+    return dtype == FLOAT32 ? load((const float *)p + i) : load_bfloat16((const uint16_t *)p + i);
+}
+
+// Stores the scores of the keys of a block [BLOCK, stride] with the query of one head.
+INLINE void score_block(const void *keys, int64_t dtype, int64_t stride, const float *query, int64_t padded,
+                        float scale, float softcap, float *out) {
     for (int j = 0; j < BLOCK; j += LANES) {
         vec sums[LANES] = {};
         for (int64_t i = 0; i < padded; i += LANES) {
             const vec q = load(query + i);
 #pragma GCC unroll 16
-            for (int lane = 0; lane < LANES; lane++) sums[lane] += q * load(keys + (j + lane) * padded + i);
+            for (int lane = 0; lane < LANES; lane++) sums[lane] += q * load_as(keys, dtype, (j + lane) * stride + i);
         }
         const vec found = sums_of(sums) * scale;
         store(out + j, softcap == 0 ? found : softcap * tanh_of(found / softcap));
@@ -88,11 +90,11 @@ INLINE float exponentiate(float *scores, int64_t count, int64_t begin, int64_t e
 }
 
 // Adds the weighted values of a block, of the tokens [begin, end), to the output of one head.
-INLINE void add_values(const float *values, const float *weights, int64_t begin, int64_t end, int64_t padded,
-                       float *out) {
+INLINE void add_values(const void *values, int64_t dtype, int64_t stride, const float *weights, int64_t begin,
+                       int64_t end, int64_t padded, float *out) {
     for (int64_t i = 0; i < padded; i += LANES) {
         vec sum = load(out + i);
-        for (int64_t j = begin; j < end; j++) sum += weights[j] * load(values + j * padded + i);
+        for (int64_t j = begin; j < end; j++) sum += weights[j] * load_as(values, dtype, j * stride + i);
         store(out + i, sum);
     }
 }
@@ -107,16 +109,25 @@ static void attend(const Model *model, const Layer *layer, const Step *step, int
     const int64_t share = model->heads / model->kv_heads, many = count < share ? count : share, groups = count / many;
     const Units units = {step->blocks + step->tables[row] + begin, (end - begin) * groups, groups, head / share,
                          BLOCK * model->kv_heads * dim, dim};
+    const int64_t stride = model->kv_heads * dim, size = model->cache_dtype == FLOAT32 ? 4 : 2;
+    const int copied = padded != dim;
+    const float scale = (float)model->score_scale, softcap = (float)model->score_softcap;
     float *block = scratch, *queries = block + BLOCK * padded, *sums = queries + count * padded;
     float *totals = sums + count * padded, *scores = totals + count;
     memset(scratch, 0, (BLOCK + 2 * count) * padded * sizeof(float)); // padding must be 0
     for (int64_t h = 0; h < count; h++) memcpy(queries + h * padded, q + h * dim, dim * sizeof(float));
     for (int64_t unit = 0; unit < units.count; unit++) {
         const int64_t b = unit / groups, from = unit % groups * many;
-        read_block(layer->keys, model->cache_dtype, &units, unit, padded, block);
-        for (int64_t h = from; h < from + many; h++)
-            score_block(block, queries + h * padded, padded, (float)model->score_scale, (float)model->score_softcap,
-                        scores + h * keys + b * BLOCK);
+        const void *at = (const char *)layer->keys + unit_begin(&units, unit) * size;
+        prefetch_unit(&units, unit + 3, layer->keys, size);
+        if (copied) copy_unit(&units, unit, layer->keys, model->cache_dtype, padded, block);
+        for (int64_t h = from; h < from + many; h++) {
+            float *to = scores + h * keys + b * BLOCK;
+            const float *query = queries + h * padded;
+            if (copied) score_block(block, FLOAT32, padded, query, padded, scale, softcap, to);
+            else if (size == 4) score_block(at, FLOAT32, stride, query, padded, scale, softcap, to);
+            else score_block(at, BFLOAT16, stride, query, padded, scale, softcap, to);
+        }
     }
     for (int64_t h = 0; h < count; h++) {
         const float *slopes = model->slopes.data;
@@ -132,9 +143,16 @@ static void attend(const Model *model, const Layer *layer, const Step *step, int
         const int64_t b = unit / groups, from = unit % groups * many, start = (begin + b) * BLOCK;
         const int64_t skipped = start < first ? first - start : 0;
         const int64_t until = start + BLOCK > position + 1 ? position + 1 - start : BLOCK;
-        read_block(layer->values, model->cache_dtype, &units, unit, padded, block);
-        for (int64_t h = from; h < from + many; h++)
-            add_values(block, scores + h * keys + b * BLOCK, skipped, until, padded, sums + h * padded);
+        const void *at = (const char *)layer->values + unit_begin(&units, unit) * size;
+        prefetch_unit(&units, unit + 3, layer->values, size);
+        if (copied) copy_unit(&units, unit, layer->values, model->cache_dtype, padded, block);
+        for (int64_t h = from; h < from + many; h++) {
+            const float *weights = scores + h * keys + b * BLOCK;
+            float *to = sums + h * padded;
+            if (copied) add_values(block, FLOAT32, padded, weights, skipped, until, padded, to);
+            else if (size == 4) add_values(at, FLOAT32, stride, weights, skipped, until, padded, to);
+            else add_values(at, BFLOAT16, stride, weights, skipped, until, padded, to);
+        }
     }
     for (int64_t h = 0; h < count; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = sums[h * padded + i] / totals[h];
