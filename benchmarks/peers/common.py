@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from random import Random
 
 VOCABULARY = 32_000
 # In Hugging Face's words, which are Weft's too.
@@ -62,12 +64,13 @@ def flops_per_token(shape: dict, sequence: int) -> int:
     return 6 * matmul_parameters(shape) + 12 * shape["num_hidden_layers"] * shape["hidden_size"] * sequence
 
 
-def job() -> dict:
-    """The JSON object this process was started with, its last argument; sets the number of threads."""
-    import torch
-
+def job(torch_threads: bool = True) -> dict:
+    """The JSON object this process was started with, its last argument; sets PyTorch's number of threads."""
     asked = json.loads(sys.argv[-1])
-    torch.set_num_threads(asked["threads"])
+    if torch_threads:
+        import torch
+
+        torch.set_num_threads(asked["threads"])
     return asked
 
 
@@ -148,6 +151,16 @@ def bare_loop(asked: dict, model, loss_of) -> None:
         losses.append(loss.item())
         clock.tick()
     report(asked, model, clock, losses)
+
+
+def report_decoding(asked: dict, generate: Callable[[list[list[int]], int], float]) -> None:
+    """Prints the seconds of `generate(prompts, new tokens)` for each batch size, after a warm-up."""
+    random, seconds = Random(0), {}
+    for size in asked["batches"]:
+        prompts = [[random.randrange(asked["shape"]["vocab_size"]) for _ in range(64)] for _ in range(size)]
+        generate(prompts, 8)
+        seconds[size] = generate(prompts, asked["tokens"])
+    print(json.dumps(seconds), flush=True)
 
 
 def report(asked: dict, model, clock: Clock, losses: list[float]) -> None:

@@ -32,7 +32,7 @@ from weft.torch_private import has_hooks
 if TYPE_CHECKING:
     from weft.generation.runners import Work
 
-MOST_TOKENS = 8  # new tokens of a sequence, up to which the compiled step computes them
+MOST_TOKENS = 16  # new tokens of a sequence, up to which the compiled step computes them
 _KNOWN = {Decoder, Block, Attention, CoreAttention, MLP, RMSNorm, RMSNorm1p, LayerNorm, Dropout}
 _KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList, QuantizedLinear, QuantizedWeight}
 _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

@@ -1,0 +1,96 @@
+"""Decoding tokens/s of the same Llama in Weft's engine and its peers: transformers' `generate`, and llama.cpp.
+
+    .venv/bin/python benchmarks/generate_decode.py [--sizes 40m,350m] [--rounds 3] [--llama-python ENV/bin/python]
+
+Each measurement is a process of its own, which generates 128 tokens after 64, greedily, for 1 prompt and for 16. The time
+includes the prompts. The peers take turns, and the table has the median of the rounds. llama.cpp needs an environment
+with llama-cpp-python and gguf (see peers/decode_llama_cpp.py); without it, its rows are left out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+from common import available_cores, processor, slug, write_results  # noqa: E402
+
+SHAPES = {
+    "40m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1408},
+    "350m": {"hidden_size": 1024, "num_hidden_layers": 22, "num_attention_heads": 16, "intermediate_size": 2816},
+}
+PEERS = {  # row of the table: (program, dtype, other settings)
+    "transformers `generate`, bf16": ("decode_transformers.py", "bfloat16", {}),
+    "Weft without the compiled step, bf16": ("decode_weft.py", "bfloat16", {"compile": False}),
+    "Weft, bf16": ("decode_weft.py", "bfloat16", {"compile": True}),
+    "llama.cpp, bf16": ("decode_llama_cpp.py", "bfloat16", {}),
+    "llama.cpp, q8_0": ("decode_llama_cpp.py", "int8", {}),
+}
+BATCHES = (1, 16)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Decoding tokens/s of Weft and its peers on a CPU.")
+    parser.add_argument("--sizes", default="40m,350m", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--llama-python", type=Path, help="interpreter with llama-cpp-python and gguf")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--quick", action="store_true", help="one round of 40m with 16 tokens: does it work at all?")
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds, args.tokens = "40m", 1, 16
+    return args
+
+
+def measure(peer: str, shape: dict, args: argparse.Namespace) -> dict:
+    """Returns the seconds of each batch size."""
+    program, dtype, settings = PEERS[peer]
+    python = args.llama_python if "llama_cpp" in program else sys.executable
+    shape = {**shape, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+    shape["num_key_value_heads"] = shape["num_attention_heads"]
+    asked = {"shape": shape, "dtype": dtype, "threads": args.threads, "batches": BATCHES, "tokens": args.tokens}
+    command = [str(python), str(HERE / "peers" / program), json.dumps(asked | settings)]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{peer}: {done.stdout[-500:]}{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found: dict, args: argparse.Namespace) -> str:
+    lines = [
+        "# Decoding",
+        "",
+        f"{processor()}, {args.threads} threads. Tokens/s of {args.tokens} new tokens after 64, greedy; medians of "
+        f"{args.rounds} interleaved rounds.",
+        "",
+        "| model | engine | batch 1 | batch 16 |",
+        "| --- | --- | --- | --- |",
+    ]
+    for size, peers in found.items():
+        for peer, rounds in peers.items():
+            rates = [args.tokens * b / statistics.median(seconds[str(b)] for seconds in rounds) for b in BATCHES]
+            lines.append(f"| {size} | {peer} | " + " | ".join(f"{rate:,.0f}" for rate in rates) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    args = arguments()
+    peers = [peer for peer in PEERS if args.llama_python or "llama.cpp" not in peer]
+    found: dict = {size: {peer: [] for peer in peers} for size in args.sizes.split(",")}
+    for size in found:
+        for _ in range(args.rounds):
+            for peer in peers:
+                found[size][peer].append(measure(peer, SHAPES[size], args))
+                print(size, peer, found[size][peer][-1], flush=True)
+    write_results(args.out, f"generate_decode-{slug(processor())}", table(found, args), found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Tokens per second of Weft's engine on a Llama with random weights; see generate_decode.py."""
+
+import time
+
+from common import job, report_decoding
+
+
+def main() -> None:
+    asked = job()
+    from weft.launch.threads import use_huge_pages
+
+    use_huge_pages()  # as `weft generate` does
+    import torch
+
+    from weft.config.model import ModelSection
+    from weft.generation.engine import Engine
+    from weft.generation.settings import Sampling
+    from weft.models.build import build_model
+    from weft.models.initialize import initialize
+
+    model = build_model(ModelSection(**asked["shape"]))
+    initialize(model, 0)
+    engine = Engine(model.to(getattr(torch, asked["dtype"])).eval(), compile=asked["compile"])
+
+    def generate(prompts: list[list[int]], tokens: int) -> float:
+        start = time.perf_counter()
+        streams = [engine.submit(prompt, Sampling(tokens, temperature=0)) for prompt in prompts]
+        while engine.step():
+            pass
+        assert all(len(list(stream)) == tokens for stream in streams)
+        return time.perf_counter() - start
+
+    report_decoding(asked, generate)
+
+
+if __name__ == "__main__":
+    main()
