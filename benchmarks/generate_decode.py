@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/generate_decode.py [--sizes 40m,350m] [--rounds 3] [--llama-python ENV/bin/python]
 
-Each measurement is a process of its own, which generates 128 tokens after 64, greedily, for 1 prompt and for 16. The time
-includes the prompts. The peers take turns, and the table has the median of the rounds. llama.cpp needs an environment
-with llama-cpp-python and gguf (see peers/decode_llama_cpp.py); without it, its rows are left out.
+Each measurement is a process of its own, which generates 128 tokens after 64, greedily, for 1 prompt and for 16. The
+time includes the prompts. The peers take turns, and the table has the median of the rounds. llama.cpp needs an
+environment with llama-cpp-python and gguf (see peers/decode_llama_cpp.py); without it, its rows are left out.
 """
 
 import argparse

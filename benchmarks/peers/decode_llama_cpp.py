@@ -3,7 +3,6 @@
 Runs in an environment of its own: pip install llama-cpp-python==0.3.36 gguf==0.19
 """
 
-import ctypes
 import tempfile
 import time
 from pathlib import Path
@@ -60,7 +59,6 @@ def main() -> None:
     import numpy as np
 
     c.llama_backend_init()
-    c.llama_log_set(c.llama_log_callback(lambda *_: None), ctypes.c_void_p(0))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(path, asked["shape"], asked["dtype"])
