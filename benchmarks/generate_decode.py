@@ -28,7 +28,6 @@ PEERS = {  # row of the table: (program, dtype, other settings)
     "Weft without the compiled step, bf16": ("decode_weft.py", "bfloat16", {"compile": False}),
     "Weft, bf16": ("decode_weft.py", "bfloat16", {"compile": True}),
     "llama.cpp, bf16": ("decode_llama_cpp.py", "bfloat16", {}),
-    "llama.cpp, q8_0": ("decode_llama_cpp.py", "int8", {}),
 }
 BATCHES = (1, 16)
 
