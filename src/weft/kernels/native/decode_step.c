@@ -22,6 +22,7 @@ typedef struct {
     Packed packed;
     Barrier *barrier;
     int thread, threads;
+    int exact; // whether activations are float32
 } Work;
 
 // Threads spin, because the phases take microseconds; they give way if there are more threads than processors.
@@ -100,7 +101,7 @@ static void normalize(const Model *m, const Norm *norm, int kind, const float *x
 // Computes linear layers of equal input. The threads share the outputs in stripes.
 static void linear(Work *w, const Matrix *const *matrices, float *const *outs, int count, const float *x,
                    int64_t rows) {
-    pack(x, rows, matrices[0]->columns, matrices[0]->dtype, uses_tiles(matrices, count), &w->packed);
+    pack(x, rows, matrices[0]->columns, matrices[0]->dtype, uses_tiles(matrices, count, w->exact), &w->packed);
     int64_t stripes = 0, before = 0;
     for (int i = 0; i < count; i++) stripes += (matrices[i]->rows + STRIPE_ROWS - 1) / STRIPE_ROWS;
     const int64_t first = stripes * w->thread / w->threads, last = stripes * (w->thread + 1) / w->threads;
@@ -116,7 +117,7 @@ static void linear(Work *w, const Matrix *const *matrices, float *const *outs, i
 // Computes the inner activations of a gated MLP, in stripes.
 static void gated(const Model *m, const Layer *layer, Work *w, int64_t rows) {
     const Matrix *matrices[] = {&layer->gate, &layer->up};
-    pack(w->normed, rows, m->hidden, layer->gate.dtype, uses_tiles(matrices, 2), &w->packed);
+    pack(w->normed, rows, m->hidden, layer->gate.dtype, uses_tiles(matrices, 2, w->exact), &w->packed);
     const int64_t stripes = (m->inner + STRIPE_ROWS - 1) / STRIPE_ROWS;
     float *gates = w->scratch, *ups = w->scratch + rows * STRIPE_ROWS;
     for (int64_t s = stripes * w->thread / w->threads; s < stripes * (w->thread + 1) / w->threads; s++) {
@@ -292,6 +293,7 @@ void decode_step(const Model *m, const Step *s) {
 #pragma omp parallel num_threads((int)s->threads)
     {
         Work w = {.barrier = barrier, .thread = omp_get_thread_num(), .threads = omp_get_num_threads()};
+        w.exact = m->cache_dtype == FLOAT32;
         place(m, s->rows, s->longest, w.threads, w.thread, base, &w);
         run_layers(m, s, &w);
 #ifdef __AMX_TILE__

@@ -18,15 +18,16 @@ typedef struct {
     float scales[MAX_ROWS];
 } Packed;
 
-// Whether AMX computes the products with `count` matrices of equal format.
-INLINE int uses_tiles(const Matrix *const *matrices, int count) {
+// Whether AMX computes the products with `count` matrices of equal format. It rounds activations to bfloat16 or to 16
+// bits of fixed point; `exact`: activations must stay float32.
+INLINE int uses_tiles(const Matrix *const *matrices, int count, int exact) {
 #ifdef __AMX_TILE__
-    if (!amx_available()) return 0;
+    if (exact || !amx_available()) return 0;
     for (int i = 0; i < count; i++)
         if (!amx_supports(matrices[i])) return 0;
     return 1;
 #else
-    return 0;
+    return (void)matrices, (void)count, (void)exact, 0;
 #endif
 }
 
