@@ -119,8 +119,8 @@ def evaluate(
     how = how.with_windows(model, _run_data(checkpoint))
     if stores and how.tokenizer is None:
         console.warning(
-            f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so it is not checked whether the "
-            "store was packed with the model's tokenizer; pass a tokenizer"
+            f"{'the model' if checkpoint is None else checkpoint} has no tokenizer, so Weft cannot check that the "
+            "store was packed with the model's tokenizer; set `tokenizer`"
         )
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: console.warning(str(message))

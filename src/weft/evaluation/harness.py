@@ -34,8 +34,8 @@ GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k",
 class WeftLM(TemplateLM):
     """A model that answers the harness's requests, with the same scores as the harness's own `hf` model.
 
-    Like the `hf` model, it adds the tokenizer's special tokens (such as a beginning-of-text token) to a text. If a text
-    is longer than the model's maximum, it removes tokens at the text's start.
+    Like the `hf` model, this class adds the tokenizer's special tokens (such as a beginning-of-text token) to a text.
+    If a text is longer than the model's maximum, the class removes tokens at the text's start.
 
     Args:
         model: a module that `weft.load_model` returned, in eval mode.
@@ -72,7 +72,7 @@ class WeftLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text: beginning-of-text or, if there is no such token, end-of-document."""
+        """The id of the token put before a text: beginning-of-text or, if there is no such token, end-of-document."""
         return self.eot_token_id if self._bos_id is None else self._bos_id
 
     @property

@@ -91,7 +91,7 @@ def evaluate_store(
     length, stride, apart = settings.sequence_length, settings.stride, settings.documents == "apart"
     assert length is not None
     assert stride is not None
-    check_length(model, length, "windows of", "set a shorter sequence length")
+    check_length(model, length, "the evaluation windows need", "set a shorter sequence length")
     _check_fit(model, store, settings.tokenizer)
     total = count_predictions(store, apart=apart)
     total = total if settings.max_tokens is None else min(total, settings.max_tokens)
@@ -117,7 +117,7 @@ def evaluate_store(
         raise UserError("the model's loss is not finite; try `dtype` float32, or use another checkpoint")
     if tokens == 0:
         raise UserError(
-            "no token to predict: the store's mask is 0 for all evaluated tokens; pack it again, or use another one",
+            "no token to predict: the store's mask is 0 for all evaluated tokens; pack the store again, or use another",
             store.path,
         )
     return StoreResult(str(store.path), nats, int(tokens), text * each.mean if each is not None and text else None)

@@ -49,10 +49,11 @@ def scoring_windows(
 
 
 def count_predictions(store: TokenStore, *, apart: bool) -> int:
-    """Returns the number of tokens that all windows of a store predict.
+    """Returns the number of tokens that the windows of a store predict, without a limit.
 
     Args:
-        apart: whether documents are treated separately.
+        apart: whether documents are treated separately. If True, the first token of each document is not predicted; if
+            False, only the first token of the store is not predicted.
     """
     if not apart:
         return max(store.num_tokens - 1, 0)

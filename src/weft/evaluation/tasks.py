@@ -20,9 +20,9 @@ DRAWS = 1000  # number of bootstrap samples for standard errors without a formul
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
-    """Returns a TaskManager of the harness that contains all `tasks`.
+    """Returns a `TaskManager` (a class of the harness) that contains all `tasks`.
 
-    Indexing the harness's own tasks takes seconds, so the TaskManager contains them only if `tasks` needs them.
+    It contains the harness's own tasks only if `tasks` needs them, because indexing the harness's tasks takes seconds.
 
     Args:
         tasks: names of tasks that the harness or the YAML files in `include_path` define.

@@ -53,7 +53,7 @@ def check_prompt(model: nn.Module, ids: Sequence[int]) -> None:
 def check_length(
     model: nn.Module,
     length: int,
-    what: str = "prompt and new tokens are",
+    what: str = "prompt and new tokens need",
     remedy: str = "shorten the prompt or generate fewer tokens",
 ) -> None:
     """Checks that a model supports sequences of `length` tokens.

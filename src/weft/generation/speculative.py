@@ -185,7 +185,7 @@ class DraftModel(Proposer):
 
     def check(self, length: int) -> None:
         """Implements `Proposer.check`."""
-        check_length(self.models[0], length, "for the draft model, prompt and new tokens are")
+        check_length(self.models[0], length, "for the draft model, prompt and new tokens need")
 
     def begin(self, sequence: int, computed: int) -> None:
         """Implements `Proposer.begin`."""

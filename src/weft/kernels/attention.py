@@ -54,7 +54,7 @@ def attention(
         k: `[batch, kv_heads, keys, head_dim]`; `kv_heads` must divide `heads`.
         v: `[batch, kv_heads, keys, v_head_dim]`; `v_head_dim` must not exceed `head_dim`.
         causal: whether a query sees only its own key and earlier keys. If there are fewer queries than keys, they
-            are the queries of the last tokens. Ignored if `mask` is given.
+            belong to the last tokens. Ignored if `mask` is given.
         mask: a bool tensor that broadcasts to `[batch, heads, seq, keys]`, true where a query sees a key; or a mask
             made by `attention_mask`, whose form selects the kernel. A float mask is added to the scores. It must
             include ALiBi's biases, because `scores.slopes` is then ignored.
@@ -109,7 +109,7 @@ def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Returns the causal mask, bool `[queries, keys]`. The queries are those of the last tokens."""
+    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last tokens."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -141,7 +141,7 @@ def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
 
 
 def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, how: Scores) -> torch.Tensor:
-    """Computes attention with FlexAttention (Dong et al., 2024), compiled: uncompiled, it materializes all scores."""
+    """Computes attention with FlexAttention (Dong et al., 2024). Compilation avoids materializing all scores."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     scale, softcap, slopes, sinks = how

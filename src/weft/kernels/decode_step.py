@@ -28,7 +28,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 class Vector(ctypes.Structure):
-    """A float tensor; a null pointer if it is absent. The structures mirror `native/types.h`."""
+    """Address and dtype of a float tensor; a null address if the tensor is absent.
+
+    This structure and the next ones mirror `native/types.h`.
+    """
 
     _fields_ = (("data", c_void_p), ("dtype", c_int64))
 
@@ -51,7 +54,7 @@ class Matrix(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A transformer block and its part of the cache."""
+    """The parameters of a transformer block, and the addresses of its cached keys and values."""
 
     _fields_ = (
         *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
@@ -63,7 +66,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """A decoder."""
+    """The sizes, settings and parameters of a decoder."""
 
     _fields_ = (
         *((name, c_int64) for name in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "rotary_dim")),
@@ -78,7 +81,7 @@ class Model(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The tokens of a step."""
+    """The inputs and outputs of one decoding step."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "kept", "threads", "longest")),
@@ -94,11 +97,11 @@ def library(wait: bool = True) -> ctypes.CDLL | None:
     """Returns the compiled library. The first call starts the compiler in another thread, if necessary.
 
     Args:
-        wait: whether to wait for the compiler; if not, the result is None until it has finished.
+        wait: whether to wait for the compiler. If False, the result is None until the compiler has finished.
 
     Raises:
-        OSError: there is no C compiler, it failed, or the library cannot be written or loaded. The message has one
-            line.
+        OSError: there is no C compiler, the compiler failed, or the library cannot be written or loaded. The message
+            has one line.
     """
     future = _start()
     return future.result() if wait or future.done() else None

@@ -44,7 +44,7 @@ def segment_mask(
     Args:
         segments: `[batch, seq]`, index of each token's document.
         window: sliding window size, counting the query itself.
-        queries, keys: indices of tokens in the sequence; None: all tokens, in order.
+        queries, keys: indices in the sequence of the query tokens and of the key tokens; None: all tokens, in order.
     """
     positions = torch.arange(segments.shape[1], device=segments.device)
     queries, keys = positions if queries is None else queries, positions if keys is None else keys
@@ -81,10 +81,14 @@ def block_mask(segments: torch.Tensor, window: int | None = None) -> BlockMask:
 
 
 def _block_lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns, for each query block, the number of chosen key blocks, and all key blocks' indices, chosen blocks first.
+    """Converts a mask of blocks to the lists of key blocks that a `BlockMask` consists of.
 
     Args:
         chosen: bool `[batch, query blocks, key blocks]`.
+
+    Returns:
+        The number of chosen key blocks of each query block, `[batch, 1, query blocks]`; and the indices of all key
+        blocks for each query block, chosen blocks first, `[batch, 1, query blocks, key blocks]`.
     """
     order = chosen.int().argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)

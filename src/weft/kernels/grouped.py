@@ -74,7 +74,7 @@ def _pads_shapes(x: torch.Tensor) -> bool:
 
 
 def _round_up(count: int) -> int:
-    """Rounds up to a multiple of 32; above 256, to one of four sizes per doubling."""
+    """Rounds a number of rows up to a multiple of 32; above 256, to one of four sizes per doubling."""
     step = max(_STEP, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 

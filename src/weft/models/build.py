@@ -28,9 +28,9 @@ def build_model(section: ModelSection | TransformersModelSection | CustomModelSe
 def matmul_parameters(model: nn.Module) -> int:
     """Returns the number of parameters in matrix products: all matrices except embedding tables.
 
-    A tied head counts once. In the built-in decoder, only the experts that a token is routed to count. Sharded
-    parameters count in full. The forward and backward pass of a token takes six floating-point operations per
-    parameter, without attention scores.
+    A head that is tied to the embedding table counts once. In the built-in decoder, only the experts that a token is
+    routed to count. Sharded parameters count in full. The forward and backward pass of a token takes six floating-point
+    operations per parameter, without attention scores.
     """
     if isinstance(model, Decoder):
         return model.config.size().matmul

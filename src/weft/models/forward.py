@@ -1,4 +1,4 @@
-"""Calls a built-in or custom model with an objective's inputs."""
+"""Calls a model, which may be a custom model, with the inputs that a training objective defines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.kernels.cross_entropy import logprobs_of_logits
 
 
 def forward_of(model: nn.Module) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """Returns a function that calls the model with an objective's inputs and returns the model's outputs.
+    """Returns a function that calls a model with a dict of inputs (`tokens`, ...) and returns the model's outputs.
 
     A custom model only needs to map tokens `[batch, seq]` to logits `[batch, seq, vocab]`. Its `forward` gets
     `positions`, `segments` and `labels` if it has these arguments. If it has no argument `labels`, the returned

@@ -51,11 +51,11 @@ class Transform:
 
 
 def to_config_json(section: ModelSection) -> dict[str, Any]:
-    """Returns the config.json with which Transformers loads a section's model.
+    """Returns the config.json with which Transformers loads the model of a `model:` section.
 
     Raises:
-        UserError: the section's family is unknown, or its config.json cannot express one of the section's keys. This is
-            checked by reading the result back.
+        UserError: the section's family is unknown, or the family's config.json cannot express one of the section's
+            keys. The function checks this by converting the result back to a section.
     """
     if section.family not in families():
         raise UserError(f"model.family: unknown family {section.family!r}; use one of {', '.join(families())}")
@@ -100,7 +100,7 @@ def _refuse_custom_components(section: ModelSection) -> None:
 
 
 def _architecture(section: ModelSection) -> dict[str, Any]:
-    """Returns the keys and values of a section that config.json must preserve. Derived defaults are filled in."""
+    """Returns the keys of a `model:` section, with values, that a config.json must express. Defaults are filled in."""
     keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
@@ -127,10 +127,11 @@ def _architecture(section: ModelSection) -> dict[str, Any]:
 
 
 def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
-    """Yields Weft's name, Hugging Face's name and the transform of every tensor of a section's model.
+    """Yields (Weft's name, Hugging Face's name, transform) for every tensor of the model of a `model:` section.
 
-    Weft's tensors that one stored tensor concatenates are consecutive, in the order of concatenation. If a file has one
-    tensor per expert, these tensors are consecutive, in the order of the experts. A tied head is left out.
+    If a Hugging Face file stores several of Weft's tensors as one tensor, they are consecutive, in the order in which
+    they are concatenated. If a file stores one tensor per expert, these tensors are consecutive, in the order of the
+    experts. A tied head is left out.
 
     Raises:
         UserError: the family's table has no entry for a tensor, or the model has a custom component.

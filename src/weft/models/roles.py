@@ -14,7 +14,7 @@ NORM_TYPES = (*NORMS.values(), nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def parameter_roles(model: nn.Module) -> dict[str, str]:
     """Maps each parameter name to "embedding", "head", "norm", "bias", "matrix" or "other".
 
-    In any model, the role depends mostly on the type of the module that contains the parameter. The bias of a norm has
+    The role depends mostly on the type of the module that contains the parameter. The bias of a norm has
     the role "norm", and a head that is tied to the embedding has the role "embedding". Heads are recognized in the
     built-in decoder and in Transformers models. Stacked expert matrices have the role "matrix", and a router's weight
     has the role "other".

@@ -15,8 +15,9 @@ sharded matrices, and reduce-scatter their output. Rules are keyed by a pattern 
 
 Parameters without a rule are replicated. Patterns have the syntax of `fnmatch`; the first match applies.
 
-A custom model has such a table as its class attribute `weft_sharding`, a dictionary. There, "embedding", "head" and
-"norm" imply that rows are sharded; without a "head" the output is all-gathered along the sequence.
+The class of a custom model has such a table as its attribute `weft_sharding`, a dictionary. In a custom model's table,
+a rule "embedding", "head" or "norm" for a module also shards dim 0 of the module's parameters. If the table has no rule
+"head", the model's output is all-gathered along the sequence.
 """
 
 from __future__ import annotations
@@ -71,5 +72,5 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule
 
 
 def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
-    """Returns the rule of a module or parameter; None if no pattern matches its name."""
+    """Returns the rule for the module or parameter with this name; None if no pattern matches the name."""
     return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)

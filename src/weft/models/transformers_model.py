@@ -91,7 +91,7 @@ class TransformersModel(nn.Module):
         return DynamicCache(config=self.config)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Selects implementations that support a dtype: experts' grouped matrix products do not support float64."""
+        """Selects an implementation of experts that supports `dtype`: grouped products do not support float64."""
         if dtype == torch.float64 and self._can_set_experts_implementation():
             self.set_experts_implementation("eager")
 
@@ -162,11 +162,13 @@ def _transformers_class(section: TransformersModelSection) -> tuple[type, Any]:
     except ImportError as error:
         raise UserError(MISSING) from error
     if int(transformers.__version__.partition(".")[0]) < 5:
-        raise UserError(f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update it")
+        raise UserError(
+            f"type: hf needs transformers 5 or newer, found {transformers.__version__}; update transformers"
+        )
     model_type = section.config["model_type"]
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in section.config:
-            hint = "code in the model's folder (auto_map) is not run; choose a model that transformers has"
+            hint = "Weft does not run code in the model's folder (auto_map); choose a model that transformers has"
         else:
             near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1, cutoff=0.6)
             hint = f"did you mean {near[0]!r}?" if near else "a newer version of transformers may have it"
@@ -191,7 +193,10 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Puts new parameters on the meta device, but not buffers, which constructors compute and checkpoints lack."""
+    """Puts new parameters on the meta device in the block.
+
+    Buffers stay on their device, because constructors compute them and checkpoints do not contain them.
+    """
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -328,6 +333,8 @@ def _unchanged(model: nn.Module, one: torch.Tensor, other: torch.Tensor, effect:
     The rounding of an expert's output depends on the number of tokens that are routed to the expert.
 
     Args:
+        model: the model that computed the outputs.
+        one, other: the outputs.
         effect: largest change of the outputs if one input token changes; a scale for the tolerance.
     """
     if not any(parameter.dim() > 2 for parameter in model.parameters()):

@@ -88,12 +88,12 @@ def try_components(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Runs a forward and backward pass of a decoder with one layer and all custom components.
+    """Checks the custom components of a decoder by forward and backward passes of a decoder with one layer.
 
     Args:
         config: the `model:` section. If it has no custom components, the function returns immediately.
         seed: seed of the weights. The state of PyTorch's random generators is restored.
-        seq: sequence length of training; the trial uses at most 16 tokens.
+        seq: sequence length of training; the passes use at most 16 tokens.
         documents: whether training restricts attention to documents.
         dtype, device: dtype and device of the run's computation, because a component's kernels can be limited to them.
 
@@ -146,7 +146,7 @@ def _small(config: ModelSection) -> ModelSection:
 
 @dataclass
 class Trial:
-    """The state of a trial.
+    """Runs a small decoder with custom components, and checks and records the outputs of the components.
 
     Attributes:
         components: the custom components of the decoder.
@@ -164,7 +164,8 @@ class Trial:
         An exception that passes through a component's file is raised unchanged, unless it is about the meta device.
 
         Args:
-            running: the components that `function` calls, if it does not call them through a wrapper.
+            function: function without arguments, which calls components.
+            running: the components that `function` calls directly, instead of through a wrapper that `wrap` returned.
         """
         self.running = list(running)
         try:
@@ -229,9 +230,11 @@ class Trial:
             setattr(module, name, self.wrap(component, call, check))
 
     def wrap(self, component: CustomComponent, call: Callable, check: Callable, verb: str = "returned") -> Callable:
-        """Returns a wrapper of `call`, a function of `component`. The wrapper checks and records each output.
+        """Returns a function that calls `call`, and checks and records the output.
 
         Args:
+            component: the component that `call` belongs to.
+            call: the component, or one of its methods.
             check: function that checks an output, such as `_check_same_shape`.
             verb: in the message of a failed check, the words between the component's name and the output.
         """

@@ -88,7 +88,7 @@ class Curve:
         mean_path: SVG path data of the moving average; empty without a moving average.
         window: number of points that the moving average covers; 0 without a moving average.
         band: SVG path data of the area between the minimum and the maximum of the values that each point averages.
-        marks: the positions of marks at points.
+        marks: the positions of the points that have a mark.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Chart:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Returns about `about` round numbers from `low` to `high`. The distance is 1, 2, 2.5 or 5 x a power of ten."""
+    """Returns about `about` round numbers from `low` to `high`, at distances of 1, 2, 2.5 or 5 x a power of ten."""
     if not high > low:
         return [low]
     raw = (high - low) / about

@@ -84,7 +84,7 @@ class Console:
 
         Args:
             total: number of units; None if unknown.
-            description: the work, such as "packing". Plain lines of steps omit the description.
+            description: the work, such as "packing". Plain lines omit the description if `unit` is "step".
             unit: the unit in the singular; "B" counts bytes and shows MB and MB/s.
             start: number of units done earlier, as in a resumed run; these units do not count for the speed.
         """

@@ -1,4 +1,4 @@
-"""Writes `manifest.json`: what is needed to repeat a run (versions, commit, command, hardware, seed, data, choices)."""
+"""Writes `manifest.json`: what is needed to repeat a run (versions, commit, command, hardware, seed, data, mesh)."""
 
 from __future__ import annotations
 

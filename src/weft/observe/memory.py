@@ -1,4 +1,4 @@
-"""Computes from a trace how much memory each category takes over the profiled steps, and draws this as an SVG."""
+"""Computes from a trace the memory by category (gradients, activations, ...) over time, and draws it as an SVG."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def timeline(
 ) -> Timeline:
     """Classifies every allocation of a trace, and sums the allocations by category over time.
 
-    A mark is a numbered range in the trace. `marks` gives the categories of some addresses at the time when a mark
-    ends. An allocation that is at such an address at this time has this category for its lifetime. All other
-    allocations are classified by their start and end:
+    A mark is a numbered range in the trace. `marks` maps each mark to the addresses that are known when the mark ends,
+    with their categories. An allocation that is at a known address at this moment has the address's category for its
+    lifetime. All other allocations are classified by their start and end:
 
     - gathered parameters: allocated in an FSDP2 all-gather;
     - gradients: allocated or released in an FSDP2 gradient reduction;
@@ -145,7 +145,7 @@ def _within(times: Sequence[Interval], moment: float) -> bool:
 def _sum(allocations: Sequence[Allocation], steps: dict[int, Interval]) -> Timeline:
     """Sums the allocations by category over time.
 
-    Divides the time into POINTS intervals, and keeps only the moment with the highest total in each interval.
+    The time is divided into POINTS intervals. The result has only the moment with the highest total in each interval.
     """
     start = min((begin for begin, _ in steps.values()), default=0.0)
     end = max((end for _, end in steps.values()), default=1.0)

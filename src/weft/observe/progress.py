@@ -148,7 +148,7 @@ class PlainProgress(SilentProgress):
 
 
 def _bypass_bar() -> None:
-    """Restores stdout and stderr in a forked child, where the lock of the bar may never be released."""
+    """Restores stdout and stderr in a forked child, which may have inherited a held lock of the progress bar."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
@@ -197,7 +197,7 @@ class LiveProgress(SilentProgress):
         return self._live is not None and not self._ended
 
     def _pieces(self) -> list[tuple[str, str, float]]:
-        """Returns text, style and importance of each piece of the line, except the bar."""
+        """Returns (text, style, importance) of each part of the line, except the bar."""
         count, remaining = self._count, None if self._ended else self._count.remaining
         fields = [(formatting.metric(name, v), _IMPORTANCE.get(name, 5)) for name, v in dict(count.fields).items()]
         if (speed := count.speed(average=self._ended)) is not None:

@@ -68,7 +68,7 @@ def alive() -> None:
 
 
 def failed(failure: dict[str, Any]) -> bool:
-    """Reports why this rank exits. Returns False if no launcher reads the report."""
+    """Reports why this rank exits, as JSON values. Returns False if no launcher reads the report."""
     if _pipe is None:
         return False
     left = _line({"failed": failure})

@@ -110,7 +110,7 @@ class Work:
     Attributes:
         seconds: total duration. For an operator on a CPU, the time in operators that it calls is left out.
         bytes: for collectives, the total size of the rank's inputs; None if unknown.
-        exposed: for collectives, the seconds during which this rank computes nothing.
+        exposed: for collectives, the seconds of their duration during which this rank computes nothing.
     """
 
     name: str

@@ -25,7 +25,7 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
-        """Logs the metrics of one step: a line of metrics.jsonl."""
+        """Logs the metrics of one step, with the keys of a line of metrics.jsonl."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Logs a text, such as a sample, under a name."""
@@ -38,9 +38,9 @@ class Tracking:
     """The trackers of `log.trackers`, on the first rank.
 
     An exception in a constructor is raised, because the user still watches the run. A later failure (one of the
-    tracker's `failures`, or OSError) causes a warning, and the tracker is not called for a minute. `close` reports the
-    number of records that the tracker missed; metrics.jsonl has these records. Other exceptions are bugs of the tracker
-    and are raised.
+    tracker's `failures`, or OSError) causes a warning, and the tracker is not called for a minute. `close` reports how
+    many calls the tracker missed; metrics.jsonl has all metrics. Other exceptions are bugs of the tracker and are
+    raised.
     """
 
     def __init__(self, components: Sequence[str | Component], run: RunInfo, console: Console):
@@ -64,7 +64,7 @@ class Tracking:
             tracker.call("text", step, name, text)
 
     def close(self) -> None:
-        """Closes the trackers and reports missed records. Can be called twice."""
+        """Closes the trackers, and reports how many calls each tracker missed. Can be called twice."""
         for tracker in self._trackers:
             tracker.paused_until = 0.0
             tracker.call("close")
@@ -74,7 +74,7 @@ class Tracking:
 
 
 class _GuardedTracker:
-    """Calls a tracker, and counts the records that the tracker missed because of failures."""
+    """Calls a tracker, and counts the calls that the tracker missed because of failures."""
 
     def __init__(self, name: str, tracker: Tracker, console: Console, clock: Callable[[], float] = time.monotonic):
         self.name, self.tracker, self.console, self.clock = name, tracker, console, clock

@@ -16,8 +16,9 @@ class Dropout(nn.Module):
     """Dropout: in training, sets elements to 0 with probability `p` and divides the other elements by 1 - p.
 
     Attributes:
-        full_sequence: function that `parallel/` sets if sequences are sharded: the mask is then drawn for the full
-            sequence, and indexed with the positions of the local tokens.
+        full_sequence: function that returns the length of the full sequence and the positions of this rank's tokens in
+            it. `parallel/` sets it if sequences are sharded. The mask is then drawn for the full sequence, and indexed
+            with these positions.
     """
 
     def __init__(self, p: float):

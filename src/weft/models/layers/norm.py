@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         return out.to(self.weight.dtype)
 
     def scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the multiplier of the normalized elements."""
+        """Returns the factor by which normalized elements are multiplied, cast to `dtype`."""
         return self.weight.to(dtype)
 
 
