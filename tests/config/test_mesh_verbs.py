@@ -33,7 +33,7 @@ def test_check_on_a_number_of_devices(capsys, monkeypatch):
     assert lines[start + 2].startswith("tp 2 ")
     assert "32 sequences = 4 ranks x 4 micro-batches of up to 2" in "\n".join(lines)
     assert main(["config", "check", "run.yaml", "--no-data", "--devices", "3"]) == 2
-    assert "parallel: 2 does not divide the 3 ranks" in capsys.readouterr().err
+    assert "parallel: tp 2 does not divide the 3 ranks" in capsys.readouterr().err
     write(DENSE)
     assert main(["config", "check", "run.yaml", "--no-data", "--devices", "1"]) == 0
     assert "mesh        1 rank\n" in capsys.readouterr().out

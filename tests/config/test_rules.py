@@ -204,7 +204,10 @@ def test_the_mesh(monkeypatch):
     assert shows(problems(RUN, "parallel.dp_replicate=0")[0], "command line: parallel.dp_replicate: 0 ranks")
     load(RUN, "parallel.dp_replicate=3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert shows(problems(RUN, "parallel.dp_replicate=3")[0], "command line: parallel: 3 does not divide the 4 ranks")
+    assert shows(
+        problems(RUN, "parallel.dp_replicate=3")[0],
+        "command line: parallel: dp_replicate 3 does not divide the 4 ranks",
+    )
     load(RUN, "parallel.dp_replicate=2")
 
 

@@ -87,7 +87,7 @@ def read_overrides(overrides: Sequence[str], base: Node, problems: list[Problem]
     """Returns `key.path=value` arguments as one tree; later arguments take precedence.
 
     Args:
-        base: the tree of the files, which shows whether a key names an item of a list.
+        base: the tree of the files. A key that names an item of a list in this tree is a problem.
         problems: problems are added to this list.
     """
     tree = Node({}, COMMAND_LINE)

@@ -83,7 +83,7 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
     """Returns all reasons against the mesh of a run.
 
     Args:
-        get: returns a checked value by its dotted key. Each value of `parallel` is valid by itself.
+        get: returns a checked value by its dotted key. The values of `parallel` must have valid types and bounds.
         sequences: number of sequences in the global batch; None if it is not known.
         ranks: the world size. None: the smallest world size on which the mesh is possible.
     """

@@ -197,9 +197,11 @@ def mesh_shape(section: ParallelSection, ranks: int) -> MeshShape:
     known = math.prod(max(1, size) for size in sizes.values())
     if filled:
         if ranks % known:
+            product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+            product += f" = {known}" if " x " in product else ""
             raise UserError(
-                f"parallel: {known} does not divide the {ranks} ranks; start a multiple of {known}, or change the axes "
-                f"so that their product divides {ranks}"
+                f"parallel: {product} does not divide the {ranks} ranks; start a multiple of {known}, or change the "
+                f"axes so that their product divides {ranks}"
             )
         sizes[filled[0]] = ranks // known
     elif known != ranks:

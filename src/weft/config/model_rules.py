@@ -28,7 +28,7 @@ class ModelMistake(NamedTuple):
 
 
 def known_model(get: Callable[[str], Any]) -> ModelSection:
-    """Returns the section of a decoder with the values that are known; other keys have their default, or None.
+    """Returns the section of a decoder with the values that are known. Other keys have their default; None without one.
 
     Args:
         get: returns a checked value by its dotted key; None if the key is not set, or has a problem.

@@ -186,8 +186,10 @@ class RopeScaling(Section):
     """`longrope`: divisor of each frequency, for longer sequences."""
 
     def mistake(self, rotary_dim: int) -> str | None:
-        """Returns a message if keys contradict each other or do not fit `rotary_dim` rotated dimensions per head; else
-        None.
+        """Returns a message if keys contradict each other or do not fit the heads; otherwise None.
+
+        Args:
+            rotary_dim: number of rotated dimensions per head.
         """
         if self.rope_type != "linear" and self.original_max_position_embeddings is None:
             return f"{self.rope_type} requires original_max_position_embeddings, the original sequence length; set it"

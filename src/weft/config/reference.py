@@ -84,7 +84,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _allow_texts(node: Any, components: dict[str, type[Component]]) -> None:
-    """Changes the schema so that items of lists of sections can be strings: the values of the items' required key."""
+    """Changes the schema so that a string can replace a section in a list: the value of the section's required key."""
     if isinstance(node, dict) and isinstance(node.get("items"), dict):
         branches = node["items"].get("anyOf") or node["items"].get("oneOf") or [node["items"]]
         names = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]

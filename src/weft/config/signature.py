@@ -28,9 +28,9 @@ _WITHOUT_ARGUMENTS = {"object", "ABC", "Generic", "Protocol", "Module"}
 
 
 class _Missing(Enum):
-    """The type of `MISSING`, which stands for no default, or for a default that the source does not show.
+    """The type of `MISSING`, the default of an argument that has no default or whose default the source does not show.
 
-    It is an Enum, because a copy of a member is the same object.
+    It is an Enum so that copies of `MISSING` are the same object.
     """
 
     MISSING = "missing"

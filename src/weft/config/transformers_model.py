@@ -78,7 +78,7 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
     """
     config = read_config(path, dequantized=False) | changes
     if not isinstance(config.get("model_type"), str):
-        raise UserError("model_type: missing, so the model class is not known; download the file again", path)
+        raise UserError("model_type: missing, so the model class is not known; download config.json again", path)
     if weights:
         check_weights(Path(path))
     if importlib.util.find_spec("transformers") is None:
@@ -87,7 +87,7 @@ def folder_config(path: str, changes: dict[str, Any], *, weights: bool) -> dict[
 
 
 def notices(section: TransformersModelSection, architecture: str) -> list[str]:
-    """Returns the notices that a run prints when it starts.
+    """Returns notes about the model that a run prints when it starts, such as the supported mesh axes.
 
     Args:
         architecture: name of the model class that was built.

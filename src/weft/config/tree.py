@@ -252,7 +252,12 @@ class _Builder:
 
 
 def _scalar(text: str, kind: str) -> Any:
-    """Returns the value of a scalar of a YAML tag `kind`; the text itself if it does not match the tag."""
+    """Returns the value of a scalar. If its text does not have the form that its YAML tag requires, returns the text.
+
+    Args:
+        text: the scalar as it is written in the file.
+        kind: the scalar's tag: "null", "bool", "int", "float" or "str".
+    """
     lower = text.lower()
     number = lower.replace("_", "")
     try:

@@ -90,7 +90,7 @@ def quantization(config: dict[str, Any]) -> str | None:
 
 
 def check_weights(path: Path) -> None:
-    """Raises UserError if a folder has no safetensors files. Their headers are checked when the run starts."""
+    """Raises UserError if a folder has no safetensors files. Does not read the files; the run does when it starts."""
     if (path / INDEX).is_file() or (path / SINGLE).is_file():
         return
     others = sorted(found.name for found in path.iterdir())

@@ -61,8 +61,8 @@ def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | N
 
     Args:
         config: the config as plain data, in which custom components are looked up.
-        logs: the run directory. If full memory or a full disk is the cause, the traceback is logged there, even if
-            logging has not begun.
+        logs: the run directory. If full memory or a full disk is the cause, the traceback is written to the log in this
+            directory, even if logging has not begun.
 
     Raises:
         Exception: `error` itself, if this process has no launcher and the cause is something else.

@@ -111,7 +111,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def full_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the unsharded matrix, which orthogonalization needs, on the mesh's device (also if it is offloaded)."""
+    """Returns the unsharded matrix, which orthogonalization needs. Moves a DTensor to the device of its mesh first."""
     if not isinstance(tensor, DTensor):
         return tensor
     return cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()

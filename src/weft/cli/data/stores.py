@@ -40,7 +40,7 @@ def run_operation(
 ) -> int:
     """Runs an operation of `weft.data.stores.operations` and prints one line per new store.
 
-    The numbers of documents in a line add up to the number of documents of the input. `further` and `options` are
+    A line shows how many documents were kept, and how many were left out for each reason. `further` and `options` are
     passed to the operation.
     """
     from weft.data.stores.operations.new_store import Output
