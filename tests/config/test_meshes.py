@@ -54,8 +54,8 @@ def in_yaml(value) -> str:
         (
             {"dp_replicate": 3},
             8,
-            "run.yaml:6: parallel: dp_replicate 3 does not divide the 8 ranks; start a multiple of 3, ... divides 8; nearest "
-            "legal: parallel: {dp_replicate: 4, dp_shard: 2}",
+            "run.yaml:6: parallel: dp_replicate 3 does not divide the 8 ranks; start a multiple of 3, ... divides 8; "
+            "nearest legal: parallel: {dp_replicate: 4, dp_shard: 2}",
         ),
         (
             {"dp_shard": 2, "tp": 2},

@@ -89,7 +89,7 @@ def refuse_unused(args: argparse.Namespace) -> None:
 
 
 def show_structure(args: argparse.Namespace) -> int:
-    """Prints the sharded model of rank 0: its modules, their wrappers, and the placements of parameters."""
+    """Prints the modules of rank 0's sharded model, the wrappers of each module, and the placements of parameters."""
     from weft.config.legal_mesh import check_mesh
     from weft.config.mesh import least_ranks
     from weft.config.run import RunConfig

@@ -184,9 +184,7 @@ class DataSection(Section):
 
     @property
     def weighted(self) -> bool:
-        """Whether the sources are a weighted mixture. Otherwise they are read like one source: each sequence once per
-        epoch.
-        """
+        """Whether the sources are a weighted mixture. If not, every sequence of the sources is read once per epoch."""
         given = any(source.weight is not None or source.max_epochs is not None for source in self.sources)
         return bool(self.sources) and bool(self.curriculum or self.temperature not in (None, 1.0) or given)
 

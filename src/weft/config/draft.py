@@ -356,7 +356,7 @@ class Draft:
 
 
 def _by_alias(section: BaseModel) -> dict[str, Any]:
-    """Returns the values of a section's fields, by their keys in a file."""
+    """Returns the values of a section: key in a YAML file -> value."""
     return {info.alias or name: getattr(section, name) for name, info in type(section).model_fields.items()}
 
 

@@ -18,13 +18,13 @@ from weft.config.section import Component
 
 
 def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the fields of a section by their keys in a file."""
+    """Returns the fields of a section: key in a YAML file -> field."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
 @cache
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the descriptions of a section's keys: the docstrings below its fields, which are read from source."""
+    """Returns key -> description. The descriptions are the docstrings below the section's fields, read from source."""
     found: dict[str, str] = {}
     for kind in reversed([kind for kind in section.__mro__ if kind.__module__.startswith("weft.")]):
         module = Module.parse(kind.__module__, Path(str(sys.modules[kind.__module__].__file__)))

@@ -52,7 +52,7 @@ class Family(Protocol):
 
 @cache
 def families() -> dict[str, Family]:
-    """Returns all families by name, which is the name of their module."""
+    """Returns all families by name. The name of a family is the name of its module."""
     modules = {one.name: import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)}
     return {name: cast(Family, module) for name, module in modules.items() if hasattr(module, "ARCHITECTURES")}
 
@@ -125,7 +125,7 @@ def resolve_presets(stated: dict[str, dict[str, Any]], family: str) -> dict[str,
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of both mappings. Nested mappings merge; otherwise the values of `changes` take precedence."""
+    """Merges two mappings and, recursively, the mappings in them. Other values of `changes` replace those of `base`."""
     both = [key for key, value in changes.items() if isinstance(value, dict) and isinstance(base.get(key), dict)]
     return base | changes | {key: _merged(base[key], changes[key]) for key in both}
 

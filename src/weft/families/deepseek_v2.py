@@ -92,7 +92,7 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
 def write_latent(keys: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:
     """Converts keys of `model:` to a config.json.
 
-    There, `head_dim` is the number of rotary dimensions, as in Transformers' class.
+    In config.json, `head_dim` is the number of rotary dimensions, as in Transformers' class.
 
     Args:
         keys: keys of `model:`.

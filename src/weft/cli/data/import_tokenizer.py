@@ -116,7 +116,7 @@ def _compare(imported: Imported, source: Path, args: argparse.Namespace, console
 
 
 def _convert(source: Path, args: argparse.Namespace) -> Imported:
-    """Converts a tokenizer file: a tokenizer.json, a SentencePiece .model, or otherwise tiktoken ranks."""
+    """Converts a tokenizer.json or a SentencePiece .model. Reads any other file as tiktoken ranks."""
     from weft.data.tokenizers.import_tokenizer import from_folder, from_sentencepiece, from_tiktoken
     from weft.errors import UserError
 

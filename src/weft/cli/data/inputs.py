@@ -79,7 +79,7 @@ def parse_reading(args: argparse.Namespace) -> Reading:
 
 
 def check_reading_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
-    """Raises UserError if an option applies to none of the files, judged by their names."""
+    """Raises UserError if an option applies to none of the files, given --format or the names of the files."""
     from weft.data.sources.source_format import contents_by_format
     from weft.errors import UserError
 
