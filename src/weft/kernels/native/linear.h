@@ -73,7 +73,7 @@ INLINE void add_int4(const uint8_t *group, float scale, const float *const x[], 
         for (int k = 0; k < 16; k += LANES) {
             const bytes packed = *(const bytes_unaligned *)(group + k);
             const bytes nibbles = half ? (packed >> 4) & 15 : packed & 15;
-            const vec w = __builtin_convertvector(nibbles - 8, vec);
+            const vec w = from_int8(nibbles - 8);
             for (int r = 0; r < count; r++) part[r] += w * load(x[r] + 16 * half + k);
         }
     for (int r = 0; r < count; r++) sums[r] += part[r] * scale;

@@ -54,12 +54,14 @@ INLINE vec load_bfloat16(const uint16_t *p) {
     return (vec)(__builtin_convertvector(*(const halves_unaligned *)p, uvec) << 16);
 }
 
-INLINE vec load_int8(const int8_t *p) {
+INLINE vec from_int8(bytes x) {
 #ifdef __AVX512F__
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)x));
 #endif
-    return __builtin_convertvector(*(const bytes_unaligned *)p, vec);
+    return __builtin_convertvector(x, vec);
 }
+
+INLINE vec load_int8(const int8_t *p) { return from_int8(*(const bytes_unaligned *)p); }
 
 // Reads element `i` of an array of FLOAT32 or BFLOAT16.
 INLINE float element(const void *data, int64_t dtype, int64_t i) {
