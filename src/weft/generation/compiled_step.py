@@ -39,13 +39,13 @@ _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def unsupported(model: Decoder) -> str | None:
-    """Returns the reason why the compiled step cannot run a model, as a clause for a message; None if it can run it."""
+    """Returns the reason why the compiled step cannot run a model, as a clause for a message, or None."""
     config = model.config
     first = next(model.parameters())
     if first.device.type != "cpu":
         return f"the model is on {first.device}, not on the CPU"
     if hasattr(model, "unshard") or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return "the model can be sharded"
+        return "the model is sharded, or runs in several processes"
     for name, option in (("mla", config.mla), ("moe", config.moe), ("attention_pattern", config.attention_pattern)):
         if option is not None:
             return f"model.{name} is set"
@@ -62,7 +62,7 @@ def unsupported(model: Decoder) -> str | None:
         if not parameter.is_contiguous() or parameter.device != first.device:
             return f"the parameter {name} is not contiguous in the CPU's memory"
     if len({m.weight.dtype for m in model.modules() if isinstance(m, nn.Linear | QuantizedLinear)}) > 1:
-        return "its weights have several dtypes"
+        return "the weights of the linear layers have several dtypes"
     for name, module in model.named_modules():
         if type(module) not in _KNOWN:
             return f"the module {name} is a {type(module).__name__}"
@@ -98,7 +98,7 @@ class CompiledDecoding:
             raise UserError(f"compile=True: there can be no compiled decoding step: {self.reason}; use compile=None")
 
     def chosen(self, works: Sequence[Work]) -> list[int]:
-        """Returns the indices of the `works` that the compiled step computes; an empty list if it is not compiled."""
+        """Returns the indices of the `works` that the compiled step computes; none if the step is not compiled."""
         few = [i for i, w in enumerate(works) if w.end - w.start <= MOST_TOKENS and w.adapter is None]
         # With a new prompt, the model can have changed.
         if len(few) < len(works) or (self._step is None and self.reason is None):

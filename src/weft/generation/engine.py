@@ -154,9 +154,10 @@ class Engine:
         return stream
 
     def add_adapter(self, name: str, deltas: Deltas) -> None:
-        """Adds an adapter, which `submit` takes by name. One step can compute prompts with different adapters.
+        """Adds an adapter. One step can compute prompts with different adapters.
 
         Args:
+            name: name of the adapter, to pass to `submit`.
             deltas: name of a linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
 
         Raises:
@@ -172,7 +173,12 @@ class Engine:
             self._adapters.remove(name, [s.adapter for s in (*self._running, *self._waiting)])
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises UserError if a prompt is empty, is too long, or has tokens outside the vocabulary."""
+        """Raises UserError if `submit` would refuse a prompt or the settings.
+
+        Args:
+            prompts: the token ids of each prompt.
+            sampling: the settings.
+        """
         new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
         room = None if self.runner.cache is None else self._allocator.most * BLOCK
         check_prompts(self.model, prompts, sampling.max_new_tokens, room)
@@ -324,6 +330,6 @@ class Engine:
         return ended
 
     def _publish(self, sequence: GeneratedSequence, computed: int) -> None:
-        """Records that the first `computed` tokens of a sequence are computed."""
+        """Records that the keys and values of a sequence's first `computed` tokens are computed."""
         sequence.computed = computed if self.runner.caches else 0
         self._allocator.publish(sequence, self.proposer.covered(sequence.id, computed))

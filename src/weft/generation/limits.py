@@ -47,7 +47,9 @@ def check_prompt(model: nn.Module, ids: Sequence[int]) -> None:
         raise UserError("a prompt has no tokens; begin it with the end-of-document token")
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if size is not None and not 0 <= (token := max(ids, key=lambda t: t if t >= 0 else size - t)) < size:
-        raise UserError(f"a prompt has the token id {token}, but the model has ids 0 to {size - 1}; use its tokenizer")
+        raise UserError(
+            f"a prompt has the token id {token}, but the model has ids 0 to {size - 1}; use the model's tokenizer"
+        )
 
 
 def check_length(
@@ -127,7 +129,7 @@ def blocks_in_memory(model: Any, *others: Decoder) -> int:
 
 
 def shares_blocks(scaling: RopeScaling | None, length: int) -> bool:
-    """Whether a sequence of at most `length` tokens can share cache blocks: its keys do not depend on its length."""
+    """Whether a sequence of at most `length` tokens can share cache blocks: its length must not affect its keys."""
     if scaling is None or not rotary_depends_on_length(scaling):
         return True
     return length <= (scaling.original_max_position_embeddings or 0)

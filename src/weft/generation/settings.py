@@ -98,7 +98,7 @@ class Sampling:
             raise UserError(f"{name} has no effect with temperature 0 (greedy decoding); remove it, or set temperature")
         for token, bias in self.logit_bias.items():
             if token < 0 or math.isnan(bias):
-                raise UserError(f"logit_bias is {{{token}: {bias}}}; set token ids from 0 on, and numbers")
+                raise UserError(f"logit_bias is {{{token}: {bias}}}; map token ids of at least 0 to numbers")
         _ = self.constraint  # invalid constraints are refused here
 
     @cached_property

@@ -67,7 +67,7 @@ class Proposer:
         """Raises UserError if sequences of `length` tokens are not supported."""
 
     def begin(self, sequence: int, computed: int) -> None:
-        """Adds a sequence, whose first `computed` tokens are in the cache."""
+        """Adds a sequence. Its first `computed` tokens are already in the caches of all models."""
 
     def covered(self, sequence: int, computed: int) -> int:
         """Returns how many of a sequence's first `computed` tokens, which must be final, are in all models' caches."""
@@ -137,7 +137,8 @@ class PromptLookup(Proposer):
 class DraftModel(Proposer):
     """Proposes tokens that a smaller model generates.
 
-    The smaller model has its own cache. A sequence's blocks have the same indices in it as in the model's cache.
+    The smaller model has its own cache. A sequence's blocks have the same indices in this cache as in the cache of the
+    model that verifies.
 
     Args:
         model: the model that proposes tokens.
@@ -271,7 +272,7 @@ def check_vocabulary(model: Any, draft: Any) -> None:
 
 
 def _continues(context: Context, token: int) -> bool:
-    """Whether the sequence's constraint allows more tokens after `token`, which it must allow."""
+    """Whether the constraint of a sequence allows further tokens after `token`. It must allow `token` itself."""
     try:
         return context.constraint is None or not context.constraint.advance([*context.new, token])
     except UserError:  # no token can follow

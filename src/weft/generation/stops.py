@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a text before the first stop string. Holds back only the longest suffix that can begin a stop string.
+    """Truncates text before the first stop string. The text arrives in pieces.
+
+    The longest suffix that can be the beginning of a stop string is held back until more text arrives.
 
     Args:
         stops: the stop strings; none can be empty.
@@ -20,7 +22,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Appends text. Returns the next text that is surely not part of a stop string. Sets `found` if one occurs."""
+        """Appends text. Returns the next text that is not part of a stop string, and sets `found` at a stop string."""
         if not self.stops:
             return text
         held = self._held + text

@@ -29,7 +29,8 @@ class Piece:
         logprob: the token's log-probability in nats, if `Sampling.logprobs` is set.
         top: (id, log-probability) of the most likely tokens.
         finish: why the continuation ends with this piece: "stop" (a stop token, a stop string, or a complete text of a
-            schema, regex or grammar), "length" (the maximum number of tokens) or "cancelled". None: it goes on.
+            schema, regex or grammar), "length" (the maximum number of tokens) or "cancelled"; None: the
+            continuation goes on.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
     """
 
@@ -100,7 +101,7 @@ class Stream:
         Args:
             index: index of the continuation.
             choice: the new token.
-            finish: why the continuation ends with this token; None: it goes on.
+            finish: why the continuation ends with this token; None: the continuation goes on.
             complete: whether the token completes a constrained text. `finish` is then "stop", but the token is not a
                 stop token, so its text is part of the continuation.
         """

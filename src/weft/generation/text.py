@@ -60,7 +60,7 @@ def generate(
         ignore_eos: whether to continue after a token that ends a text.
         draft: path or module of a smaller model with the same tokenizer, which proposes tokens (speculative decoding).
         lookup: maximum number of tokens that are proposed because they followed the same tokens earlier in the text.
-        quantize: "int8" or "int4": load the model of a path with quantized weights, as `weft.load_model` does.
+        quantize: "int8" or "int4": quantizes the weights of a model that is given as a path, as `weft.load_model` does.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
@@ -128,7 +128,7 @@ def _generate(
 def engine_of(
     model: nn.Module, tokenizer: Tokenizer | None = None, draft: nn.Module | None = None, lookup: int = 0
 ) -> Engine:
-    """Returns a model's engine, which exists as long as the model. Clears its cache if parameters have changed.
+    """Returns the engine of a model; it is kept for later calls. Clears its cache if parameters have changed.
 
     Args:
         model, tokenizer, draft, lookup: as in `Engine`. A change of `draft` or `lookup` creates a new engine.
