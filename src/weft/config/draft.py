@@ -178,6 +178,8 @@ class Draft:
         """Returns an item of a list of sections. A string becomes the mapping `{required: string}`.
 
         Args:
+            item: the item as it is in the file.
+            required: the first required key of the section class.
             names: class of the components in the list, if the list can contain short names of built-in components. Such
                 a name is not replaced, and is reported if it is unknown.
             key: dotted key of the item.

@@ -72,9 +72,10 @@ class Module:
         return _parse(name, path, path.stat().st_mtime_ns if path.exists() else 0)
 
     def resolve(self, name: str, depth: int = DEPTH) -> Found:
-        """Returns what a dotted name in this module refers to; None if the source does not show it.
+        """Returns what a dotted name in this module refers to.
 
-        Returns a class; an expression or function, with the module that defines it; or the name of a module.
+        This is a class; an expression or function, with the module that defines it; or the name of a module. Returns
+        None if the source does not show what the name refers to.
 
         Args:
             depth: maximum number of imports and aliases to follow.

@@ -273,7 +273,7 @@ def _table(rows: list[str]) -> str:
 
 
 def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
-    """Describes a type with its bounds for the column "value"."""
+    """Describes a type and its bounds, for the column "value" of a table."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _kind(arguments[0], [*bounds, *arguments[1:]])

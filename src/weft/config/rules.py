@@ -133,7 +133,7 @@ def _check_name(draft: Draft) -> None:
 
 
 def _check_mesh(draft: Draft) -> None:
-    """Checks the mesh for the world size, or for the smallest possible world size if it is not known."""
+    """Checks the mesh for the world size or, if this is not known, for the smallest possible world size."""
     reported = any(problem.key.partition(".")[0] == "parallel" for problem in draft.problems)
     keys = {f"parallel.{name}" for name in ParallelSection.model_fields} - {"parallel.compress"}
     if reported or not keys <= draft.values.keys():

@@ -55,13 +55,13 @@ class TransformersModelSection(Section):
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of rows of the embedding; None if config.json has no usual key for it."""
+        """Number of rows of the embedding; None if config.json has none of the usual keys for it."""
         inner = self.config.get("text_config")
         return _number(self.config, "vocab_size") or (_number(inner, "vocab_size") if isinstance(inner, dict) else None)
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """The maximum sequence length; None if config.json has no usual key for it."""
+        """The maximum sequence length; None if config.json has none of the usual keys for it."""
         return longest_sequence(self.config)
 
 
@@ -102,7 +102,7 @@ def notices(section: TransformersModelSection, architecture: str) -> list[str]:
 
 
 def longest_sequence(config: dict[str, Any]) -> int | None:
-    """Returns the maximum sequence length in a config.json; None if it has no usual key for it."""
+    """Returns the maximum sequence length in a config.json; None if it has none of the usual keys for it."""
     return next((found for key in _LONGEST if (found := _number(config, key)) is not None), None)
 
 

@@ -85,8 +85,8 @@ def read_file(path: Path, label: str, problems: list[Problem], asked: Problem | 
         path: the file.
         label: the file's name in messages.
         problems: problems are added to this list.
-        asked: key and line that name the file. If the file cannot be read, the problem is reported there. None: the
-            problem is reported at the file itself.
+        asked: the key and line in another file that name this file. If this file cannot be read, the problem is
+            reported at that line. None: the problem is reported at this file.
 
     Returns:
         The mapping; None if the file cannot be read or is not a mapping.

@@ -124,7 +124,7 @@ def renaming(
         always: keys of `model:` that all models of the family have.
         table: key of `model:` -> key of config.json, made with `same`.
         defaults: default values of config.json's keys; passed to `read`.
-        windows: functions that read and write the keys of sliding windows; None: the table has these keys.
+        windows: functions that read and write the keys of sliding windows; None: these keys are in `table`.
         allowed: key of config.json -> the only supported value; passed to `refuse`.
     """
 

@@ -159,7 +159,7 @@ def _axes(config, mesh: MeshShape, *, known: bool) -> list[str]:
     """Returns lines of text about the mesh: the number of ranks, and each axis of more than one rank.
 
     Args:
-        known: whether the number of ranks is given. If not, a mesh of a single rank has no lines.
+        known: whether the number of ranks is given. If not, the result for a mesh of a single rank is empty.
     """
     from weft.config.derive import sequence_length
     from weft.config.mesh import AXES
