@@ -23,7 +23,7 @@ _LOGITS = 1 << 24  # number of logits that are computed at a time
 
 
 def check_quantize(how: str | None) -> None:
-    """Raises UserError if `how` is neither a name of `BITS` nor None."""
+    """Raises UserError if `how` is neither None nor a key of `BITS` ("int8" or "int4")."""
     if how is not None and how not in BITS:
         raise UserError(f"quantize is {how!r}; use {' or '.join(BITS)}")
 
@@ -32,11 +32,11 @@ def check_quantize(how: str | None) -> None:
 def quantize(model: Any, how: str) -> None:
     """Quantizes the linear layers, stacked experts and output head of a model, in place, one matrix after the other.
 
-    Embeddings, norms, biases and routers are kept, and so are matrices that several layers share; but a decoder's head
-    that is tied to the embedding becomes a quantized copy. The weights need no gradients afterwards.
+    Embeddings, norms, biases, routers and matrices that several layers share are unchanged. A decoder's head that is
+    tied to the embedding is replaced by a quantized copy. Gradients are turned off for all parameters.
 
     Args:
-        model: an unsharded model in eval mode. A model on the meta device must be filled afterwards.
+        model: an unsharded model in eval mode. `fill_quantized` must fill a model on the meta device afterwards.
         how: "int8" or "int4".
 
     Raises:
@@ -78,7 +78,8 @@ def fill_quantized(model: nn.Module, blocks: Mapping[str, Callable[[], Iterable[
 
     Args:
         model: the decoder. Its tensors are allocated.
-        blocks: name of a parameter or buffer of the unquantized decoder -> function that returns blocks of its rows.
+        blocks: name of a parameter or buffer of the unquantized decoder -> function that returns the tensor as blocks of
+            consecutive rows.
     """
     tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
@@ -109,7 +110,7 @@ def try_quantized(model: nn.Module) -> None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yields the linear layers to quantize: module that contains the layer, the layer's name in it, the layer."""
+    """Yields (parent module, name of the layer in its parent, layer) for each linear layer to quantize."""
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):

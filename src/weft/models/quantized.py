@@ -60,11 +60,11 @@ class QuantizedWeight(nn.Module):
 
     @torch.no_grad()
     def fill(self, weight: torch.Tensor, row: int = 0) -> None:
-        """Quantizes rows of the weight. With stacked matrices, a row is a row of `weight.flatten(0, -2)`.
+        """Quantizes `weight`, and stores the result in consecutive rows of this quantized weight.
 
         Args:
             weight: `[rows, in]`.
-            row: index of the first row.
+            row: index of the first row to store. Rows of stacked matrices are counted over all matrices.
 
         Raises:
             UserError: a weight is infinite or NaN.
@@ -76,7 +76,7 @@ class QuantizedWeight(nn.Module):
         self.forget_copy()
 
     def forget_copy(self) -> None:
-        """Frees the copy of the weight for PyTorch's 4-bit kernel, which the next product can make again."""
+        """Frees the copy of the weight that PyTorch's 4-bit kernel uses. Later products can make a new copy."""
         self._packed.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,13 +84,13 @@ class QuantizedWeight(nn.Module):
         return self._multiply(x.reshape(-1, self.shape[-1]), None).view(*x.shape[:-1], -1)
 
     def grouped(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Multiplies each row by its expert's matrix, as `weft.kernels.grouped.grouped_linear`."""
+        """Multiplies each row by its expert's matrix, like `weft.kernels.grouped.grouped_linear`."""
         stops = ends.tolist()
         sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
         return torch.cat([self._multiply(rows, i) for i, rows in enumerate(x.split(sizes))])
 
     def integers(self) -> torch.Tensor:
-        """Returns the integers, int8 `[..., out, in]`."""
+        """Returns the quantized integers, int8 `[..., out, in]`."""
         return self.values if self.bits == 8 else _unpack(self.values)[..., : self.shape[-1]]
 
     def dequantized(self) -> torch.Tensor:
@@ -109,7 +109,7 @@ class QuantizedWeight(nn.Module):
         return f"{list(self.shape)}, {self.bits} bits, {self.dtype}"
 
     def _multiply(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """Multiplies `[rows, in]` by the matrix, or by that of an expert."""
+        """Multiplies `x` `[rows, in]` by the matrix; if `expert` is given, by the matrix of the expert with this index."""
         values, scale = (b if expert is None else b[expert] for b in (self.values, self.scale))
         if self._has_kernel(x):
             if self.bits == 8:
@@ -152,7 +152,10 @@ class QuantizedLinear(nn.Module):
 
 
 def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns values and scales of `[rows, in]`. Of several scales, the one with the least squared error is chosen."""
+    """Quantizes `weight` `[rows, in]`. Returns `values` and `scale` as in `QuantizedWeight`.
+
+    With 4 bits, each group gets the scale with the least squared error, of several scales that are tried.
+    """
     wide = weight.to(torch.float32)
     if not torch.isfinite(wide).all():
         raise UserError("a weight is infinite or NaN, so the model cannot be quantized; use another checkpoint")
@@ -176,7 +179,7 @@ def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
-    """Rounds scales to bfloat16. Scales that are 0 or NaN, as those of groups of zeros, become 1."""
+    """Rounds scales to bfloat16. Scales that are 0 or NaN become 1; groups of zeros have such scales."""
     scale = scale.to(torch.bfloat16).to(torch.float32)
     return torch.where(torch.isfinite(scale) & (scale != 0), scale, 1.0)
 
@@ -187,12 +190,12 @@ def _integers(groups: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Ten
 
 
 def _unpack(values: torch.Tensor) -> torch.Tensor:
-    """Returns the int8 integers of 4-bit values, with padding columns: `[..., groups, 16]` -> `[..., columns]`."""
+    """Unpacks 4-bit values to int8 integers, including padding: `[..., groups, 16]` -> `[..., groups x 32]`."""
     return (torch.cat((values & 15, values >> 4), -1).view(torch.int8) - 8).flatten(-2)
 
 
 def _dequantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns 4-bit weights with padding columns, `[..., columns]`, in `dtype`."""
+    """Returns 4-bit weights in `dtype`, including padding columns, `[..., groups x 32]`."""
     scale = scale.unsqueeze(-1).to(torch.promote_types(dtype, torch.float32))  # faster than bfloat16
     halves = [half.to(scale.dtype).sub_(8).mul_(scale).to(dtype) for half in (values & 15, values >> 4)]
     return torch.cat(halves, -1).flatten(-2)
