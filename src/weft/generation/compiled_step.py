@@ -260,7 +260,11 @@ def _matrix(linear: Any) -> Matrix:
 
 
 def _describe(model: Decoder, struct: Model, layers: Any, kept: list[torch.Tensor]) -> None:
-    """Fills the structures of a decoder and its layers, except the pools of the cache."""
+    """Fills the structures `struct` of a decoder and `layers` of its layers, except the addresses of the cache.
+
+    Args:
+        kept: list to which tensors are added that only the structures refer to, so that they are not freed.
+    """
     config = model.config
     for i, block in enumerate(model.layers):
         layer, attention, mlp = layers[i], block.attention, block.mlp

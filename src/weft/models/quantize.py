@@ -78,8 +78,8 @@ def fill_quantized(model: nn.Module, blocks: Mapping[str, Callable[[], Iterable[
 
     Args:
         model: the decoder. Its tensors are allocated.
-        blocks: name of a parameter or buffer of the unquantized decoder -> function that returns the tensor as blocks of
-            consecutive rows.
+        blocks: name of a parameter or buffer of the unquantized decoder -> function that returns the tensor as blocks
+            of consecutive rows.
     """
     tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     quantized = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}

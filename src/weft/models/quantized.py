@@ -109,7 +109,7 @@ class QuantizedWeight(nn.Module):
         return f"{list(self.shape)}, {self.bits} bits, {self.dtype}"
 
     def _multiply(self, x: torch.Tensor, expert: int | None) -> torch.Tensor:
-        """Multiplies `x` `[rows, in]` by the matrix; if `expert` is given, by the matrix of the expert with this index."""
+        """Multiplies `x` `[rows, in]` by the matrix; with the index `expert`, by this expert's matrix."""
         values, scale = (b if expert is None else b[expert] for b in (self.values, self.scale))
         if self._has_kernel(x):
             if self.bits == 8:
