@@ -263,7 +263,7 @@ def _describe(model: Decoder, struct: Model, layers: Any, kept: list[torch.Tenso
     """Fills the structures `struct` of a decoder and `layers` of its layers, except the addresses of the cache.
 
     Args:
-        kept: list to which tensors are added that only the structures refer to, so that they are not freed.
+        kept: list that is filled with the tensors to which only the structures refer, so that they are not freed.
     """
     config = model.config
     for i, block in enumerate(model.layers):
