@@ -66,16 +66,28 @@ INLINE vec load_last_weights(const void *row, int64_t dtype, int64_t k, int64_t 
     return load_weights(padded, dtype, 0);
 }
 
+// Converts the low or the high nibbles of LANES bytes; a nibble is an integer + 8.
+INLINE vec load_nibbles(const uint8_t *p, int high) {
+#ifdef __AVX512F__
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p));
+    const ivec nibbles = (ivec)(high ? _mm512_srli_epi32(wide, 4) : _mm512_and_si512(wide, _mm512_set1_epi32(15)));
+#else
+    ivec nibbles;
+    for (int i = 0; i < LANES; i++) nibbles[i] = high ? p[i] >> 4 : p[i] & 15;
+#endif
+    return __builtin_convertvector(nibbles - 8, vec);
+}
+
 // Adds the products with a group of 32 columns of an INT4 row.
 INLINE void add_int4(const uint8_t *group, float scale, const float *const x[], int count, vec *sums) {
     vec part[4] = {};
-    for (int half = 0; half < 2; half++)
-        for (int k = 0; k < 16; k += LANES) {
-            const bytes packed = *(const bytes_unaligned *)(group + k);
-            const bytes nibbles = half ? (packed >> 4) & 15 : packed & 15;
-            const vec w = from_int8(nibbles - 8);
-            for (int r = 0; r < count; r++) part[r] += w * load(x[r] + 16 * half + k);
-        }
+#pragma GCC unroll 4
+    for (int k = 0; k < 32; k += LANES) {
+        const vec w = load_nibbles(group + k % 16, k / 16);
+#pragma GCC unroll 4
+        for (int r = 0; r < count; r++) part[r] += w * load(x[r] + k);
+    }
+#pragma GCC unroll 4
     for (int r = 0; r < count; r++) sums[r] += part[r] * scale;
 }
 
@@ -90,6 +102,7 @@ INLINE void dot(const Matrix *m, int64_t dtype, const int64_t *n, const float *c
     if (dtype == INT4) {
         for (int64_t g = 0; g < groups; g++) {
             const float *at[4];
+#pragma GCC unroll 4
             for (int r = 0; r < count; r++) at[r] = x[r] + 32 * g;
 #pragma GCC unroll 16
             for (int i = 0; i < many; i++) {
