@@ -199,4 +199,5 @@ def test_proposals_change_no_greedy_text(their_folder, tmp_path, capsys):
     (other / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
     line = mistake(capsys, folder, *words, "--draft", other)
     assert str(other) in line
-    assert f"differs from the model's ({folder}); use a draft model with the same tokenizer" in line
+    assert str(folder) in line
+    assert line.endswith("; use a draft model with the same tokenizer")
