@@ -38,7 +38,7 @@ _KNOWN |= {nn.Linear, nn.Embedding, nn.ModuleList, QuantizedLinear, QuantizedWei
 _SIZES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-def unsupported(model: Decoder) -> str | None:
+def unsupported(model: Any) -> str | None:
     """Returns the reason why the compiled step cannot run a model, as a clause for a message, or None."""
     config = model.config
     first = next(model.parameters())
@@ -139,7 +139,7 @@ class CompiledStep:
         OSError: the C function cannot be compiled (see `weft.kernels.decode_step.library`).
     """
 
-    def __init__(self, model: Decoder, cache: PagedCache):
+    def __init__(self, model: Any, cache: PagedCache):
         loaded = library()
         assert loaded is not None
         self._library, self._model, self._cache = loaded, model, cache
@@ -259,7 +259,7 @@ def _matrix(linear: Any) -> Matrix:
     return Matrix(weight.data_ptr(), None, rows, columns, DTYPES[_SIZES[weight.dtype]], _vector(linear.bias))
 
 
-def _describe(model: Decoder, struct: Model, layers: Any, kept: list[torch.Tensor]) -> None:
+def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) -> None:
     """Fills the structures `struct` of a decoder and `layers` of its layers, except the addresses of the cache.
 
     Args:
