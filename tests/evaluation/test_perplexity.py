@@ -200,7 +200,7 @@ def test_weights_that_are_no_numbers(tmp_path, folder, theirs, store):
 def test_longer_windows_than_the_model_knows_are_a_warning(folder, theirs, store, capsys):
     words = ["evaluate", folder, "--store", store.path, "--sequence-length", WINDOW + 1]
     assert main([str(word) for word in words]) == 0
-    assert f"trained for {WINDOW}" in capsys.readouterr().err
+    assert f"max_position_embeddings is {WINDOW}" in capsys.readouterr().err
 
 
 def test_a_runs_own_validation(tmp_path, run_yaml, tiny_store, capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,10 @@ from weft.config.fields import (
     keeps_text,
     known_keys,
     listed_sections,
+    replace_at,
     required_key,
     section_class,
+    values_by_key,
 )
 from weft.config.inherit import TYPES
 from weft.config.section import Component, Section
@@ -139,7 +140,7 @@ class Draft:
                 self._report_errors(errors)
                 return
             for path, value in converted.items():
-                self._plain = _replaced(self._plain, path, value)
+                self._plain = replace_at(self._plain, path, value)
 
     def finish(self) -> Any:
         """Returns the configuration with the derived values."""
@@ -150,13 +151,7 @@ class Draft:
         return self.config.model_copy(update=changed)
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
-        """Replaces the strings in lists of sections by mappings: in `data.train`, "a" becomes `{store: a}`.
-
-        Args:
-            node: node of a section.
-            section: class of the section.
-            key: dotted key of the section.
-        """
+        """Replaces the strings in lists of sections by mappings: in `data.train`, "a" becomes `{store: a}`."""
         if not node.is_mapping:
             return node
         fields, content = field_names(section), dict(node.value)
@@ -246,7 +241,7 @@ class Draft:
         made = arguments_model(section, found, wrong).model_validate(data, context=self)
         extra = made.model_extra or {}
         self.values |= {f"{key}.{name}": value for name, value in extra.items()}
-        given = {name: value for name, value in (_by_alias(made) | extra).items() if value is not MISSING}
+        given = {name: value for name, value in (values_by_key(made) | extra).items() if value is not MISSING}
         component = section.model_construct(**given)
         if self.origins.get(f"{key}.type", "default") != "default":
             component._place = f"{self.origins[f'{key}.type']}: {key}.type"
@@ -257,15 +252,12 @@ class Draft:
         if self._stack and not isinstance(value, Section):
             name = section.model_fields[name].alias or name
             key = f"{self._stack[-1]}.{name}" if self._stack[-1] else name
-            self.values[key] = _by_alias(value) | value.arguments if isinstance(value, Component) else value
+            self.values[key] = values_by_key(value) | value.arguments if isinstance(value, Component) else value
 
     # ---- errors
 
     def _placed(self, error: ErrorDetails) -> FieldError:
-        """Returns pydantic's error with its place in the file.
-
-        The location of pydantic's error (`loc`) consists of keys, indices and names of union branches.
-        """
+        """Returns pydantic's error with its place in the file, found by the keys and indices of the error's `loc`."""
         key, node, kind = "", self.tree, error["type"]
         here: Any = self._plain
         path: list[int | str] = []
@@ -355,19 +347,3 @@ class Draft:
             self.meant.add(f"{section}.{meant}" if section and meant in known else meant)
             self.model_known &= self.meant.isdisjoint(("model.preset", "model.from", "model.type"))
         return unknown_key(meant, note, known), meant
-
-
-def _by_alias(section: BaseModel) -> dict[str, Any]:
-    """Returns the values of a section: key in a YAML file -> value."""
-    return {info.alias or name: getattr(section, name) for name, info in type(section).model_fields.items()}
-
-
-def _replaced(tree: Any, path: Sequence[int | str], value: Any) -> Any:
-    """Returns plain data with `value` at `path`. Dicts and lists are changed in place; tuples are copied."""
-    if not path:
-        return value
-    inner = _replaced(tree[path[0]], path[1:], value)
-    if isinstance(tree, tuple):
-        return tuple(inner if place == path[0] else item for place, item in enumerate(tree))
-    tree[path[0]] = inner
-    return tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import types
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,22 @@ from weft.config.section import Component
 def field_names(section: type[BaseModel]) -> dict[str, FieldInfo]:
     """Returns the fields of a section: key in a YAML file -> field."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def values_by_key(section: BaseModel) -> dict[str, Any]:
+    """Returns the values of a section: key in a YAML file -> value."""
+    return {info.alias or name: getattr(section, name) for name, info in type(section).model_fields.items()}
+
+
+def replace_at(tree: Any, path: Sequence[int | str], value: Any) -> Any:
+    """Returns plain data with `value` at `path`. Dicts and lists are changed in place; tuples are copied."""
+    if not path:
+        return value
+    inner = replace_at(tree[path[0]], path[1:], value)
+    if isinstance(tree, tuple):
+        return tuple(inner if place == path[0] else item for place, item in enumerate(tree))
+    tree[path[0]] = inner
+    return tree
 
 
 @cache

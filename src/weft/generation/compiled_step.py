@@ -223,7 +223,8 @@ class CompiledStep:
     def _find_pools(self) -> None:
         if self._blocks == self._cache.blocks:
             return
-        config, dtype = self._model.config, self._model.layers[0].attention.q_proj.weight.dtype
+        first: Any = self._model.layers[0]
+        config, dtype = self._model.config, first.attention.q_proj.weight.dtype
         new = torch.empty(1, config.kv_heads, 0, config.qk_head_dim, dtype=dtype)
         for i, layer in enumerate(self._layers):
             keys, values = self._cache.pools(i, new, new)
@@ -266,7 +267,8 @@ def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) 
         kept: list that is filled with the tensors to which only the structures refer, so that they are not freed.
     """
     config = model.config
-    for i, block in enumerate(model.layers):
+    blocks: Any = model.layers
+    for i, block in enumerate(blocks):
         layer, attention, mlp = layers[i], block.attention, block.mlp
         for name in ("q", "k", "v", "o"):
             setattr(layer, name, _matrix(getattr(attention, f"{name}_proj")))
@@ -280,7 +282,7 @@ def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) 
         layer.window = config.sliding_window if config.slides(i) else 0
         local = config.slides(i) and config.rope_local_base_freq is not None
         layer.rotary = -1 if not config.rotates(i) else int(local)
-    first = model.layers[0].attention.q_proj
+    first = blocks[0].attention.q_proj
     struct.layers, struct.hidden, struct.inner = len(model.layers), config.hidden_size, config.inner_width
     struct.heads, struct.kv_heads, struct.head_dim = config.num_attention_heads, config.kv_heads, config.qk_head_dim
     struct.rotary_dim = config.rotary_dim

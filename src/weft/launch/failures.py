@@ -69,8 +69,6 @@ def report_exception(error: Exception, config: Mapping[str, Any], logs: Path | N
     """
     if getattr(error, "elsewhere", False):  # another rank failed (`parallel.ranks.agree`)
         _wait_for_report()
-    if getattr(error, "elsewhere", False):  # another rank failed (`parallel.ranks.agree`)
-        _wait_for_report()
     log, line, rank = logging.getLogger("weft.train"), out_of_resources(error), int(os.environ.get("RANK", 0))
     if line is not None and logs is not None:
         place = log_path(logs, rank)

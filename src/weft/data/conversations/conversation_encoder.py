@@ -88,7 +88,7 @@ class ConversationEncoder:
         if spec.max_tokens is not None and spec.max_tokens < 2:
             raise UserError(f"--max-tokens {spec.max_tokens}: must be at least 2")
         limit = f"{spec.max_tokens:,} tokens" if spec.max_tokens is not None else ""
-        self.drops = (f"longer than {limit}", f"nothing to learn within {limit}") if limit else ()
+        self.drops: Sequence[str] = (f"longer than {limit}", f"nothing to learn within {limit}") if limit else ()
         self._tokenizer: Tokenizer | None = None
 
     def __reduce__(self):

@@ -83,7 +83,8 @@ class TextEncoder:
         exact: whether to encode every text with the `tokenizers` library, not with gigatoken.
     """
 
-    kind, has_mask, drops = "text", False, ()
+    kind, has_mask = "text", False
+    drops: Sequence[str] = ()
 
     def __init__(self, tokenizer: str | Path | Tokenizer, *, exact: bool = False):
         if isinstance(tokenizer, str | Path):

@@ -1,8 +1,7 @@
 """Packs documents into a token store.
 
 The inputs are split into units (files, or ranges of files), and consecutive units are grouped into parts. Workers
-encode parts, and this process appends the encoded parts to the store in order. The store is published when it is
-complete. The work of an interrupted pack is kept, and the same call resumes it.
+encode parts, and this process appends them to the store in order. The same call resumes an interrupted pack.
 """
 
 from __future__ import annotations
