@@ -200,7 +200,7 @@ def test_export_of_what_cannot_be(tmp_path, whole, capsys):
         (["--to", "nowhere:export"], "'nowhere:export': no module 'nowhere'"),
         (["--to", "weft.errors:__doc__"], "is not an export format"),
         (["quantization=q8"], "quantization: not an option of the format hf; its options are dtype, max_shard_size"),
-        (["q8"], "'q8': write options of the format"),
+        (["q8"], "'q8' is not key=value"),
     ):
         assert weft_command("export", whole, tmp_path / "out", *words) == 2
         assert what in capsys.readouterr().err

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     for option in args.options:
         name, sign, value = option.partition("=")
         if not sign or not name.isidentifier():
-            raise UserError(f"{option!r}: write options of the format, which follow SRC and OUT, as key=value")
+            raise UserError(f"{option!r} is not key=value; after SRC and OUT, give options of the format as key=value")
         options[name] = _yaml_value(value)
     console = Console()
     written = export_model(args.source, args.out, args.to, console=console, **options)

@@ -91,7 +91,7 @@ def run_generation_on_ranks(args: argparse.Namespace, verb: str, tp: int, act: C
     from weft.parallel.world import start_world
 
     if tp != launched_ranks():
-        raise UserError(f"--tp {tp}, but there are {launched_ranks()} processes; set --tp to this number")
+        raise UserError(f"--tp {tp}, but {launched_ranks()} processes were launched; set --tp {launched_ranks()}")
     try:
         world = start_world(ParallelSection(tp=tp, dp_shard=1))
         act(world)

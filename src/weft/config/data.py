@@ -117,8 +117,8 @@ class StageSection(_WithoutNulls):
     """A stage of a curriculum: mixture weights for a number of tokens."""
 
     tokens: int | None = Field(None, ge=1)
-    """Length of the stage in tokens, rounded up to complete sequences. The last stage lasts until the end of
-    the run, whatever its `tokens`, and may omit this key.
+    """Length of the stage in tokens, rounded up to complete sequences. The last stage ignores this key: it
+    lasts until the end of the run.
     """
     weights: dict[str, Annotated[float, Ge(0)]]
     """Weight of each source by name, relative to the other weights; a source that is not named has weight 0."""

@@ -38,7 +38,7 @@ REQUIRED = {
 
 
 class Draft:
-    """The tree, the values and the problems of a run's file. Sections get it as pydantic's validation context.
+    """The tree, the values and the problems of a run's file. Sections get the draft as pydantic's validation context.
 
     Args:
         tree: the merged file.
@@ -52,8 +52,8 @@ class Draft:
         values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
             is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
         origins: origin of each value by dotted key.
-        meant: dotted keys that misspelled keys of the file most likely stand for. They are not reported as missing, and
-            get no default.
+        meant: for misspelled keys of the file, the dotted keys that were most likely meant. These are not reported as
+            missing, and get no default.
         config: the validated configuration; None if a value is not valid.
     """
 

@@ -67,9 +67,10 @@ class FieldError:
 
 
 def convert(error: FieldError) -> Any:
-    """Converts the value of an error to the expected type. Returns None if none of these conversions applies.
+    """Converts the value of an error to the expected type: 1e9 to an integer, a list to a tuple, or a number on the
+    command line to a string.
 
-    The number 1e9 becomes an integer, a list becomes a tuple, and a number on the command line becomes a string.
+    Returns None if none of these conversions applies.
     """
     node, value = error.node, error.value
     if error.type == "int_type" and isinstance(value, float):

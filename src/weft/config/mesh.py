@@ -97,7 +97,7 @@ class ParallelSection(Section):
     pp_schedule: Schedule = "1f1b"
     """Pipeline schedule for `pp`."""
     stages_per_rank: int | None = Field(None, ge=1, le=MOST)
-    """Number of pipeline stages on each rank. Default: 2 for schedules with several stages per rank, otherwise 1."""
+    """Number of pipeline stages on each rank. Default: 1 for `gpipe` and `1f1b`, otherwise 2."""
     stage_layers: list[int] | None = None
     """Number of layers of each pipeline stage, from first to last. Default: the stages have about equal FLOPs."""
 

@@ -32,8 +32,8 @@ class ModelSize(NamedTuple):
 class ModelSection(Section):
     """A decoder-only transformer built from exchangeable components.
 
-    `preset` (llama-tiny ... llama-8b, gpt2 ...) sets all keys; other keys take precedence over it. `from` takes
-    architecture and weights from another run, from one of its checkpoints, or from a Hugging Face folder.
+    `preset` (llama-tiny ... llama-8b, gpt2 ...) sets defaults of the keys; keys in the file take precedence. `from`
+    takes architecture and weights from another run, from one of its checkpoints, or from a Hugging Face folder.
     """
 
     type: Literal["decoder"] = "decoder"
@@ -107,7 +107,7 @@ class ModelSection(Section):
     causal, otherwise `sdpa`; `sdpa`: PyTorch's `scaled_dot_product_attention`, or separate operations for options that
     it lacks, such as soft-capping; `flex`: flex attention if it can run, otherwise `sdpa`; `flash`: the package
     flash-attn, which needs a GPU and the dtype bfloat16 or float16; or a custom `module:Class`. Generation with a KV
-    cache uses `sdpa`, unless the class is custom.
+    cache uses `sdpa`, unless this key is a custom class.
     """
     attention_pattern: AttentionPatternSection | None = None
     """Sparse attention, such as `{type: sliding, window: 256}`. Default: full causal attention."""

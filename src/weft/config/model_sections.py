@@ -160,7 +160,9 @@ class RopeScaling(Section):
     """`llama3`: frequencies with fewer than this number of rotations over the original length are divided by `factor`.
     """
     high_freq_factor: float = Field(4.0, gt=0)
-    """`llama3`: frequencies with more than this number of rotations over the original length are not scaled."""
+    """`llama3`: frequencies with more than this number of rotations over the original length are not scaled. Between
+    `low_freq_factor` and `high_freq_factor`, the scaling changes gradually.
+    """
     beta_fast: float = Field(32.0, gt=0)
     """`yarn`: frequencies with more than this number of rotations over the original length are not scaled."""
     beta_slow: float = Field(1.0, gt=0)
@@ -177,8 +179,8 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = None
     """`yarn`: with `mscale`, sets the default of `attention_factor` (see `mscale`)."""
     truncate: bool = True
-    """`yarn`: frequencies with a number of rotations between `beta_slow` and `beta_fast` are interpolated. If
-    `truncate` is true, the first and the last index of this range are rounded outward to integers.
+    """`yarn`: between `beta_slow` and `beta_fast` rotations, the scaling changes gradually with the index of the
+    frequency. If `truncate` is true, the ends of this range of indices are rounded outward to integers.
     """
     short_factor: list[float] | None = None
     """`longrope`: divisor of each frequency, for sequences of up to the original length."""

@@ -57,8 +57,8 @@ class TrainingSection(Section):
     activation_checkpointing: Literal["none", "full", "selective"] | EveryOrBudget = "none"
     """Which activations are recomputed in backward. `none`: no activations; `full`: all activations of each block;
     `every-N`: all activations of every N-th block; `selective`: all but the outputs of matrix products, attention and
-    communication; `budget-F`: as few as possible while at most about the fraction F of the bytes of all activations is
-    kept in memory (docs/memory.md).
+    communication; `budget-F`: keeps at most about the fraction F of the bytes of all activations, and recomputes the
+    rest at the lowest cost (docs/memory.md).
     """
     only_rows_from: int | None = Field(None, ge=1)
     """Index of the first trained row of the embedding and of the output head, counted from 0. This row and all later
@@ -90,7 +90,7 @@ class SamplesSection(Section):
     prompts: list[str] = Field(default=[])
     """Prompts that the model continues. With an empty list, no text is generated."""
     every: int | None = Field(None, ge=1)
-    """Number of steps after which the model generates text again. It also generates text after the last step. Default:
+    """Number of steps between two generations of text. Text is also generated after the last step. Default:
     `validation.every`.
     """
     max_new_tokens: int = Field(64, ge=1)

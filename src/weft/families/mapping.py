@@ -121,7 +121,7 @@ def renaming(
     The functions convert the rotary embedding with `read_rope` and `write_rope`.
 
     Args:
-        always: keys of `model:` that all models of the family have.
+        always: key of `model:` -> value that it has in all models of the family.
         table: key of `model:` -> key of config.json, made with `same`.
         defaults: default values of config.json's keys; passed to `read`.
         windows: functions that read and write the keys of sliding windows; None: these keys are in `table`.
@@ -293,7 +293,7 @@ def keep_activation_names(written: dict[str, Any], origin: Mapping[str, Any]) ->
 def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
     """Raises UserError if a key of config.json has an unsupported value.
 
-    A null counts as a missing key, unless the only supported value is true, because then null means false.
+    A missing key is supported. So is null, unless the only supported value is true: then null means false.
 
     Args:
         config: a config.json.

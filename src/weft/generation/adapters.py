@@ -170,7 +170,7 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
         yield
     if uncalled:
         raise UserError(
-            f"the model does not call the layer {min(uncalled)}; remove this layer from the deltas of the adapter"
+            f"the model does not call the layer {min(uncalled)}; remove the weights of this layer from the adapter"
         )
 
 

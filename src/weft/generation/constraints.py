@@ -155,7 +155,11 @@ class TokenTrie:
         self._compiled = functools.lru_cache(maxsize=32)(self._compile)
 
     def matcher(self, grammar: str) -> Any:
-        """Returns a new llguidance matcher of a grammar. Raises UserError if no text matches, or a token is unknown."""
+        """Returns a new llguidance matcher of a grammar.
+
+        Raises:
+            UserError: no text matches the grammar, or the grammar names a token that the vocabulary does not have.
+        """
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> Any:

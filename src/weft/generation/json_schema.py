@@ -74,7 +74,11 @@ def _refusal(path: Path, why: str, remedy: str = "remove or change it") -> UserE
 
 
 def _prepare(schema: Any, path: Path) -> Any:
-    """Checks the schema at `path` and its subschemas. Returns it without annotations, and with stricter formats."""
+    """Checks a schema and its subschemas. Returns it without annotations; values of `format` become stricter.
+
+    Args:
+        path: keys that lead to `schema` in the full schema, for messages.
+    """
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):

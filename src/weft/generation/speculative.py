@@ -257,8 +257,8 @@ def check_vocabulary(model: Any, draft: Any) -> None:
     sizes = [one.config.vocab_size for one in (model, draft)]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"the draft model has {sizes[1]:,} tokens, but the model has {sizes[0]:,}; use a draft model with the "
-            "same tokenizer"
+            f"the draft model's vocabulary has {sizes[1]:,} tokens, the model's {sizes[0]:,}; use a draft model with "
+            "the same tokenizer"
         )
     if isinstance(model, ProxyTypes):
         return  # `engine_of` checks its model

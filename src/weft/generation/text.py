@@ -59,7 +59,8 @@ def generate(
         temperature: divisor of the logits; 0: greedy decoding.
         ignore_eos: whether to continue after a token that ends a text.
         draft: path or module of a smaller model with the same tokenizer, which proposes tokens (speculative decoding).
-        lookup: maximum number of tokens that are proposed because they followed the same tokens earlier in the text.
+        lookup: maximum number of tokens that prompt look-up proposes at a time. If the last tokens of the text occurred
+            earlier, it proposes the tokens that followed them there. 0: no proposals.
         quantize: "int8" or "int4": quantizes the weights of a model that is given as a path, as `weft.load_model` does.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.

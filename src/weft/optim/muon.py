@@ -16,7 +16,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 class Muon(torch.optim.AdamW):
     """Momentum with orthogonalized updates for the matrices of hidden layers, and AdamW for all other parameters.
 
-    Embeddings and the output head are not among these matrices. The update of a matrix is the (semi-)orthogonal matrix
+    AdamW also updates the embeddings and the output head. The update of a matrix is the (semi-)orthogonal matrix
     nearest to its momentum, times `sqrt(max(1, rows / columns))`, so that `lr` suits matrices of every shape.
 
     Args:

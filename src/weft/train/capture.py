@@ -47,7 +47,8 @@ class ProfilingRecorder(Recorder):
     Attributes:
         records: whether this rank records a trace.
         seconds: the duration of each step, measured as in `weft train`.
-        marks: index of a mark in the trace -> {address of a tensor storage: memory category} at the time of the mark.
+        marks: memory at several times, which are numbered marks in the trace: number of the mark -> {address of a
+            tensor storage: memory category}.
         before: address, size in bytes and category of each tensor storage that existed before the trace began.
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """

@@ -62,7 +62,7 @@ class StepClock:
         self.flops += self.tokens * self.flops_per_token(sequence)
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns the averages since the last line of metrics."""
+        """Returns the average speed and times of the steps since the last line of metrics, by metric name."""
         tokens = self.tokens * self.steps
         speed = tokens / self.seconds
         return {

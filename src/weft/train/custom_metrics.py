@@ -76,7 +76,7 @@ class Metrics(Callback):
         self.objective = cast(Objective, ObservedObjective(objective, observers)) if observers else objective
 
     def step(self, state: State) -> None:
-        """Logs the values of the metrics that have `step`, with one all-reduce."""
+        """Calls the method `step` of each metric that defines it, and logs the values. Uses one all-reduce."""
         if not state.logged:
             return
         pairs: dict[str, Pair] = {}

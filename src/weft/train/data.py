@@ -187,9 +187,9 @@ def needs_sequences(train: Dataset, config: RunConfig, world: World) -> bool:
 
 
 def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world: World, layout: Layout) -> None:
-    """Raises UserError if `cp` or `tp` shards sequences, and a custom dataset has samples of another length.
+    """Raises UserError if `cp` or `tp` shards sequences, and a sample does not have `data.sequence_length` tokens.
 
-    Samples must have `data.sequence_length` tokens. Reads one sample per dataset.
+    Checks only one sample of a custom dataset.
 
     Args:
         key: config key of the dataset, for the message.

@@ -45,9 +45,10 @@ class PackingIndex:
         long: indices in the store of the documents with full-length slices, int64.
         long_firsts: for each document in `long`, the sequence that contains its first slice, int64.
         order: indices in the store of the documents with a remainder, sorted by the remainder's size and then by index.
-        bin_firsts: for each pattern, its first sequence, counted from `full`; finally the number of sequences with
-            remainders, int64.
-        patterns: the result of `best_fit_decreasing`, but with positions in `order` as `firsts`.
+        patterns: the sequences with remainders, grouped by the sizes of their remainders. As returned by
+            `best_fit_decreasing`, except that `firsts` contains positions in `order`.
+        bin_firsts: index of the first sequence of each pattern, counted from `full`. The last element is the number of
+            sequences with remainders. int64.
     """
 
     documents: int

@@ -16,8 +16,8 @@ class Reading:
 
     Attributes:
         field: the key of the text in a record; "meta.text" is a path into a nested record.
-        template: replaces `field`: a text with "{field}" placeholders ("{title}\\n{content}"); "{{" is
-            a brace.
+        template: used instead of `field`: a text in which `{key}` stands for the record's value of `key`, such as
+            "{title}\\n{content}"; "{{" stands for "{".
         separator: the text between the documents of a text file; None: each file is one document.
         records: whether documents are records (dicts) instead of texts.
         format: the format of all files: a name such as "jsonl", or `module:Class`; None: detected from file names.

@@ -21,7 +21,7 @@ class BigBird:
         block_size: number of tokens per block.
         window: window size in blocks, counting the query's block.
         global_blocks: number of blocks at the document's start that all blocks attend to.
-        random_blocks: number of random earlier blocks, or fewer at the start of a document.
+        random_blocks: number of random earlier blocks; at the start of a document there are fewer.
         seed: seed of the random blocks.
     """
 

@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         return self.attend(q, torch.cat((k_nope, k_rope.expand(-1, self.heads, -1, -1)), dim=-1), v, mask)
 
     def half_split(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorders interleaved rotary pairs into the half-split layout of `apply_rotary`. Changes no other layout."""
+        """Reorders rotary pairs into the half-split layout of `apply_rotary`; a no-op if pairs are not interleaved."""
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
 
     def absorbed(self, q_nope, q_rope, latent, k_rope, mask):

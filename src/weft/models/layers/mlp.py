@@ -55,7 +55,10 @@ class MLP(nn.Module):
 
 
 def intermediate_size(config: ModelSection) -> int:
-    """Returns the MLP's intermediate size. Default: 4 x hidden size; if gated, 8/3 x hidden size, a multiple of 8."""
+    """Returns the MLP's intermediate size.
+
+    Default: 4 x hidden size; for a gated MLP, 8/3 x hidden size, rounded up to a multiple of 8.
+    """
     if config.intermediate_size is not None:
         return config.intermediate_size
     if config.mlp == "plain":

@@ -15,7 +15,7 @@ _BATCH = 500  # metrics per request; MLflow accepts 1,000
 
 
 class MLflow:
-    """Logs all sessions of a run as one MLflow run, whose id is kept in the run directory.
+    """Logs a run, with all its resumptions, as one MLflow run, whose id is kept in the run directory.
 
     MLflow keeps every value that it gets, so steps that a resumed run repeats are not sent twice.
 

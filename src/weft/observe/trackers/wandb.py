@@ -10,7 +10,7 @@ from weft.observe.run_info import RunInfo, scalars
 
 
 class WandB:
-    """Logs all sessions of a run as one wandb run, whose id is kept in the run directory.
+    """Logs a run, with all its resumptions, as one wandb run, whose id is kept in the run directory.
 
     A resumed run logs the steps after its last checkpoint again, with the same values. wandb ignores these values,
     because it keeps the first value of each step.
