@@ -112,7 +112,7 @@ MISTAKES = {
     "architecture": (lambda p: change(p, architectures="Nonsense"), "architectures: .*'Nonsense'"),
     "a run": (lambda p: ((p / "config.json").unlink(), (p / "model.json").touch()), "hf: .*checkpoint of Weft"),
     "nothing": (lambda p: shutil.move(p, p.parent / "elsewhere"), "there is no such folder"),
-    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors: download"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "no model.safetensors.* download"),
     "foreign tokenizer": (
         lambda p: replace(p, "tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 900}}}).encode()),
         "tokenizer.json: .* 901 tokens, but .* 512 rows; use the tokenizer",

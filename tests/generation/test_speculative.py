@@ -274,7 +274,7 @@ class Custom(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        (decoder, {"draft": other(vocab_size=61)}, "draft model has 61 tokens, but the model has 60; .*same tokenizer"),
+        (decoder, {"draft": other(vocab_size=61)}, "vocabulary has 61 tokens, the model.s 60; .*same tokenizer"),
         (decoder, {"draft": other(), "lookup": 3}, "both a draft model and lookup"),
         (decoder, {"draft": Custom()}, "draft model is a custom model"),
         (decoder, {"lookup": -1}, "lookup is -1; set it to a number from 1"),

@@ -24,6 +24,13 @@ _UNCALLED = ("lm_head", "kv_b_proj")
 class LowRank(NamedTuple):
     """The low-rank matrix `scale * b @ a` that an adapter adds to a linear layer's weight `[out, in]`.
 
+    >>> model = weft.load_model("runs/run")
+    >>> engine, (out, size) = weft.Engine(model), model.layers[0].mlp.up_proj.weight.shape
+    >>> a, b = torch.randn(4, size), torch.zeros(out, 4)
+    >>> engine.add_adapter("tuned", {"layers.0.mlp.up_proj": weft.LowRank(a, b, scale=2.0)})
+    >>> len(list(engine.submit([5, 6, 7], weft.Sampling(max_new_tokens=3), adapter="tuned")))
+    3
+
     Attributes:
         a: `[rank, in]`.
         b: `[out, rank]`.
