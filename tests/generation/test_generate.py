@@ -126,6 +126,17 @@ def test_a_prompt_once_more_gets_another_text(model):
         ([[1]], {"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
         ([[1]], {"logit_bias": {-1: 1.0}}, "logit_bias"),
         ([[1]], {"stop": ("",)}, "stop string is empty"),
+        ([[1]], {"stop": (5,)}, "stop is .5,."),
+        ([[1]], {"stop": None}, "stop is None"),
+        ([[1]], {"logit_bias": {97: 1.0}}, "logit_bias has the token id 97, but the model has ids 0 to 96"),
+        ([[1]], {"logit_bias": {1.5: 1.0}}, "logit_bias is .1.5: 1.0"),
+        ([[1]], {"logit_bias": {1: float("inf")}}, "logit_bias is .1: inf"),
+        ([[1]], {"temperature": "1"}, "temperature is '1'; set it to a number"),
+        ([[1]], {"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5; set it to an integer"),
+        ([[1]], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; set it to an integer"),
+        ([[1]], {"seed": None}, "seed is None; set it to an integer"),
+        ([["a"]], {}, "a prompt of token ids has 'a'"),
+        ([[1]], {"max_step_tokens": 0}, "max_step_tokens is 0"),
         ([[1]], {"stop": ("a",)}, "need a tokenizer"),
         ([[1]], {"top_k": 5}, "top_k has no effect with temperature 0"),
         ([[1] * 9], {"max_cache_tokens": 16}, "9 prompt tokens and 12 new tokens do not fit .* 16 tokens"),
@@ -141,3 +152,7 @@ def test_the_model_trains_on_as_before(model):
     stream = Engine(model).submit([1, 2], Sampling(max_new_tokens=9))
     next(stream)
     assert model.training
+
+
+def test_one_stop_string_is_not_its_characters():
+    assert Sampling(1, stop="ab").stop == ("ab",)

@@ -16,7 +16,7 @@ from weft.generation.adapters import Adapters, Deltas
 from weft.generation.allocation import BlockAllocator
 from weft.generation.cache import BLOCK
 from weft.generation.constraints import new_constraint
-from weft.generation.limits import blocks_in_memory, check_prompts, encode_prompt, shares_blocks
+from weft.generation.limits import blocks_in_memory, check_bias, check_prompts, encode_prompt, shares_blocks
 from weft.generation.runners import Work, make_runner
 from weft.generation.sampler import Choice, Context, new_generator
 from weft.generation.sequence import GeneratedSequence
@@ -86,6 +86,9 @@ class Engine:
         lookup: int = 0,
     ):
         self.model, self.tokenizer, self.stop_ids = model, tokenizer, frozenset(stop_ids)
+        for name, value in (("max_batch", max_batch), ("max_step_tokens", max_step_tokens)):
+            if value < 1:
+                raise UserError(f"{name} is {value}; set it to at least 1")
         self.max_batch, self.max_step_tokens, self.batch_invariant = max_batch, max_step_tokens, batch_invariant
         self.runner = make_runner(model, cache=cache, apart=batch_invariant, compiled=compile)
         self.proposer = make_proposer(model, self.runner, batch_invariant, draft, draft_tokens, lookup, max_step_tokens)
@@ -180,6 +183,7 @@ class Engine:
             sampling: the settings.
         """
         new_constraint(sampling.constraint, self.tokenizer, self.stop_ids)
+        check_bias(self.model, sampling.logit_bias)
         room = None if self.runner.cache is None else self._allocator.most * BLOCK
         check_prompts(self.model, prompts, sampling.max_new_tokens, room)
         self.proposer.check(max(map(len, prompts)) + sampling.max_new_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,11 +46,20 @@ def check_prompt(model: nn.Module, ids: Sequence[int]) -> None:
     """Raises UserError if a prompt is empty, or has a token outside the model's vocabulary."""
     if not ids:
         raise UserError("a prompt has no tokens; begin it with the end-of-document token")
+    if (wrong := next((token for token in ids if not isinstance(token, Integral)), None)) is not None:
+        raise UserError(f"a prompt of token ids has {wrong!r}; pass texts, or lists of integers")
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     if size is not None and not 0 <= (token := max(ids, key=lambda t: t if t >= 0 else size - t)) < size:
         raise UserError(
             f"a prompt has the token id {token}, but the model has ids 0 to {size - 1}; use the model's tokenizer"
         )
+
+
+def check_bias(model: nn.Module, biases: Mapping[int, float]) -> None:
+    """Raises UserError if `Sampling.logit_bias` has a token outside the model's vocabulary."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is not None and biases and (token := max(biases)) >= size:
+        raise UserError(f"logit_bias has the token id {token}, but the model has ids 0 to {size - 1}; remove this id")
 
 
 def check_length(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any
 
 from weft.errors import UserError
@@ -73,6 +74,9 @@ class Sampling:
     grammar: str | None = None
 
     def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))  # not one stop string per character
+        self._check_types()
         for ok, name, remedy in (
             (self.max_new_tokens >= 1, "max_new_tokens", "set it to at least 1"),
             (
@@ -97,9 +101,25 @@ class Sampling:
             name = next(name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None)
             raise UserError(f"{name} has no effect with temperature 0 (greedy decoding); remove it, or set temperature")
         for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias):
-                raise UserError(f"logit_bias is {{{token}: {bias}}}; map token ids of at least 0 to numbers")
+            if token < 0 or math.isnan(bias) or bias == math.inf:
+                what = "map token ids of at least 0 to finite numbers or -inf"
+                raise UserError(f"logit_bias is {{{token}: {bias}}}; {what}")
         _ = self.constraint  # invalid constraints are refused here
+
+    def _check_types(self) -> None:
+        """Raises UserError if a value has a wrong type. Otherwise, a later step of an engine would fail."""
+        kinds = {"an integer": Integral, "a number": Real}
+        whole, optional = ("max_new_tokens", "n", "seed"), ("top_k", "logprobs", "top_p", "min_p")
+        numbers = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in (*whole, *optional, *numbers):
+            value, kind = getattr(self, name), "an integer" if name in (*whole, *optional[:2]) else "a number"
+            if not isinstance(value, kinds[kind]) and not (name in optional and value is None):
+                raise UserError(f"{name} is {value!r}; set it to {kind}")
+        if not isinstance(self.stop, Collection) or not all(isinstance(text, str) for text in self.stop):
+            raise UserError(f"stop is {self.stop!r}; set it to a tuple of strings")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, Integral) or not isinstance(bias, Real):
+                raise UserError(f"logit_bias is {{{token!r}: {bias!r}}}; map token ids to numbers")
 
     @cached_property
     def constraint(self) -> str | None:
