@@ -63,7 +63,7 @@ class PagedCache:
     """The keys and values of many sequences, in blocks of `BLOCK` tokens that sequences can share.
 
     Each layer has a pool of blocks for keys and one for values, which are allocated at the first write. A forward pass
-    computes chunks of several sequences, whose tokens follow one another in one row. Padding can follow the last token.
+    computes chunks of several sequences, whose tokens are concatenated into one row. The row can be padded at the end.
 
     Args:
         windows: sliding window size of each layer, counting the query itself; None for a layer without sliding window.

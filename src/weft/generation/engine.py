@@ -210,13 +210,13 @@ class Engine:
 
     def _plan(self) -> list[tuple[GeneratedSequence, Work]]:
         """Chooses the tokens that the next step computes, and allocates cache blocks for these tokens."""
-        budget, works, preempted = self.max_step_tokens, [], len(self._waiting)
+        budget, works, waiting = self.max_step_tokens, [], len(self._waiting)
         # New tokens come before prompts, so that a long prompt does not interrupt other sequences.
         for sequence in sorted(self._running, key=lambda s: len(s.tokens) - s.computed > 1):
             if sequence in self._running and budget > 0:  # an earlier sequence can have preempted it
                 budget -= self._add(sequence, budget, works)
         works = [(sequence, work) for sequence, work in works if sequence in self._running]
-        preempted = len(self._waiting) > preempted
+        preempted = len(self._waiting) > waiting
         while budget > 0 and self._waiting and not preempted and len(self._running) < self.max_batch:
             if not self._admit(self._waiting[0]):
                 break

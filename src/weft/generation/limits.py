@@ -15,6 +15,7 @@ from weft.config.model_sections import RopeScaling
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.generation.cache import BLOCK
+from weft.generation.runners import shards_of
 from weft.generation.settings import Sampling
 from weft.models.decoder import Decoder
 from weft.models.layers.rope import rotary_depends_on_length
@@ -112,8 +113,7 @@ def check_prompts(model: nn.Module, prompts: Sequence[Sequence[int]], new: int, 
 
 def bytes_per_token(model: Decoder) -> int:
     """Returns the size of the cached keys and values of one token on this rank, in bytes."""
-    config, state = model.config, state_of(model)
-    ranks = 1 if state is None else state.world.shape.tp
+    config, ranks = model.config, shards_of(model)
     if config.mla is not None:
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
     else:

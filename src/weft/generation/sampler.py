@@ -171,8 +171,19 @@ def draw(
     """
     mass, order, kept = _cumulative(logits, temperature, top_k, top_p, min_p)
     total = mass[:, -1:] if kept is None else mass.gather(-1, kept)
-    chosen = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True).clamp(max=mass.shape[-1] - 1)
+    chosen = invert(mass, uniform, total)
     return (chosen if order is None else order.gather(-1, chosen)).squeeze(-1)
+
+
+def invert(mass: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Returns the index `[batch, 1]` at which each cumulative distribution exceeds `uniform * total`.
+
+    Args:
+        mass: cumulative weights, `[batch, candidates]`.
+        uniform: a random number in [0, 1) for each row, `[batch]`.
+        total: sum of the weights from which to draw, `[batch, 1]`.
+    """
+    return torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True).clamp(max=mass.shape[-1] - 1)
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

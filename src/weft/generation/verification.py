@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.generation.runners import Work
-from weft.generation.sampler import Choice, Context, choose, next_uniform, probabilities, process, with_logprobs
+from weft.generation.sampler import Choice, Context, choose, invert, next_uniform, probabilities, process, with_logprobs
 
 
 def choose_tokens(
@@ -95,6 +95,5 @@ def context_after(context: Context, tokens: Sequence[int]) -> Context:
 def draw_ids(weights: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
     """Draws an id from each row of `weights`, float64 `[batch, vocab]`, in proportion to the weights: `[batch]`."""
     mass = weights.cumsum(-1)
-    points = torch.stack([next_uniform(context.generator) for context in contexts]).to(mass.device)
-    points = points.unsqueeze(-1) * mass[:, -1:]
-    return torch.searchsorted(mass, points, right=True).clamp(max=mass.shape[-1] - 1).squeeze(-1)
+    uniform = torch.stack([next_uniform(context.generator) for context in contexts]).to(mass.device)
+    return invert(mass, uniform, mass[:, -1:]).squeeze(-1)

@@ -45,7 +45,7 @@ class Cache(Protocol):
 
         Args:
             layer: index of the layer.
-            q: `[1, heads, tokens, head_dim]`. The tokens of all sequences follow one another.
+            q: `[1, heads, tokens, head_dim]`. The tokens of all sequences are concatenated.
             k: `[1, kv_heads, tokens, head_dim]`.
             v: `[1, kv_heads, tokens, v_head_dim]`; with latent attention, `k` is the latent and `v` the rotary key.
             attention: computes the attention of a group of sequences from queries `[sequences, heads, seq, head_dim]`,
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
             segments: `[batch, seq]`, index of each token's document; attention stays within documents. Must be None
                 with a cache.
             cache: earlier keys and values of the sequences that `tokens` continue. Requires `positions`; `batch` must
-                be 1, because the tokens of all sequences follow one another in one row.
+                be 1, because the tokens of all sequences are concatenated into one row.
             labels: `[batch, seq]`, the token ids to return log-probabilities of.
             loss_weights: `[batch]`, each sequence's weight in the step's loss, which scales the sequence's auxiliary
                 losses in training; None: no auxiliary losses.
