@@ -32,7 +32,7 @@ class Evaluation:
         model: path of the checkpoint; None if the model was a module that was not loaded from a checkpoint.
         stores: result of each token store.
         tasks: for each task, a dict with `questions`, `shots`, `version` and `scores`.
-        windows: the settings `sequence_length`, `stride` and `documents` that were used for the stores.
+        windows: the values of the settings `sequence_length`, `stride` and `documents` that were used for the stores.
     """
 
     model: Path | None

@@ -31,7 +31,7 @@ def scoring_windows(
     `length - stride` tokens of context.
 
     Args:
-        length: maximum number of inputs of a window.
+        length: maximum number of input tokens of a window.
         stride: distance in tokens between windows, in 1 .. `length`; if it is `length`, no token is read twice.
         apart: whether to treat every document separately. If False, the store is treated as one document.
         limit: maximum number of predictions.
@@ -72,7 +72,7 @@ def scoring_batches(store: TokenStore, windows: Iterator[Window], tokens: int) -
     """Yields right-padded batches of windows with similar lengths. With causal attention, padding needs no mask.
 
     Args:
-        tokens: maximum number of inputs of a batch, including padding. A longer window forms a batch by itself.
+        tokens: maximum number of input tokens of a batch, including padding. A longer window forms a batch by itself.
 
     Yields:
         A dict with `tokens` and `labels`, int64 `[batch, seq]`; `weight`, float32 `[batch, seq]`, the loss mask of

@@ -37,7 +37,7 @@ class Settings:
         tokenizer: tokenizer of the model. Default: the tokenizer in the model's folder.
         device: device for a model that is loaded from a path. Default: a GPU if available.
         dtype: dtype for a model that is loaded from a path. Default: as saved.
-        quantize: "int8" or "int4" for a model that is loaded from a path with quantized weights.
+        quantize: "int8" or "int4": quantizes the weights of a model that is loaded from a path. Default: no change.
 
     Raises:
         UserError: a value is out of range.

@@ -52,7 +52,7 @@ class Adapter:
     Attributes:
         root: the argument `parent` of `block_digest` for the first cache block of a sequence. Each adapter has another
             root, so sequences share blocks only if they use the same adapter.
-        deltas: name of a linear layer -> its `a` and `scale * b`.
+        deltas: name of a linear layer -> (`a`, `scale * b`) of the `LowRank` that is added to the layer's weight.
     """
 
     root: bytes

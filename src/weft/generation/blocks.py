@@ -84,7 +84,7 @@ class BlockPool:
         return digest in self._by_digest
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Records the digest of a complete block for `share`, unless another block has the same digest."""
+        """Records the digest of a complete block, so that `share` finds it, unless another block has this digest."""
         self.pending.discard(digest)
         if digest not in self._by_digest:
             self._digests[block] = digest

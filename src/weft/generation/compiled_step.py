@@ -261,10 +261,13 @@ def _matrix(linear: Any) -> Matrix:
 
 
 def _describe(model: Any, struct: Model, layers: Any, kept: list[torch.Tensor]) -> None:
-    """Fills the structures `struct` of a decoder and `layers` of its layers, except the addresses of the cache.
+    """Fills the C structures that describe a decoder, except the addresses of the cache.
 
     Args:
-        kept: list that is filled with the tensors to which only the structures refer, so that they are not freed.
+        struct: the structure of the decoder.
+        layers: the structures of the decoder's layers.
+        kept: list to which this function adds the tensors that only the structures point to. The caller must keep this
+            list, so that the tensors are not freed.
     """
     config = model.config
     blocks: Any = model.layers

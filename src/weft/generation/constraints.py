@@ -39,7 +39,9 @@ def load_llguidance() -> Any:
 
 
 def compile_constraint(json_schema: Any = None, regex: str | None = None, grammar: str | None = None) -> str | None:
-    """Checks a JSON schema, regex or grammar, and converts it to llguidance's JSON format; None if none is given.
+    """Checks a JSON schema, regex or grammar, and converts it to llguidance's JSON format.
+
+    Returns None if none of the three is given.
 
     Raises:
         UserError: more than one of the three is given, llguidance is not installed, or the given one is invalid.
@@ -203,7 +205,7 @@ def trie_of(tokenizer: Tokenizer) -> TokenTrie:
 class Constraint:
     """Determines which tokens can come next in one continuation.
 
-    The methods take `new`, all tokens of the continuation so far. Earlier calls do not affect their results.
+    The methods take `new`, all tokens of the continuation so far. Results do not depend on earlier calls.
 
     Args:
         tokenizer: the tokenizer.

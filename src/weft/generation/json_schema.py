@@ -227,7 +227,7 @@ def _encoded(part: str | int) -> str:
 
 
 def _move_references(value: Any) -> Any:
-    """Returns a copy of a schema with `$ref` pointers that are valid where the copy is, at `#/$defs/root`."""
+    """Returns a copy of a schema whose `$ref` pointers are changed so that the copy can be placed at `#/$defs/root`."""
     if isinstance(value, list):
         return [_move_references(item) for item in value]
     if not isinstance(value, dict):

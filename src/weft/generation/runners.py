@@ -29,8 +29,8 @@ class Work:
             (`speculative.py`).
         start: position of the first token to compute. Earlier tokens are in the cache.
         end: position after the last token to compute.
-        rotary: the rotary embedding of the first `rotary` tokens is computed for a text of `rotary` tokens, because
-            some RoPE scalings depend on the length.
+        rotary: text length for which the rotary embedding of the first `rotary` tokens is computed. Some RoPE scalings
+            depend on the length of the text.
         kept: number of tokens before position `end` whose logits are returned.
         blocks: the sequence's blocks in a paged cache.
         adapter: the adapter of the sequence, or None.
@@ -94,7 +94,7 @@ def make_runner(model: nn.Module, *, cache: bool = True, apart: bool = False, co
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode in the block, and restores its mode afterwards."""
+    """Context in which a model is in eval mode. Restores the model's mode at the end."""
     training = model.training
     if training:
         model.eval()
@@ -107,7 +107,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode and disables gradients in the block."""
+    """Context in which a model is in eval mode and gradients are disabled."""
     # FSDP keeps the parameters that it all-gathers, and training cannot use tensors created in inference mode.
     sharded = hasattr(model, "unshard")
     # Layers compiled for training have fixed shapes, but in generation every step has another shape.

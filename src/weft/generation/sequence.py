@@ -19,7 +19,7 @@ class GeneratedSequence:
         tokens: ids of the prompt and of the continuation.
         prompt: number of prompt tokens.
         index: index of this continuation among the `Sampling.n` continuations of its prompt.
-        rotary: the rotary embedding of the first `rotary` tokens is computed for a text of `rotary` tokens.
+        rotary: text length for which the rotary embedding of the first `rotary` tokens is computed.
         adapter: the adapter of the request, or None.
         computed: number of tokens whose keys and values are in the cache.
         blocks: indices of the cache blocks; -1 for a released block, which is before all sliding windows.

@@ -45,7 +45,7 @@ class Piece:
 class Stream:
     """The continuations of one prompt. Iterating over the stream runs the engine until the next piece is ready.
 
-    As a context manager, a stream is cancelled at the end of the block.
+    Can be used as a context manager: at the end of the `with` block, unfinished continuations are cancelled.
 
     Attributes:
         error: the exception that ended the continuations, or None.

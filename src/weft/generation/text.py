@@ -59,8 +59,8 @@ def generate(
         temperature: divisor of the logits; 0: greedy decoding.
         ignore_eos: whether to continue after a token that ends a text.
         draft: path or module of a smaller model with the same tokenizer, which proposes tokens (speculative decoding).
-        lookup: maximum number of tokens that prompt look-up proposes at a time. If the last tokens of the text occurred
-            earlier, it proposes the tokens that followed them there. 0: no proposals.
+        lookup: maximum number of tokens that are proposed at a time because they followed the last occurrence of the
+            text's last 3 or 2 tokens (prompt look-up); 0: none.
         quantize: "int8" or "int4": quantizes the weights of a model that is given as a path, as `weft.load_model` does.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
@@ -129,7 +129,7 @@ def _generate(
 def engine_of(
     model: nn.Module, tokenizer: Tokenizer | None = None, draft: nn.Module | None = None, lookup: int = 0
 ) -> Engine:
-    """Returns the engine of a model; it is kept for later calls. Clears its cache if parameters have changed.
+    """Returns the engine of a model. Later calls return the same engine; its cache is cleared if parameters changed.
 
     Args:
         model, tokenizer, draft, lookup: as in `Engine`. A change of `draft` or `lookup` creates a new engine.

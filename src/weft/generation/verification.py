@@ -93,7 +93,12 @@ def context_after(context: Context, tokens: Sequence[int]) -> Context:
 
 
 def draw_ids(weights: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Draws an id from each row of `weights`, float64 `[batch, vocab]`, in proportion to the weights: `[batch]`."""
+    """Returns ids `[batch]`: for each row of `weights`, an id drawn in proportion to the weights.
+
+    Args:
+        weights: weight of each id, float64 `[batch, vocab]`.
+        contexts: the context of each row, whose random generator is used.
+    """
     mass = weights.cumsum(-1)
     uniform = torch.stack([next_uniform(context.generator) for context in contexts]).to(mass.device)
     return invert(mass, uniform, mass[:, -1:]).squeeze(-1)

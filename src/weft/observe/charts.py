@@ -111,7 +111,7 @@ class Chart:
         x_ticks: position and label of each tick of the x axis.
         y_ticks: position and label of each tick of the y axis.
         resumes: position and step of each resume.
-        bad: position and step of each value that is not finite; if there are hundreds, only of every N-th such value.
+        bad: position and step of each value that is not finite; if there are hundreds, every N-th of them.
     """
 
     plot: Plot

@@ -77,7 +77,7 @@ class Console:
             self.result("  ".join(padded).rstrip())
 
     def progress(self, total: int | None, description: str = "", unit: str = "step", start: int = 0) -> SilentProgress:
-        """Returns a context manager that shows progress. Its method `update(done, **fields)` takes microseconds.
+        """Returns a context manager that shows progress. Its method `update(done, **fields)` returns in microseconds.
 
         The fields (loss, lr, tokens_per_second, ...) are shown in the order in which they were first passed. A field
         stays until its next value; None removes the field.

@@ -92,7 +92,7 @@ _TABLE: list[tuple[str, str, tuple[float | None, ...]]] = [
 def table_peak(device_name: str, dtype: torch.dtype) -> Peak | None:
     """Returns the published peak of a device; None if the table does not list the peak.
 
-    The table does not contain slices of a device (MIG) and laptop versions of desktop cards.
+    The table lists neither slices of a device (MIG) nor laptop versions of desktop cards.
 
     Args:
         device_name: the name that `torch.cuda.get_device_name` returns.

@@ -67,8 +67,8 @@ def timeline(
 ) -> Timeline:
     """Classifies every allocation of a trace, and sums the allocations by category over time.
 
-    A mark is a numbered range in the trace. `marks` maps each mark to the addresses that are known when the mark ends,
-    with their categories. An allocation that is at a known address at this moment has the address's category for its
+    A mark is a numbered range in the trace. `marks` lists the addresses whose categories were known when the mark
+    ended. If an allocation exists at such an address when the mark ends, the allocation gets this category for its
     lifetime. All other allocations are classified by their start and end:
 
     - gathered parameters: allocated in an FSDP2 all-gather;

@@ -29,7 +29,7 @@ _SPEED = {"tokens_per_second", "mfu", "memory_bytes", "step_seconds", "data_seco
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Maps a step's metrics from their names in trackers (train/loss, validation/loss, speed/mfu, ...) to numbers.
+    """Returns a step's numbers, by the names that metrics have in trackers: train/loss, validation/loss, speed/mfu, ...
 
     Omits the step, texts and None, but not NaN and infinities.
     """

@@ -37,7 +37,7 @@ def connected() -> bool:
 
 
 def doing(what: str, kind: str = "step", may_take: float = 0.0) -> None:
-    """Reports that this rank starts some work, which lasts until the next report. Never blocks; takes microseconds.
+    """Reports that this rank starts some work, which lasts until the next report. Never blocks.
 
     The launcher considers a rank stuck if it receives no report for much longer than the rank's longest recent interval
     between reports.

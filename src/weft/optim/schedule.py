@@ -36,14 +36,14 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
-        """Returns the multiplier at `step`; the first step is 0."""
+        """Returns the multiplier of the learning rates at step `step`, counted from 0."""
         warmup_steps = self.warmup_steps or 0
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         return self.after_warmup(step - warmup_steps, max(1, self.total_steps - warmup_steps))
 
     def after_warmup(self, step: int, steps: int) -> float:
-        """Returns the multiplier after the warm-up.
+        """Returns the multiplier of the learning rates at a step after the warm-up.
 
         Args:
             step: number of steps since the end of the warm-up; the multiplier at 0 must be 1.

@@ -136,7 +136,10 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
 
 
 def freeze(model: nn.Module, state: ModelState) -> nn.Module:
-    """If `only_rows_from` is set, freezes all parameters except embedding and head. Assumes plain parameters."""
+    """If `ModelPlan.only_rows_from` is set, freezes all parameters except embedding and head.
+
+    Assumes plain parameters.
+    """
     if state.plan.only_rows_from is not None:
         freeze_all_but_rows(model, state.plan.only_rows_from)
     return model
@@ -154,7 +157,10 @@ def use_state_dtype(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def multiply_in_fp8(model: nn.Module, state: ModelState) -> nn.Module:
-    """If `fp8` is set, replaces the blocks' linear layers with torchao's. Assumes plain, unsharded parameters."""
+    """If `ModelPlan.fp8` is set, replaces the blocks' linear layers with torchao's FP8 linear layers.
+
+    Assumes plain (unsharded) parameters.
+    """
     if state.plan.fp8:
         fp8.use_fp8(model, repeated_blocks(model), ranks=state.world.shape.tp)
     return model

@@ -40,12 +40,12 @@ def agree(action: Callable[[], T], only_first: bool = False) -> T:
     """Runs `action` on all ranks and returns its result. If `action` raises on any rank, all ranks raise.
 
     Args:
-        action: a function without collectives, because a rank on which it fails does not take part in them.
+        action: a function without collectives: if it raised on one rank, other ranks would wait in a collective.
         only_first: whether to run `action` only on rank 0, and return rank 0's result on all ranks.
 
     Raises:
-        Exception: if `action` raises on any rank: the exception of the lowest such rank. Only rank 0 prints a
-            UserError, whose text begins with the number of the failed rank if that is not 0.
+        Exception: if `action` raises on any rank: the exception of the lowest such rank. If this exception is a
+            UserError, only rank 0 prints it, and the text begins with `rank N: ` if the failed rank N is not 0.
     """
     if world_size() == 1:
         return action()

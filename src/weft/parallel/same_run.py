@@ -128,10 +128,10 @@ def _digest(facts: dict[str, str]) -> str:
 
 
 def _describe(reports: dict[int, dict[str, list[str | None]]]) -> str:
-    """Returns the error message, in one line.
+    """Returns the error message, in one line, for at least one rank that differs.
 
-    It lists the differences between one rank and rank 0, all ranks with the same differences, and the ranks with other
-    differences.
+    The message contains the differences of the first such rank from rank 0, the ranks with exactly these differences,
+    and the ranks with other differences.
 
     Args:
         reports: rank -> name of a fact -> [the rank's value, rank 0's value]. The inner dictionary is empty if the

@@ -47,8 +47,7 @@ class ProfilingRecorder(Recorder):
     Attributes:
         records: whether this rank records a trace.
         seconds: the duration of each step, measured as in `weft train`.
-        marks: memory at several times, which are numbered marks in the trace: number of the mark -> {address of a
-            tensor storage: memory category}.
+        marks: index of a mark in the trace -> {address of a tensor storage: memory category} at the time of the mark.
         before: address, size in bytes and category of each tensor storage that existed before the trace began.
         profiler: PyTorch's profiler; None before `start`, and on ranks that do not record.
     """
@@ -131,7 +130,10 @@ class ProfilingRecorder(Recorder):
             self.console.line("the steps ended early, and no profile was written")
 
     def _storages(self) -> Iterator[tuple[int, int, str]]:
-        """Yields address, size in bytes and memory category of each storage of `tensors` on this device."""
+        """Yields address, size in bytes and memory category of each tensor storage on this device.
+
+        The tensors are those that the function passed to `start` yields.
+        """
         seen: set[int] = set()
         for tensor, category in self.tensors():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

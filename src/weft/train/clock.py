@@ -11,7 +11,7 @@ from weft.observe.flops import mfu
 
 
 class StepClock:
-    """Times the steps, and averages over the steps since the last line of metrics and over the session.
+    """Times the steps. Computes mean times and speed of the steps since metrics were last written, and of the session.
 
     Args:
         tokens: number of tokens per step.
@@ -34,7 +34,7 @@ class StepClock:
         self.reset()
 
     def reset(self) -> None:
-        """Starts new averages. Called after each line of metrics."""
+        """Starts new averages. Called after each line of metrics is written."""
         self._warmup_logged = self.warmup_seconds is not None
         self.flops = self.seconds = self.data_seconds = 0.0
         self.steps = 0
@@ -44,7 +44,7 @@ class StepClock:
         self._began = time.perf_counter()
 
     def data_arrived(self) -> None:
-        """Ends the wait for the batch of the step."""
+        """Records that the step's batch has arrived; the time since `begin` counts as waiting for data."""
         self.data_seconds += time.perf_counter() - self._began
 
     def end(self, sequence: int) -> None:
@@ -62,7 +62,7 @@ class StepClock:
         self.flops += self.tokens * self.flops_per_token(sequence)
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns the average speed and times of the steps since the last line of metrics, by metric name."""
+        """Returns metric name -> mean speed or time of the steps since the last call of `reset`."""
         tokens = self.tokens * self.steps
         speed = tokens / self.seconds
         return {

@@ -226,10 +226,13 @@ def open_train(
 def open_source(
     chosen: str | DatasetSection, config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, StoreInfo | None]:
-    """Opens a token store, as sequences made by `data.packing`, or a custom dataset.
+    """Opens a token store or a custom dataset. `data.packing` decides how a store is split into sequences.
+
+    Args:
+        chosen: path of a token store, or the config section of a custom dataset.
 
     Returns:
-        The dataset, and the `StoreInfo` of a token store or None.
+        The dataset, and the token store's `StoreInfo` (None for a custom dataset).
 
     Raises:
         UserError: the objective needs fields or samples that token stores do not have.

@@ -39,7 +39,7 @@ from weft.train.validate import validate
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a training session (a new or resumed run until it ends or stops).
+    """The outcome of a training session: one start or resumption of the run, until the run ends or stops.
 
     Attributes:
         status: "finished"; "stopped" by a signal; "stopped-early" by a callback; or "non-finite" after a loss or
@@ -194,7 +194,7 @@ class Loop:
         return True
 
     def after_update(self, step: int) -> None:
-        """Calls the callbacks. Then saves, validates, generates samples and writes metrics, each if due."""
+        """Calls the callbacks' `step`. Then saves, validates, generates samples and writes metrics, each if due."""
         self.callbacks.call("step", self.state)
         if self.due(step, self.length.checkpoint_every):
             self.save(step)
@@ -216,7 +216,7 @@ class Loop:
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether an action that runs every `every` steps, and after the last step, is due."""
+        """Whether an action that runs every `every` steps and after the last step is due after step `step`."""
         return step % every == 0 or step == self.length.steps
 
     def accumulate_gradients(

@@ -137,7 +137,10 @@ class ProfiledLoop(Loop):
         }
 
     def raise_if_empty(self, trace: Trace) -> None:
-        """Raises UserError if a GPU's trace has no GPU work, as when the GPU's counters cannot be read."""
+        """Raises UserError if this rank has a GPU, but `trace` has no GPU work.
+
+        This happens if the profiler cannot read the GPU's counters.
+        """
         if self.world.device.type == "cuda" and not trace.on_device:
             raise UserError(
                 "the profiler recorded no GPU work; get permission to read the GPU's counters (NVIDIA: "

@@ -283,7 +283,7 @@ class Recorder:
     def warn_once(self, text: str) -> None:
         """Logs a warning. Prints it too, unless an equal warning was printed before.
 
-        Warnings are equal if their texts after the first colon (`step N:`) are equal.
+        The comparison ignores the text before the first colon, such as `step 12`.
         """
         kind = text.split(":", 1)[-1]
         log.warning(text)

@@ -45,7 +45,7 @@ class ExpertBalance:
 
         Returns:
             Five totals over the layers of this stage: (highest load of an expert) / (mean load), number of layers,
-            number of choices, number of dropped choices, number of layers with a capacity.
+            number of choices (pairs of token and expert), number of dropped choices, number of layers with a capacity.
         """
         if not self.routers:
             return [0.0] * 5

@@ -159,11 +159,11 @@ class SequenceShard:
         return seq, positions, self.gathered_positions(seq, self.by_document, positions.device)
 
     def _on_full_sequence(self, function: Callable, chosen: torch.Tensor) -> torch.Tensor:
-        """All-gathers a tensor over `cp`, applies `function`, and returns this rank's shard of the result.
+        """All-gathers `chosen` over `cp`, applies `function`, and returns this rank's shard of the result.
 
         Args:
             function: maps a tensor of full sequences `[batch, seq, ...]` to a tensor `[batch, seq, ...]`.
-            chosen: this rank's shard of the tensor, `[batch, seq / ranks, ...]`.
+            chosen: values for this rank's tokens, `[batch, seq / ranks, ...]`.
         """
         seq, device = chosen.shape[1] * self.group.size(), chosen.device
         order = self.gathered_positions(seq, self.by_document, device)
@@ -177,7 +177,10 @@ class SequenceShard:
         return slice(start + self.group.rank() * each, start + (self.group.rank() + 1) * each)
 
     def _full_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
-        """Returns the masks of full sequences. With all_to_all, attention runs on full sequences."""
+        """Calls `masks`, the model's method that builds masks, for full sequences. Returns the result.
+
+        Used with all_to_all, where attention runs on full sequences.
+        """
         return masks(tokens.repeat(1, self.group.size()), positions, segments, dtype)
 
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):

@@ -127,7 +127,12 @@ class CustomModelCheck:
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor, tolerance: float, noise: float = 0.0) -> str:
-    """Returns a text that states by how much two tensors differ; "" if the difference is within the tolerance."""
+    """Returns a text that states by how much two tensors differ; "" if the difference is small enough.
+
+    Args:
+        tolerance: allowed difference, as a fraction of the largest absolute value in `expected`.
+        noise: allowed absolute difference, in addition to `tolerance`.
+    """
     difference, largest = (expected - found).abs().max().item(), expected.abs().max().item()
     within = difference <= tolerance * largest + noise  # false for NaN
     return "" if within else f"off by up to {difference:.2g}; the largest correct value is {largest:.2g}"
@@ -219,7 +224,13 @@ def _of_module(
 
 
 def _tokens(model: nn.Module, table: dict[str, ShardingRule], ranks: int, sequence: int) -> torch.Tensor:
-    """Returns two sequences of token ids, spread over the vocabulary, `[2, seq]`."""
+    """Returns token ids `[2, seq]` that are spread over the vocabulary.
+
+    Args:
+        table: the model's sharding table, by which the embedding is found.
+        ranks: number of `tp` ranks. `seq` is 4 x `ranks`, or `sequence` if that is smaller.
+        sequence: number of tokens per sequence of the run; 0 means unknown.
+    """
     embedding = next(m for name, m in model.named_modules() if name and find_rule(table, name) == "embedding")
     assert isinstance(embedding, nn.Embedding)
     seq = min(4 * ranks, sequence or 4 * ranks)
@@ -238,14 +249,21 @@ def _randomize_zeros(model: nn.Module) -> list[str]:
 
 
 def _line(model: nn.Module, error: Exception) -> str:
-    """Returns the line in the file of the model's class that raised `error`, such as ` in line 3`, or ""."""
+    """Returns a text such as ` in line 3`: the line that raised `error` in the file of the model's class.
+
+    Returns "" if no line of this file was involved.
+    """
     file = inspect.getsourcefile(type(model))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" in line {lines[-1]}" if lines else ""
 
 
 def _error(model: nn.Module, what: str) -> UserError:
-    """Returns an error about the sharding table, with the file and line of the model's class if they are known."""
+    """Returns an error about the sharding table, with the file and line of the model's class if they are known.
+
+    Args:
+        what: the problem; the message appends it to `<class>.weft_sharding: `.
+    """
     kind, path, line = type(model), None, None
     with contextlib.suppress(OSError, TypeError):
         path, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]

@@ -236,7 +236,7 @@ class _ShardedVocabulary:
 
 
 def _token_logprobs(function: Callable, group: dist.ProcessGroup) -> Callable:
-    """Wraps `token_logprobs`: all-gathers the sequence of `hidden`, and returns log-probabilities on all ranks."""
+    """Wraps `token_logprobs`: all-gathers `hidden` along the sequence. All ranks return all log-probabilities."""
 
     def call(hidden, weight, labels, softcap=None, **options):
         vocabulary = _ShardedVocabulary(group.rank() * len(weight), group)

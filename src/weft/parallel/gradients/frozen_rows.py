@@ -67,7 +67,7 @@ class FrozenRows:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Copies frozen rows, and restores them from the copy when the `with` block ends."""
+        """Context that copies frozen rows at its start, and restores them from the copy at its end."""
         saved = {parameter: local(parameter)[:count].clone() for parameter, count in self.count.items()}
         yield
         for parameter, rows in saved.items():

@@ -50,7 +50,7 @@ class LossScale:
                 local(parameter.grad).mul_(1.0 / self.factor)
 
     def may_skip(self) -> bool:
-        """Whether a gradient norm that is not finite only skips the update. If False, it ends the run."""
+        """Whether a step whose gradient norm is not finite skips its update. If False, such a step ends the run."""
         return self.scales and self.factor > FLOOR
 
     def update(self, finite: bool) -> None:

@@ -28,7 +28,7 @@ Budgets = Mapping[str, float]
 
 
 def free_budgets() -> Budgets:
-    """Returns device -> bytes for weights: `SHARE` of the free memory of each GPU and of the host ("cpu").
+    """Returns device -> bytes for weights: the fraction `SHARE` of the free memory of each GPU and the host ("cpu").
 
     Raises:
         UserError: there is no GPU.
@@ -162,7 +162,7 @@ class _HostLayers:
         self.copies: dict[int, list[torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """Begins to copy the first of these layers, while the layers that are stored on devices run."""
+        """Begins to copy the first of the layers in host memory, while the layers that are stored on devices run."""
         self.copies.clear()  # after a forward that failed
         self.fetch(0)
 

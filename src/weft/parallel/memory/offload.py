@@ -32,7 +32,7 @@ def offload_policy(offload: str, device: torch.device) -> OffloadPolicy:
 
 
 def parameter_device(offload: str, device: torch.device) -> torch.device:
-    """Returns the device on which parameters are stored between uses."""
+    """Returns the device on which parameters are stored: the host if `offload` is "parameters", otherwise `device`."""
     return HOST if offload == "parameters" else device
 
 

@@ -15,7 +15,8 @@ class EarlyStopping(Callback):
 
     Args:
         patience: number of consecutive validations without an improvement after which the run stops.
-        min_delta: minimum improvement. A value is an improvement if it is lower than the best value by more than this.
+        min_delta: minimum improvement. A value is an improvement if it is lower than the best value by more than
+            `min_delta`.
         metric: name of the validation metric; lower is better.
     """
 

@@ -62,7 +62,7 @@ class Ema(Callback):
 
     @contextmanager
     def validating(self, state: State) -> Iterator[None]:
-        """Uses the averaged weights within the context, if `validate` is set."""
+        """Context in which the model has the averaged weights, if `validate` is set; otherwise does nothing."""
         if not self.validate:
             yield
             return
