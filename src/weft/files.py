@@ -37,7 +37,7 @@ def report_write_errors(path: Path, consequence: str = "nothing was written") ->
     """Context in which an OSError (disk full, permission denied) becomes a UserError about `path`.
 
     Args:
-        consequence: end of the message: the state of the files after the error.
+        consequence: end of the message: the state of the files after the error, or what the user can do.
     """
     try:
         yield

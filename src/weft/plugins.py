@@ -92,7 +92,7 @@ def plugins(kind: str) -> dict[str, Plugin]:
 
 
 def unknown_kind_hint(name: str) -> str:
-    """Returns a hint if a package declares a plugin `name` of an unknown kind, such as "family.mine"; otherwise ""."""
+    """Returns a hint if a package declares a plugin `name` whose kind is not in `KINDS`; otherwise ""."""
     for plugin in _installed():
         if plugin.name == name and plugin.kind not in KINDS:
             return f"; {plugin.package} declares {plugin.kind}.{name}, but the kinds of plugins are {', '.join(KINDS)}"

@@ -216,11 +216,13 @@ multiply_int4: Any = getattr(
 
 
 def pack_int4(integers: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the values and the scales (with offsets 0) of a matrix in the layout of `multiply_int4`.
+    """Converts a quantized matrix to the layout that `multiply_int4` takes: packed integers, and scales with offsets.
+
+    All offsets are 0.
 
     Args:
-        integers: `[out, columns]`, from -8 to 7.
-        scale: `[out, groups]`.
+        integers: the quantized values, `[out, columns]`, from -8 to 7.
+        scale: the scale of each group of columns, `[out, groups]`.
     """
     values = torch.ops.aten._convert_weight_to_int4pack_for_cpu((integers + 8).to(torch.int32), 1)
     return values, torch.stack((scale.T, torch.zeros_like(scale.T)), -1)
@@ -285,7 +287,7 @@ def set_activation_budget(share: float, must_keep: Callable[[Any], bool], file: 
 
 
 def silence_redistribution() -> None:
-    """Silences DTensor's warning, which every rank prints, that gathering a full tensor takes two collectives."""
+    """Silences a warning of DTensor, printed by every rank: gathering a full tensor takes two collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

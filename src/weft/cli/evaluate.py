@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_options(message: str) -> str:
-    """Replaces names of arguments, such as `include_path`, by the options of the command line."""
+    """Returns an error message of `weft.evaluate` for the command line: "`include_path`" becomes "--include-path"."""
     return re.sub("`([a-z_]+)`", lambda found: f"--{found[1].replace('_', '-')}", message)
 
 

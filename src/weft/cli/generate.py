@@ -229,7 +229,11 @@ def _show(number: int, text: str) -> None:
 
 
 def _read_sampling(args: argparse.Namespace) -> Sampling:
-    """Returns the settings of generation. Raises UserError if one is invalid, or if its file cannot be read."""
+    """Returns the settings of generation.
+
+    Raises:
+        UserError: a setting is invalid, or the file of a JSON schema or a grammar cannot be read.
+    """
     from weft.errors import UserError
     from weft.generation.settings import Sampling
 

@@ -42,8 +42,8 @@ def run_on_ranks(
         args: parsed arguments, with those of `add_run_arguments`.
         verb: name of the subcommand, such as "train". Local processes run this subcommand.
         act: function that does the work of one rank, given the checked config.
-        prepare: function that is called once, before any rank starts. It returns the directory whose checkpoints and
-            logs messages name, and the command line options of local processes.
+        prepare: function that is called once, before any rank starts. It returns the run directory, in which messages
+            about failures look up checkpoints and logs, and the command-line options of local processes.
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig

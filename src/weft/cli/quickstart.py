@@ -159,7 +159,7 @@ def readable(path: Path) -> bool:
 def steps_for(minutes: float, home: Path) -> int:
     """Returns the number of training steps that fit into `minutes`, after timing TRIAL_STEPS steps.
 
-    These steps also fill the compiler's cache.
+    The timed steps also fill the compiler's cache.
     """
     text = RUN_YAML.format(name="trial", home=home, steps=TRIAL_STEPS, part=10 * TRIAL_STEPS)
     trial = home / "trial.yaml"

@@ -134,7 +134,7 @@ def _convert(source: Path, args: argparse.Namespace) -> Imported:
 
 
 def _find_file(path: Path) -> Path:
-    """Returns the tokenizer's file: `path`, or the file in the folder `path`. Raises UserError if it does not exist."""
+    """Returns the tokenizer's file: `path`, or a file in the folder `path`. Raises UserError if there is none."""
     from weft.errors import UserError
 
     if path.is_dir():
@@ -146,7 +146,7 @@ def _find_file(path: Path) -> Path:
 
 
 def _parse_special(text: str) -> tuple[str, int | None]:
-    """Parses TOKEN or TOKEN=ID to a token and its id; None if the id is missing."""
+    """Parses TOKEN=ID to (token, id), and TOKEN to (token, None)."""
     token, equals, id = text.rpartition("=")
     return (token, int(id)) if equals and token and id.isdecimal() else (text, None)
 

@@ -79,7 +79,10 @@ def parse_reading(args: argparse.Namespace) -> Reading:
 
 
 def check_reading_options(args: argparse.Namespace, files: Sequence[Path]) -> None:
-    """Raises UserError if an option applies to none of the files, given --format or the names of the files."""
+    """Raises UserError if an option does not apply to the format of any of the files.
+
+    The format is the value of --format, or is detected from the name of each file.
+    """
     from weft.data.sources.source_format import contents_by_format
     from weft.errors import UserError
 
