@@ -227,7 +227,11 @@ class WeftLM(TemplateLM):
         return settings
 
     def _generate(self, prompts: list[list[int]], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
-        """Yields (index of the prompt, generated text), in the order in which the texts end."""
+        """Yields (index of the prompt, generated text), in the order in which the texts end.
+
+        Args:
+            settings: the harness's settings of a generation task, such as `until` and `max_gen_toks`.
+        """
         stops = tuple(stop for stop in settings["until"] if stop)
         sampling = Sampling(settings["max_gen_toks"], temperature=0.0, stop=stops)
         if settings.get("do_sample", False) and settings.get("temperature") != 0:

@@ -90,7 +90,12 @@ def export(
 def _config_files(
     source: Path, section: ModelSection, tokenizer: Path | None, entries: list[Entry]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the contents of config.json and generation_config.json."""
+    """Returns file name -> content, for config.json and generation_config.json.
+
+    Args:
+        tokenizer: folder of the tokenizer, which defines special token ids; None without a tokenizer.
+        entries: the tensors to write, whose main dtype config.json names.
+    """
     try:
         config = to_config_json(section)
     except UserError as error:

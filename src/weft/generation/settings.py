@@ -43,8 +43,8 @@ class Sampling:
         stop: strings that end the continuation and are not part of it. They require a tokenizer.
         n: number of continuations per prompt.
         logprobs: number of most likely tokens whose log-probabilities are returned, besides the log-probability of
-            each new token; None: no log-probabilities. They are computed from the model's logits, before bias,
-            penalties, temperature, selection and constraint.
+            each new token; None: no log-probabilities. They are computed from the model's logits, before any of these
+            settings changes the logits.
         json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
             JSON) or JSON text; None: no schema. Keys are written in the order of `properties`. Needs llguidance and a
             tokenizer, like `regex` and `grammar`; only one of the three can be set.

@@ -262,7 +262,12 @@ def _component_of(frames: list[FrameType], config: Mapping[str, Any]) -> str:
 
 
 def _custom_types(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (key, type) of every custom component in a config: `type: module:Class`, or a component of the model."""
+    """Yields (key, type) of every custom component in a config: `type: module:Class`, or a component of the model.
+
+    Args:
+        tree: the config as plain data, or a section of it.
+        key: dotted key of `tree`; "" for the full config.
+    """
     if isinstance(tree, Mapping):
         if ":" in str(tree.get("type", "")):
             yield key, tree["type"]

@@ -35,7 +35,7 @@ def tables(found: dict[str, Any], top: int = TOP) -> dict[str, Table]:
 
 
 def steps_table(found: dict[str, Any]) -> Table:
-    """Returns a table of times in milliseconds, with one row per step and rank and a last row for the mean.
+    """Returns a profile's times in milliseconds as a table: one row per step and rank, and a last row for the mean.
 
     With more than SHOWN_RANKS ranks, the table has only the mean of each rank, and the mean of all ranks.
     """
@@ -51,7 +51,7 @@ def steps_table(found: dict[str, Any]) -> Table:
 
 
 def shares_text(found: dict[str, Any]) -> str:
-    """Returns a text with the percentages of compute, exposed communication and idle time in the mean step."""
+    """Returns a text with a profile's percentages of compute, exposed communication and idle time in the mean step."""
     mean = _mean(_all_steps(found))
     total = mean["seconds"] or 1.0
     return (
@@ -106,7 +106,7 @@ def memory_table(found: dict[str, Any]) -> Table:
 
 
 def warmup_text(found: dict[str, Any]) -> str:
-    """Returns a text that compares the warm-up with the steady state."""
+    """Returns a text with a profile's times of the first step, of later steps and of recorded steps."""
     times = found["warmup"]
     text = f"first step {times['first_step_seconds']:.3g} s"
     if times["steady_step_seconds"] is not None:
@@ -117,7 +117,12 @@ def warmup_text(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any], folder: Path) -> str:
-    """Returns the content of profile.html, which includes the memory pictures of `folder`."""
+    """Returns the content of profile.html.
+
+    Args:
+        found: the content of `profile.json`.
+        folder: folder with the pictures of each rank's memory, which the page includes.
+    """
     return render(
         "profile.html.j2",
         found=found,

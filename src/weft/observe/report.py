@@ -201,7 +201,11 @@ def status(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> str:
 
 
 def peak_text(manifest: dict[str, Any], brief: bool = False) -> str:
-    """Returns the peak FLOP/s from which the MFU is computed, with its origin; "" if the manifest has no peak."""
+    """Returns the peak FLOP/s from which the MFU is computed, with its origin; "" if the manifest has no peak.
+
+    Args:
+        brief: whether to shorten the origin to "measured" or "from the table".
+    """
     peak, origin = manifest.get("peak_flops_per_second"), str(manifest.get("peak_origin", ""))
     if not _finite(peak) or not peak:
         return ""

@@ -37,7 +37,7 @@ class Tracker(Protocol):
 class Tracking:
     """The trackers of `log.trackers`, on the first rank.
 
-    An exception in a constructor is raised, because the user still watches the run. A later failure (one of the
+    An exception in a constructor is raised, because a user sees it at the start of the run. A later failure (one of the
     tracker's `failures`, or OSError) causes a warning, and the tracker is not called for a minute. `close` reports how
     many calls the tracker missed; metrics.jsonl has all metrics. Other exceptions are bugs of the tracker and are
     raised.

@@ -94,6 +94,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
     Args:
         matrices: `[count, rows, columns]`, float32 or float64.
+        steps: number of iterations.
 
     Returns:
         Matrices of the same shape, in bfloat16 (float64 for float64), with singular values between about 0.7 and 1.2.

@@ -77,7 +77,10 @@ class Passes:
         return self.reduce_totals(totals.vector)
 
     def after_update(self) -> None:
-        """Must be called after weights change: after an optimizer step, and after weights are loaded."""
+        """Must be called after weights change: after an optimizer step, and after weights are loaded.
+
+        Does nothing in this class; subclasses update copies of weights.
+        """
 
     def after_replacement(self) -> None:
         """Must be called after weights are set outside of a step. Frees old weights that FSDP2 keeps all-gathered."""

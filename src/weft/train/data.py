@@ -90,6 +90,9 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:
     """Opens the token stores and custom datasets, and derives the length of the run.
 
+    Args:
+        layout: result of `layout_of`; default: samples of tokens only.
+
     Raises:
         UserError: a store is damaged, the sources are too small for the run, or the training data have no sample.
     """
@@ -256,6 +259,10 @@ def open_source(
 
 def mixture_order(config: RunConfig, train: ConcatDataset, samples: int) -> Order:
     """Returns the order of the samples of a weighted mixture.
+
+    Args:
+        train: the sources of the mixture.
+        samples: number of samples that the run takes.
 
     Raises:
         UserError: the weight of a source is too small to have an effect, or `samples` samples repeat a source more

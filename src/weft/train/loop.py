@@ -126,7 +126,7 @@ class Loop:
             return self.leave("finished")
 
     def begin(self, step: int, stop: StopRequest) -> State:
-        """Prepares a session that continues after `step` updates, and returns its state."""
+        """Prepares a session that continues after `step` updates. Returns the `State` that callbacks get."""
         self.saved_at, self.measured = step, {}
         self.state = State(
             config=self.config,
@@ -271,7 +271,7 @@ class Loop:
         return self.optimizer.defaults["lr"] * factor
 
     def validate(self, step: int) -> None:
-        """Evaluates the validation sets: up to `validation.tokens` tokens, or completely after the last step."""
+        """Evaluates up to `validation.tokens` tokens of each validation set, or all tokens after the last step."""
         show = partial(self.recorder.validating, step)
         full = step == self.length.steps
         with self.callbacks.validating(self.state):

@@ -212,10 +212,10 @@ def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
 def restore(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, compress: PowerSGD | None, callbacks: Callbacks
 ) -> dict[str, Any]:
-    """Loads the last checkpoint of the run, or for a new run the weights of `model.from` or `model.path`.
+    """Loads the last checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
 
     Returns:
-        The saved state: `step` (the number of updates) and the other values of the checkpoint.
+        The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
     config, path, world = job.config, job.run.path, job.world
     if world.agree(lambda: bool(checkpoints(path)), only_first=True):

@@ -39,7 +39,13 @@ from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 
 
 def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
-    """Returns `method`. For "auto": all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather."""
+    """Replaces `method` "auto": all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather.
+
+    Returns any other method unchanged.
+
+    Args:
+        cp, tp: sizes of these mesh axes.
+    """
     if method != "auto":
         return method
     groups = config.num_attention_heads if config.mla else config.kv_heads
@@ -91,7 +97,11 @@ class SequenceShard:
         return torch.cat((chunks[rank], chunks[-1 - rank]))
 
     def gathered_positions(self, seq: int, by_document: bool, device: torch.device) -> torch.Tensor:
-        """Returns the positions of all ranks' tokens in the order in which they are all-gathered, int64 `[seq]`."""
+        """Returns the positions of all ranks' tokens in the order in which they are all-gathered, int64 `[seq]`.
+
+        Args:
+            by_document: whether attention is within documents.
+        """
         ranks = range(self.group.size())
         return torch.cat([self.positions(seq, by_document, device, rank) for rank in ranks])
 
@@ -107,7 +117,13 @@ class SequenceShard:
         )
 
     def extra_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Returns model inputs that must be computed from full sequences: `lengths` if the model needs it, else {}."""
+        """Returns model inputs that must be computed from full sequences, not from a rank's shard.
+
+        This is `lengths`, the length of each sequence, if the rotary embedding depends on it; otherwise {}.
+
+        Args:
+            batch: full sequences.
+        """
         return {"lengths": batch.positions.amax(1) + 1} if self.needs_lengths else {}
 
     def apply(self, model: Decoder, state: ModelState) -> None:

@@ -73,7 +73,7 @@ class CustomModelCheck:
             parameters[name].detach().zero_()
 
     def results(self) -> Results:
-        """Returns the model's outputs, and gradients of replicated parameters by name, summed over `tp`.
+        """Returns (outputs of the model, name of a replicated parameter -> its gradient, summed over `tp`).
 
         The outputs are computed in evaluation mode. The gradients are of a weighted sum of the outputs, with random
         weights from a fixed seed. Sets the model to training mode at the end.

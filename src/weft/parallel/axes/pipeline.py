@@ -70,8 +70,8 @@ def build_local_stages(
 class Stages(Decoder):
     """A module that contains this rank's pipeline stages. Parameters have the names of the full model.
 
-    It cannot be called: a schedule calls the stages. With tied embeddings, the matrix is a parameter of the first
-    stage, and the last stage's copy of the matrix is not a parameter of this module.
+    It cannot be called: a schedule calls the stages. With tied embeddings, the embedding matrix is a parameter of the
+    first stage, and the last stage's copy of the matrix is not a parameter of this module.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]):
@@ -203,8 +203,8 @@ class PipelinePasses(Passes):
     def _add_inputs(self, stage: nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of a stage: completes the arguments. In training, seeds the random generators first.
 
-        The schedule passes the tokens or the residual stream, and the index of the micro-batch. The hook replaces the
-        index with the other inputs of that micro-batch, such as positions.
+        The schedule passes the tokens or the residual stream (in `given`) and the index of the micro-batch (in
+        `named`). The hook replaces the index with the other inputs of that micro-batch, such as positions.
         """
         number = int(named["number"][0])
         inputs, _ = self.inputs[number]

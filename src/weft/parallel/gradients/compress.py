@@ -196,13 +196,17 @@ class PowerSGD:
 
 
 def factor_elements(shape: Iterable[int], rank: int) -> int:
-    """Returns the number of elements of the factors P and Q of a parameter with this shape."""
+    """Returns the number of elements of P and Q together, for a parameter's shape and a compression rank."""
     *many, rows, columns = shape
     return rank * (rows + columns) * (many[0] if many else 1)
 
 
 def compressible(shape: torch.Size, rank: int) -> bool:
-    """Whether a tensor of this shape is a matrix or a stack of matrices, at least twice as large as its factors."""
+    """Whether a tensor of this shape is a matrix or a stack of matrices, at least twice as large as P and Q together.
+
+    Args:
+        rank: the compression rank.
+    """
     return 2 <= len(shape) <= 3 and factor_elements(shape, rank) * _MIN_RATIO <= shape.numel()
 
 

@@ -41,8 +41,8 @@ def checkpointed(forward: Callable, mode: str, number: int, of: int, *, compile:
 
     Args:
         forward: the block's forward, differentiable in its positional arguments and in parameters. Other values that
-            `forward` reads must be the same in backward. If `forward` is not compiled, `LocalParameters.wrap` must have
-            wrapped it already.
+            `forward` reads must not change before backward. If `forward` is not compiled, `LocalParameters.wrap` must
+            have wrapped it already.
         mode: value of `training.activation_checkpointing`.
         number: index of the block in the model, from 0 to `of` - 1.
         of: number of blocks of the model.

@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Restores the values of tensors from outside of the block, which the forward pass overwrote."""
+        """Restores the tensors from outside of the block that the forward pass overwrote."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)
