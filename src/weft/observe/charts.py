@@ -42,7 +42,7 @@ class Plot:
         axis: formats a value for the labels of the axis.
         from_zero: whether the axis starts at zero.
         allow_log: whether the axis becomes logarithmic if all values are positive and the maximum is more than 100
-            times the minimum. The chart's note then mentions this.
+            times the minimum. The chart's note then says that the axis is logarithmic.
         note: a text below the title.
         width: width of the chart in SVG units.
         height: height of the chart in SVG units.

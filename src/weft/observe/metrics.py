@@ -37,7 +37,8 @@ NAMES = frozenset(
 def encode(record: dict[str, Any]) -> bytes:
     """Returns a record as a line of JSON, including the newline. Floats have full precision.
 
-    NaN and infinities are written as null; the key "nonfinite" then maps their keys to "nan", "inf" or "-inf".
+    NaN and infinities are written as null. The line then has the key "nonfinite", which maps the keys of these values
+    to "nan", "inf" or "-inf".
     """
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}

@@ -45,7 +45,7 @@ def build_report(run_directory: str | Path) -> Path:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a template of this folder with values, which are escaped."""
+    """Renders an HTML template from this module's folder with the given values. HTML in values is escaped."""
     from jinja2 import Environment, FileSystemLoader  # imported only where a page is made
 
     loader = FileSystemLoader(Path(__file__).parent)

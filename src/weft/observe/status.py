@@ -23,7 +23,7 @@ _lock = threading.Lock()  # several threads write the files of a checkpoint
 
 
 def connect(pipe: int | None) -> None:
-    """Sends reports to the pipe with the file descriptor `pipe` from now on; None turns reports off."""
+    """Makes later reports go to the pipe with the file descriptor `pipe`; None turns reports off."""
     global _pipe, _last
     if pipe is not None:
         os.set_blocking(pipe, False)

@@ -160,7 +160,7 @@ def clip(one: Sequence[Interval], window: Interval) -> list[Interval]:
 
 
 def length(one: Iterable[Interval]) -> float:
-    """Returns the total length of intervals that do not overlap."""
+    """Returns the total length of intervals. The intervals must not overlap."""
     return math.fsum(end - start for start, end in one)
 
 
@@ -195,7 +195,11 @@ def parse(entries: Iterable[dict[str, Any]]) -> Trace:
 
 
 def is_communication(event: Event, on_device: bool) -> bool:
-    """Whether the event communicates with other ranks or waits for other ranks."""
+    """Whether the event communicates with other ranks or waits for other ranks.
+
+    Args:
+        on_device: whether the trace contains GPU work (`Trace.on_device`).
+    """
     if event.category == "user_annotation":
         return event.name.startswith("gloo:")
     if on_device:
@@ -204,7 +208,11 @@ def is_communication(event: Event, on_device: bool) -> bool:
 
 
 def is_compute(event: Event, on_device: bool) -> bool:
-    """Whether the event computes, or copies data within the machine."""
+    """Whether the event computes, or copies data within the machine.
+
+    Args:
+        on_device: whether the trace contains GPU work (`Trace.on_device`).
+    """
     if on_device:
         return event.category in DEVICE_WORK and not is_communication(event, True)
     if event.category == "user_annotation":

@@ -193,7 +193,7 @@ def checkpoint_activations(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, state: ModelState) -> nn.Module:
-    """Compiles each block's forward, and the model's `token_logprobs` if it has this attribute.
+    """Compiles each block's forward, and the model's method `token_logprobs` if the model has this method.
 
     Assumes that activation checkpointing is already applied, so that the compiler sees it, and that
     `use_local_parameters` will replace DTensor parameters outside of the compiled forward.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a tensor: detached, in the same memory."""
+    """Returns this rank's shard of a tensor, as a detached tensor that shares the shard's memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # detaching a DTensor takes eight times as long

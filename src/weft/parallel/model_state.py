@@ -56,7 +56,7 @@ class ModelPlan:
 
 @dataclass
 class ModelState:
-    """The state of one sharded model, stored as an attribute of the root module (`state_of`). Pipeline stages share it.
+    """The state of one sharded model. All pipeline stages of a rank share one state. `state_of(model)` returns it.
 
     Attributes:
         local: function from a DTensor parameter to the plain tensor that this rank computes with.

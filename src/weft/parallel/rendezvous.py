@@ -49,7 +49,7 @@ def attempts(missing: Callable[[], str], *, prints: bool) -> Iterator[None]:
         prints: whether to print this description after `PATIENCE` seconds, and every `REMINDER` seconds.
 
     Raises:
-        UserError: after `COLLECTIVE_TIMEOUT`.
+        UserError: the caller has not broken out of the loop within `COLLECTIVE_TIMEOUT`.
     """
     began, pause, printed = time.monotonic(), 0.002, 0.0
     while (waited := time.monotonic() - began) < COLLECTIVE_TIMEOUT.total_seconds():

@@ -33,7 +33,8 @@ def compare_ranks(facts: Callable[[], Mapping[str, str]]) -> None:
     nothing if the environment has no RANK (a single process), or if a process group is already initialized.
 
     Args:
-        facts: function that returns name of a fact -> value. Error messages contain these names and values unchanged.
+        facts: function that returns name of a fact -> value. Error messages show these names, and the values up to
+            `SHOWN` characters.
 
     Raises:
         UserError: on all ranks, if the facts of any rank differ from rank 0's. The message names the ranks and the
@@ -59,7 +60,7 @@ def _report(store: Store, rank: int, facts: dict[str, str]) -> tuple[str, bool]:
     """Reports to the store which of this rank's facts differ from rank 0's. Ranks other than 0 call this function.
 
     Returns:
-        (error message that lists all ranks that differ, "" if no rank differs; whether rank 0 prints this message).
+        (error message, whether rank 0 prints this message). The message lists all ranks that differ; "" if none does.
     """
     for _ in attempts(lambda: "rank 0's config", prints=False):
         if store.check(["digest"]):

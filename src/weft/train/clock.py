@@ -11,7 +11,7 @@ from weft.observe.flops import mfu
 
 
 class StepClock:
-    """Times the steps. Computes mean times and speed of the steps since metrics were last written, and of the session.
+    """Times the steps. Averages speed and times over the steps since the last call of `reset`.
 
     Args:
         tokens: number of tokens per step.

@@ -40,7 +40,7 @@ class HeldOut:
     Attributes:
         name: the name of the set; "" if `data.validation` is a single set.
         full: batches of the complete set.
-        subset: batches of the first part of the set, limited by `validation.tokens`.
+        subset: batches of the set's first sequences, up to `validation.tokens` tokens in total.
         bytes_per_token: the size of the text per token; None if the store does not record the size.
     """
 
@@ -213,7 +213,7 @@ def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world:
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
 ) -> tuple[Dataset, dict[str, str]]:
-    """Opens the training data. Returns the dataset, which concatenates all sources, and the token stores' digests."""
+    """Opens the training data. Returns (dataset that concatenates all sources, name -> digest of a token store)."""
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)

@@ -63,7 +63,7 @@ class Callbacks:
         return any(all(_overridden(callback, method) for method in both) for callback in self.found.values())
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the callbacks' state: callback name -> JSON values, and `callback/<name>/<path>` -> tensor."""
+        """Returns the callbacks' state: (callback name -> JSON values, `callback/<name>/<path>` -> tensor)."""
         tensors: dict[str, Tensor] = {}
         values = {
             name: _without_tensors(callback.state_dict(), f"{PREFIX}{name}", tensors)

@@ -216,7 +216,7 @@ class Loop:
         return Outcome(status, step, self.state.loss, self.measured, signal, reason)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether an action that runs every `every` steps and after the last step is due after step `step`."""
+        """Whether to run, after step `step`, an action that runs every `every` steps and after the last step."""
         return step % every == 0 or step == self.length.steps
 
     def accumulate_gradients(
@@ -260,7 +260,7 @@ class Loop:
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
 
     def set_learning_rate(self, step: int) -> float:
-        """Multiplies the learning rate of each parameter group by the schedule's factor for this step.
+        """Sets each parameter group's learning rate to its configured value times the schedule's factor for this step.
 
         Returns:
             The optimizer's default learning rate, multiplied by the same factor.

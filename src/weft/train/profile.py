@@ -105,7 +105,7 @@ class ProfiledLoop(Loop):
         world.agree(write_files, only_first=True)
 
     def rank_report(self, folder: Path) -> dict[str, Any]:
-        """Writes this rank's trace and a picture of its memory over time. Returns its entry in profile.json."""
+        """Writes this rank's trace and a picture of its memory over time. Returns this rank's entry of profile.json."""
         recorder, device, rank = self.recorder, self.world.device, self.world.rank
         recorder.profiler.stop()
         trace_file, memory_file = f"trace-rank-{rank:05}.json.gz", f"memory-rank-{rank:05}.svg"
@@ -148,7 +148,11 @@ class ProfiledLoop(Loop):
             )
 
     def summary(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the content of profile.json."""
+        """Returns the content of profile.json.
+
+        Args:
+            ranks: result of `rank_report` of each recording rank.
+        """
         recorder, config, device = self.recorder, self.config, self.world.device
         return {
             "made": now(),
@@ -188,9 +192,9 @@ def profile(config: RunConfig, request: Request, console: Console | None = None)
 
 
 def scratch_config(config: RunConfig, directory: str) -> RunConfig:
-    """Returns a copy of a config that trains the same way in `directory`, without other parts of a run.
+    """Returns a copy of a config that trains the same way in `directory`.
 
-    Validation, text samples, callbacks, trackers and custom metrics are removed.
+    The copy has no validation, text samples, callbacks, trackers and custom metrics.
     """
     changes = {
         "run": {"directory": directory},

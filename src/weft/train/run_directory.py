@@ -141,7 +141,7 @@ class RunDirectory:
         return config.model_copy(update={"training": training.model_copy(update={"dtype": before})})
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Returns the config keys that affect results and whose values changed since the last session.
+        """Finds the config keys that affect results and whose values changed since the last session.
 
         Returns:
             Key -> (old value, new value).

@@ -36,7 +36,8 @@ class Sampler:
         """Generates and records a continuation of each prompt.
 
         All ranks generate with the sharded model if the mesh is only data-parallel, if the model is a Transformers
-        model, or if a built-in decoder is sharded over `tp`. Otherwise only the first rank generates, with a full copy.
+        model, or if a built-in decoder is sharded over `tp`. Otherwise only the first rank generates, with a full copy
+        of the model.
         """
         if self.tokenizer is None:
             return

@@ -240,7 +240,12 @@ def restore(
 
 
 def nothing_to_do(run: RunDirectory, step: int, steps: int) -> str:
-    """Returns the message for a run that has already made all its steps. The run's saved config stays unchanged."""
+    """Returns the message for a run that has already made all its steps.
+
+    Args:
+        step: number of steps that the run has made.
+        steps: length of the run according to its config.
+    """
     where = "finished" if step == steps else "past its length"
     return (
         f"{run.path}: this run is {where}: it has made {counted(step, 'step')}, and its length is {steps:,}; "

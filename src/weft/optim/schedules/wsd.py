@@ -17,8 +17,8 @@ from weft.optim.schedule import Schedule
 class WarmupStableDecay(Schedule):
     """After the warm-up, the learning rate stays constant, then decays over the last steps of the run.
 
-    With `decay_fraction` 0 there is no decay. Otherwise it takes at least two steps, or all steps after the warm-up if
-    there are fewer. The first step of the decay still has the full learning rate.
+    With `decay_fraction` 0 there is no decay. Otherwise the decay takes at least two steps, and at most all steps after
+    the warm-up. The first step of the decay still has the full learning rate.
 
     Args:
         warmup_steps: number of steps over which the learning rate rises linearly to `optimizer.lr`; default: 0.

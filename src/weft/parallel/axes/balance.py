@@ -28,8 +28,8 @@ class ExpertBalance:
 
         Returns:
             Metrics, {} without experts. `expert_load`: the highest load of an expert divided by the mean load of its
-            layer, averaged over layers; 1 is perfect balance. With a capacity also `dropped`: the fraction of choices
-            (pairs of token and expert) that were dropped because the expert's capacity was exceeded.
+            layer, averaged over layers; 1 is perfect balance. If experts have a capacity, also `dropped`: the fraction
+            of choices (pairs of token and expert) that were dropped because the expert's capacity was exceeded.
         """
         found = torch.tensor(self._update(), dtype=torch.float64)
         if self.pp_group is not None:

@@ -39,11 +39,12 @@ from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 
 
 def choose_method(config: ModelSection, method: str, cp: int, tp: int) -> str:
-    """Replaces `method` "auto": all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather.
+    """Returns the communication method of attention for a value of `parallel.cp_method`.
 
-    Returns any other method unchanged.
+    "auto" means all_to_all if `cp` divides the number of heads per `tp` rank, else all_gather.
 
     Args:
+        method: a communication method or "auto".
         cp, tp: sizes of these mesh axes.
     """
     if method != "auto":
@@ -200,7 +201,7 @@ class SequenceShard:
         return masks(tokens.repeat(1, self.group.size()), positions, segments, dtype)
 
     def _query_masks(self, model: Decoder, masks: Callable, tokens, positions, segments, dtype):
-        """Returns (mask for layers without a window, mask for layers with the window).
+        """Returns (mask for layers without a sliding window, mask for layers with the sliding window).
 
         Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. If a
         mask is None, the layer uses ring attention.

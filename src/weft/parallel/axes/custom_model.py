@@ -161,7 +161,7 @@ def checked_table(model: nn.Module, ranks: int) -> dict[str, ShardingRule]:
 
 
 def _completed(table: dict[str, ShardingRule]) -> dict[str, ShardingRule]:
-    """Returns the table, with a rule to shard dimension 0 of the parameters of each embedding, head and norm."""
+    """Returns a copy of the table, with rules that shard dimension 0 of all embedding, head and norm parameters."""
     kinds = ("embedding", "head", "norm")
     implied: dict[str, ShardingRule] = {f"{pattern}.*": 0 for pattern, kind in table.items() if kind in kinds}
     return implied | table
@@ -262,7 +262,7 @@ def _error(model: nn.Module, what: str) -> UserError:
     """Returns an error about the sharding table, with the file and line of the model's class if they are known.
 
     Args:
-        what: the problem; the message appends it to `<class>.weft_sharding: `.
+        what: the text that follows `<class>.weft_sharding: ` in the message.
     """
     kind, path, line = type(model), None, None
     with contextlib.suppress(OSError, TypeError):

@@ -118,7 +118,7 @@ def _wrap(
     Args:
         mesh: FSDP2's mesh. Parameters are sharded over its last axis.
         scalars: scalar parameters, which FSDP2 ignores.
-        reshard: whether parameters are resharded after forward, if `reshard_after_forward` allows it.
+        reshard: whether `parallel.reshard_after_forward` applies; if False, parameters are not resharded after forward.
     """
     world, parallel, ranks = state.world, state.plan.parallel, mesh.size(mesh.ndim - 1)
     unsharded = ranks == 1 and parallel.offload != "parameters"

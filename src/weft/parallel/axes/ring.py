@@ -125,7 +125,10 @@ def _send_to_next(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[]
 
 
 def _forward(q, k, v, causal, scale):
-    """Returns the output `[batch, heads, queries, head_dim]` and the log-sum-exp `[batch, heads, queries]`."""
+    """Computes attention of queries `q` to keys `k` and values `v`.
+
+    Returns (output `[batch, heads, queries, head_dim]`, log-sum-exp `[batch, heads, queries]`, ...).
+    """
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     if q.device.type == "cpu":
         return flash_cpu(q.contiguous(), k, v, 0.0, causal, scale=scale)
@@ -133,7 +136,10 @@ def _forward(q, k, v, causal, scale):
 
 
 def _backward(grad, q, k, v, out, lse, causal, scale):
-    """Returns the gradients of q, k and v. `out` and `lse` are the output and the log-sum-exp over all ranks' keys."""
+    """Returns the gradients of q, k and v, given the gradient `grad` of the output.
+
+    `out` and `lse` are the output and the log-sum-exp over all ranks' keys.
+    """
     kv_heads = k.shape[1]
     k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
     grad, q, out, lse = (x.contiguous() for x in (grad, q, out, lse))
@@ -149,5 +155,5 @@ def _backward(grad, q, k, v, out, lse, causal, scale):
 
 
 def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeats key/value heads to the number of query heads."""
+    """Repeats key/value heads, dimension 1 of `x`, so that there are `heads` heads."""
     return (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)).contiguous()

@@ -255,9 +255,10 @@ def _logits(group: dist.ProcessGroup) -> Callable:
 
 
 def _select(group: dist.ProcessGroup) -> Callable:
-    """Returns a function that selects tokens of full sequences, and returns this rank's shard of the selected tokens.
+    """Returns a function from (`hidden`, indices of tokens in full sequences) to this rank's share of these tokens.
 
-    The selection is padded to a multiple of the number of ranks.
+    The function all-gathers `hidden`, selects the tokens, pads the selection to a multiple of the number of ranks, and
+    returns one shard.
     """
 
     def call(hidden, tokens):
@@ -273,7 +274,7 @@ def _head(module: nn.Module, group: dist.ProcessGroup, forward: Callable) -> Cal
 
     After the head, all ranks compute the same values. `_partial_gradient` divides the gradient of the model's output by
     the number of ranks, so that parameters after the head get partial gradients like all replicated parameters. This
-    function multiplies the gradient of the logits by the number of ranks again.
+    function undoes the division: it multiplies the gradient of the logits by the number of ranks.
     """
 
     def call(x):

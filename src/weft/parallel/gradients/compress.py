@@ -289,5 +289,5 @@ def _orthogonal(matrices: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _parameter(key: str) -> str:
-    """Returns the parameter's name in a key `compress.error.<replica>.<parameter>`."""
+    """Returns the parameter name from a checkpoint key `compress.error.<replica>.<parameter>`."""
     return key.removeprefix(f"{PREFIX}error.").partition(".")[2]

@@ -38,7 +38,11 @@ def op_name(op: Any) -> str:
 
 
 def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. If it were skipped, later operations would draw other numbers."""
+    """Whether an operation draws random numbers. Recomputation must repeat it, so that later operations draw the same.
+
+    Args:
+        arguments, named: positional and keyword arguments of the operation.
+    """
     if not isinstance(op, OpOverload):
         return False
     for place, argument in enumerate(schema_of(op).arguments):
@@ -74,7 +78,7 @@ def choose_results(forward: Callable, arguments: Sequence[Any], named: dict[str,
 
 
 class Result(NamedTuple):
-    """The result of one call of an operator."""
+    """The result of one call of an operator: its key, its size in bytes, and the cost of its recomputation."""
 
     key: Key
     bytes: int

@@ -2,8 +2,8 @@
 
 `parameters`: FSDP2 copies each unit's parameters to the device when it gathers them, and copies gradients back to the
 host. Optimizer state is on the host, and updates are computed there. `optimizer`: only optimizer state is on the host.
-An update copies the state of a few parameters at a time to the device, where the update is computed, so results are
-bitwise equal to results without offloading. (ZeRO-Offload, Ren et al., 2021, computes the update on the host.)
+An update copies the state of a few parameters at a time to the device, where the update is computed. So AdamW's results
+are bitwise equal to results without offloading. (ZeRO-Offload, Ren et al., 2021, computes the update on the host.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def keep_state_on_host(optimizer: torch.optim.Optimizer, device: torch.device, c
 
     Args:
         device: device of the parameters.
-        chunk: bytes of parameters per rank that are updated together. Only their state is then on the device.
+        chunk: bytes of parameters per rank that are updated together. Only the state of these parameters is on the
+            device at that time.
     """
     for group in optimizer.param_groups:
         group["state_on_host"] = True
