@@ -130,8 +130,8 @@ def in_yaml(value) -> str:
         (
             {"pp": 2, "stages_per_rank": 2},
             2,
-            "run.yaml:7: parallel.stages_per_rank: 2 ... 1f1b has 1; remove the key, or set pp_schedule: "
-            "interleaved_1f1b",
+            "run.yaml:7: parallel.stages_per_rank: 2 ... 1f1b has 1 stage per rank; remove the key, or set "
+            "pp_schedule: interleaved_1f1b",
         ),
         (
             {"pp": 2, "stage_layers": [3, 3]},

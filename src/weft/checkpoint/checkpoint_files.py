@@ -110,8 +110,8 @@ def prune(folder: Path, keep: Keep, newest: Path | None = None) -> None:
     """Deletes all checkpoints in a folder, except `newest` and the checkpoints that `keep` selects.
 
     Args:
-        newest: a checkpoint that is kept. Default: the last complete checkpoint (only file sizes are checked); if no
-            checkpoint is complete, nothing is deleted.
+        newest: a checkpoint that is kept. Default: the last checkpoint whose files exist and have the expected sizes;
+            if there is none, nothing is deleted.
     """
     newest = newest or last_complete(folder, contents=False)
     if newest is None:

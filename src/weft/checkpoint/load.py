@@ -222,7 +222,7 @@ def _huggingface_folder(checkpoint: Path, optimizer: torch.optim.Optimizer | Non
 def _match_model(
     checkpoint: Path, model: nn.Module, index: dict, targets: dict[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Adds the model's tensors to `targets` under their saved names.
+    """Adds the model's tensors to `targets` (saved name -> tensor to load).
 
     Returns:
         Pairs (tensor, source): after loading, `source` must be copied to `tensor`. One pair for each tensor that was
@@ -255,7 +255,12 @@ def _match_optimizer(
 ) -> list[tuple[Tensor, dict[str, Any]]]:
     """Returns (parameter, state) for each optimized parameter.
 
-    The tensors of a state are empty. They are added to `targets` under their saved names, to be loaded.
+    The tensors in the states are uninitialized. This function adds them to `targets` under their saved names, and the
+    caller loads them.
+
+    Args:
+        index: the content of index.json.
+        targets: saved name -> tensor to load.
 
     Raises:
         UserError: the checkpoint has no optimizer state, the state of another class of optimizer, or the state of
@@ -292,7 +297,9 @@ def _saved_optimizer(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 def _candidates(names: list[str], index: dict) -> list[str]:
-    """Returns `names`, and for each name of a tied weight the name under which the checkpoint has the weight.
+    """Returns the names under which a checkpoint can contain a tensor of the model.
+
+    These are `names` and, if one of them is a further name of a tied weight, the name under which the weight is saved.
 
     Args:
         names: all names of a tensor in the model.

@@ -77,8 +77,8 @@ def load_sharded_model(path: str | Path, world: World, dtype: torch.dtype | None
         world: the ranks. All mesh axes except `tp` must have size 1.
 
     Raises:
-        UserError: as `load_model`; or the model is not a built-in decoder, or the number of ranks does not divide its
-            sizes.
+        UserError: as `load_model`; or the model is not a built-in decoder, or the number of ranks does not divide the
+            model's sizes.
     """
     return _load(*world.agree(lambda: _build(path, world.device, dtype, world)))
 

@@ -130,7 +130,7 @@ def _resized(name: str, saved: SavedTensor, section: ModelSection, rows: int, in
 
 
 def _resized_origin(path: Path, section: ModelSection, tokenizer: Path | None) -> dict[str, Any]:
-    """Returns the result of `read_origin`, with the new vocabulary size and the new tokenizer's special ids."""
+    """Returns the model's original config files (`read_origin`), with the new vocabulary size and special token ids."""
     origin = read_origin(path)
     if not origin:
         return {}

@@ -94,7 +94,7 @@ def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
-    """Collects this rank's tensors and, from all ranks, the names of tied weights and the optimizer's other values.
+    """Collects this rank's tensors; and, from all ranks, the names of tied weights and the values that are not tensors.
 
     Returns:
         Three values: name -> tensor; further name of a tied weight -> saved name; and the optimizer's class and values

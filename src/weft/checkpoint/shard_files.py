@@ -60,10 +60,15 @@ def _written_shards(
 ) -> Iterator[tuple[Path, list[_Result]]]:
     """Context that writes files of tensors into a new folder.
 
-    It yields the hidden folder, so that the block can add files, and the result of `write` for each file.
+    It yields the folder, under its hidden name, so that the block can add files; and the result of `write` for each
+    file.
 
     Args:
+        out: the new folder.
         shards: file name -> tensors of the file.
+        write: function that writes one file.
+        task: label of the progress bar.
+        warnings: texts to print, after the check that `out` can be written.
     """
     total = sum(entry.bytes for shard in shards.values() for entry in shard)
     with new_folder(out, total) as folder, console.progress(total, task, unit="B") as progress:

@@ -1,8 +1,9 @@
 """Finds the class of a component chosen by `type:`, and the arguments of its constructor.
 
-A built-in is a file: `type: muon` is the first public class of `weft/optim/muon.py`. A custom component is
-`module:Class`. Weft passes the first arguments by position (the parameters to an optimizer, for example). All other
-arguments of `__init__` are configuration keys, with the annotation as type.
+A built-in component is the first public class of its file: `type: muon` selects the class in `weft/optim/muon.py`. A
+custom component is named by `type: module:Class`. Weft passes the first arguments of `__init__` by position (for
+example, the parameters to an optimizer). Each other argument is a configuration key, whose type is the argument's
+annotation.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _refuse(what: str) -> AfterValidator:
 
 
 def _as_type(default: Any, kind: Any) -> Any:
-    """Converts a default to its annotated type: the default 0 of a float argument becomes 0.0."""
+    """Converts the integers in an argument's default to floats where the annotation `kind` has float: 0 becomes 0.0."""
     if "float" not in str(kind) or isinstance(default, float):
         return default
     try:
@@ -253,6 +254,7 @@ def _locate(type_: str, kind: str) -> tuple[str, str | None]:
     The name of a plugin is resolved to its `module:Class`.
 
     Args:
+        type_: the value of `type`.
         kind: a key of `COMPONENT_KINDS`.
     """
     module, colon, name = type_.partition(":")

@@ -1,4 +1,4 @@
-"""Checks the components of the decoder: custom classes, and components that do not work together."""
+"""Checks the decoder's components: the signatures of custom classes, and whether the components work together."""
 
 from __future__ import annotations
 

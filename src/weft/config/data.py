@@ -208,7 +208,10 @@ class DataSection(Section):
         return stages
 
     def phases(self, sizes: Sequence[int], length: int) -> list[Phase]:
-        """Returns the phases of a weighted mixture (`weft.mixing.Phase`). Takes the same arguments as `stages`."""
+        """Returns the phases of a weighted mixture: ranges of samples that consist of equal blocks (`weft.mixing`).
+
+        The arguments are the same as for `stages`.
+        """
         limits = [
             None if source.max_epochs is None else int(decimal_fraction(source.max_epochs) * size)
             for source, size in zip(self.sources, sizes, strict=True)

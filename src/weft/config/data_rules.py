@@ -55,7 +55,10 @@ def _check_document_attention(draft: Draft) -> None:
 
 
 def data_section(draft: Draft) -> DataSection:
-    """Returns the section `data`. Keys that are not set or have a problem get their default; None without one."""
+    """Returns the section `data`.
+
+    A key that is not set, or that has a problem, gets its default, or None if the key is required.
+    """
     return partial_section(DataSection, draft.get, "data")
 
 

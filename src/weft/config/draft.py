@@ -51,9 +51,9 @@ class Draft:
     Attributes:
         values: validated values and defaults by dotted key, without keys that have a problem. The value of a component
             is a mapping. Any other section has an entry for each of its keys, but no entry for the section itself.
-        origins: origin of each value by dotted key.
-        meant: for misspelled keys of the file, the dotted keys that were most likely meant. These are not reported as
-            missing, and get no default.
+        origins: origin of each value by dotted key, such as `run.yaml:4` or `default`.
+        meant: for each misspelled key of the file, the dotted key that was most likely meant. The keys in `meant` are
+            not reported as missing, and get no default.
         config: the validated configuration; None if a value is not valid.
     """
 
@@ -85,7 +85,7 @@ class Draft:
         return self.values.get(key)
 
     def node(self, key: str) -> Node:
-        """Returns the node of a key, or of the nearest parent that the file has."""
+        """Returns the node of a dotted key or, if the file does not set the key, of the nearest section above it."""
         node = self.tree
         for part in key.split("."):
             below = node.get(part)
@@ -115,7 +115,7 @@ class Draft:
         return "extends" not in self.meant
 
     def fill(self, key: str, value: Any, origin: str) -> None:
-        """Sets a value that is derived from other values."""
+        """Sets the value and the origin of a dotted key whose value is derived from other values."""
         self.values[key], self.origins[key] = value, origin
         self._derived[key] = value
 

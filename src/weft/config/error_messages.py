@@ -193,7 +193,7 @@ def _choices(error: FieldError) -> list[str]:
 
 
 def _items(field: FieldInfo | None) -> tuple[Any, ...]:
-    """Returns the types of the items of a tuple of fixed length."""
+    """Returns the item types of a field whose type is a tuple of fixed length; an empty tuple for any other field."""
     found = () if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
     return () if ... in found else found
 

@@ -69,7 +69,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def keeps_text(annotation: Any) -> bool:
-    """Whether an annotation allows strings as items of a list: the short names of built-in components."""
+    """Whether an annotation is a list whose items can be strings, which are short names of built-in components."""
     return str in _items(annotation)
 
 

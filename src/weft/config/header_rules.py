@@ -78,7 +78,8 @@ def _read(draft: Draft, key: str, path: str, read: Callable[[str], _Header]) -> 
 def _check_limits(draft: Draft, sizes: list[int], length: int) -> None:
     """Checks that the sources of a mixture have enough sequences for the run.
 
-    With best-fit packing, the run checks this when it starts.
+    With best-fit packing, only checks the share of each source in a mixture block; the run checks the rest when it
+    starts.
 
     Args:
         sizes: number of sequences of each source.

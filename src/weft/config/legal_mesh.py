@@ -68,7 +68,10 @@ def check_tensor_parallel(model: ModelSection, tp: int) -> None:
 
 
 def _placed(config: RunConfig, reason: Reason) -> Problem:
-    """Converts a reason to a problem at the line that sets the reason's key or, if no line sets it, sets an axis."""
+    """Converts a reason to a problem, which has a file and a line.
+
+    The line is the one that sets the reason's key. If no line sets this key, it is a line that sets a mesh axis.
+    """
     axes = [f"parallel.{axis}" for axis in SIZES]
     for key in [*axes, reason.key] if reason.key == "parallel" else [reason.key, *axes]:
         file, _, line = config.origins.get(key, "").rpartition(":")
@@ -115,7 +118,7 @@ def reasons_against(get: GetValue, sequences: int | None, ranks: int | None) -> 
 
 
 def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
-    """Yields contradictions between settings of `parallel`, which do not depend on the sizes of the axes."""
+    """Yields the errors in the section `parallel` that can be found without the world size."""
     stage, reshards = section.zero_stage, section.reshard_after_forward
     if stage is not None and reshards is not None and bool(reshards) != (stage == 3):
         what = f"{str(reshards).lower()}, but zero_stage {stage} sets {str(stage == 3).lower()}; remove one of the keys"
@@ -138,8 +141,8 @@ def _of_settings(needs: Needs, section: ParallelSection) -> Iterator[Reason]:
         what = f"{several}, but {section.pp_schedule} has 2 stages per rank (one from each end); remove the key"
         yield Reason("parallel.stages_per_rank", what)
     elif several not in (None, 1) and section.pp_schedule in ONE_STAGE:
-        what = f"{several}, but {section.pp_schedule} has 1; remove the key, or set pp_schedule: interleaved_1f1b"
-        yield Reason("parallel.stages_per_rank", what)
+        what = f"{several}, but {section.pp_schedule} has 1 stage per rank; remove the key, or set pp_schedule"
+        yield Reason("parallel.stages_per_rank", f"{what}: interleaved_1f1b")
     if counts is not None and min(counts, default=0) < 1:
         yield Reason("parallel.stage_layers", f"{counts}: a stage has no layer; set at least 1 layer for each stage")
     elif counts is not None and needs.layers is not None and sum(counts) != needs.layers:

@@ -19,7 +19,8 @@ class ModelMistake(NamedTuple):
     Attributes:
         key: the key, without `model.`.
         what: the message.
-        also: other keys that the error depends on. If no line sets `key`, the line of one of these is reported.
+        also: other keys that the error depends on. If no line sets `key`, the error is reported at a line that sets one
+            of these keys.
     """
 
     key: str
@@ -28,7 +29,9 @@ class ModelMistake(NamedTuple):
 
 
 def known_model(get: Callable[[str], Any]) -> ModelSection:
-    """Returns the section of a decoder with the values that are known. Other keys have their default; None without one.
+    """Returns the `model` section of a decoder with the values that are known.
+
+    Any other key has its default, or None if the key is required.
 
     Args:
         get: returns a checked value by its dotted key; None if the key is not set, or has a problem.
@@ -80,7 +83,10 @@ def _heads(model: ModelSection) -> Iterator[ModelMistake]:
 
 
 def _divisor_near(number: int, near: int) -> int:
-    """Returns the divisor of `number` that is closest to `near`; 1 if none is within 4095."""
+    """Returns the divisor of `number` that is closest to `near`, which is not a divisor.
+
+    Returns 1 if no divisor differs from `near` by at most 4095.
+    """
     for distance in range(1, 4096):
         for divisor in (near - distance, near + distance):
             if 0 < divisor <= number and number % divisor == 0:

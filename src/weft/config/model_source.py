@@ -49,11 +49,15 @@ def resolve_model(tree: Node, problems: list[Problem]) -> tuple[Node, bool]:
 
 
 def _resolved(model: Node, problems: list[Problem]) -> Node:
-    """Returns the section with the keys of its preset, checkpoint or folder.
+    """Returns the section `model` with the keys of its preset, checkpoint or folder.
+
+    Args:
+        model: the section `model`.
+        problems: problems that do not stop this function are added to this list.
 
     Raises:
-        ConfigError: the preset, checkpoint or folder cannot be read. `problems` is empty if a key has a value of the
-            wrong type, which the later validation of the section reports.
+        ConfigError: the preset, checkpoint or folder cannot be read. The error lists no problem if a key has a value of
+            the wrong type, because the later validation of the section reports this.
     """
     preset, source, chosen = model.get("preset"), model.get("from"), model.get("type")
     if source is not None and source.value is not None:
@@ -72,7 +76,7 @@ def _error(node: Node, key: str, what: str) -> ConfigError:
 
 
 def _tree(value: Any, place: Node, origin: str) -> Node:
-    """Returns plain data as a tree whose problems are reported at `place`."""
+    """Converts plain data to a tree of Nodes with the given origin. All nodes have the file and line of `place`."""
     if isinstance(value, dict):
         value = {name: _tree(item, place, origin) for name, item in value.items()}
     elif isinstance(value, list):
@@ -141,7 +145,13 @@ def _from_checkpoint(model: Node, source: Node) -> Node:
 
 
 def _same(name: str, node: Node, has: Any) -> bool:
-    """Whether the run file sets a key to the checkpoint's value `has`, apart from the load balancing keys of `moe`."""
+    """Whether the run file and the checkpoint have the same value for the key `name`; load balancing keys may differ.
+
+    Args:
+        name: a key of the section `model`.
+        node: the value in the run file.
+        has: the value in the checkpoint.
+    """
     if name == "moe" and node.is_mapping and isinstance(has, dict):
         given = node.plain()
         return all(key in BALANCE or value == has.get(key) for key, value in given.items())
@@ -149,7 +159,13 @@ def _same(name: str, node: Node, has: Any) -> bool:
 
 
 def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
-    """Returns the model section that `found`, a checkpoint or Hugging Face folder, contains."""
+    """Returns the model section that `found`, a checkpoint or Hugging Face folder, contains.
+
+    Args:
+        found: the path of the checkpoint or folder.
+        model: the section `model` of the run file.
+        source: the value of `model.from`; errors are reported at its line.
+    """
     if not is_huggingface(found):
         try:
             content = json.loads((found / "model.json").read_bytes())

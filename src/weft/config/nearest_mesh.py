@@ -65,7 +65,16 @@ def as_yaml(mesh: dict[str, int]) -> str:
 
 @dataclass
 class _Search:
-    """A branch-and-bound search over all meshes, closest sizes first."""
+    """A branch-and-bound search for the legal mesh that is closest to the sizes in `wanted`.
+
+    Attributes:
+        order: the axes except `ep`, in the order in which their sizes are chosen.
+        filled: the axis of size -1, which takes the remaining ranks; None if there is none.
+        wanted: axis -> size in the illegal mesh.
+        ranks, experts, allows, fits: as in `nearest_mesh`.
+        best: axis -> size in the best mesh found so far.
+        best_key: sort key of `best`, which begins with the distance; a smaller key is better.
+    """
 
     order: Sequence[str]
     filled: str | None

@@ -74,8 +74,8 @@ class Module:
     def resolve(self, name: str, depth: int = DEPTH) -> Found:
         """Returns what a dotted name in this module refers to.
 
-        This is a class; an expression or function, with the module that defines it; or the name of a module. Returns
-        None if the source does not show what the name refers to.
+        The result is a class; a pair of the defining module and an expression or function; or the name of a module. It
+        is None if the source does not show what the name refers to.
 
         Args:
             depth: maximum number of imports and aliases to follow.
@@ -170,12 +170,13 @@ def _is_value(entry: ast.AST | tuple | None) -> bool:
 
 
 def find_module(name: str) -> Path | None:
-    """Finds the source file of a module as an import does, but without importing its parent packages.
+    """Finds the source file of a module, in the way that an import does, but without importing parent packages.
 
     The working directory is searched first, then `sys.path`.
 
     Returns:
-        The file or folder; None for a module without Python source (built in or compiled).
+        The file, or the folder of a package without `__init__.py`; None for a module without Python source (built in or
+        compiled).
 
     Raises:
         ModuleMissing: the module does not exist.

@@ -84,7 +84,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _allow_texts(node: Any, components: dict[str, type[Component]]) -> None:
-    """Changes the schema so that a string can replace a section in a list: the value of the section's required key."""
+    """Allows, in the JSON Schema `node`, a string as short form of each section in a list (see `_short_forms`).
+
+    `components`: name of a definition in the schema -> the component section that it describes.
+    """
     if isinstance(node, dict) and isinstance(node.get("items"), dict):
         branches = node["items"].get("anyOf") or node["items"].get("oneOf") or [node["items"]]
         names = [branch["$ref"].rpartition("/")[2] for branch in branches if "$ref" in branch]
@@ -262,7 +265,7 @@ def _row(name: str, info: FieldInfo, description: str) -> str:
 
 
 def _type_row(sections: list[type[BaseModel]], description: str) -> str:
-    """Returns the row of `type` for a key that allows several section classes."""
+    """Returns the table row that describes the key `type` of a section that can be of several classes."""
     fields = [field_names(section)["type"] for section in sections]
     values = [_kind(field.annotation).replace("string", "module:Class") for field in fields]
     return f"| `type` | {' or '.join(values)} | `{spell(fields[0].default)}` | {_prose(description)} |"
@@ -302,7 +305,10 @@ def _kind(kind: Any, bounds: Iterable[Any] = ()) -> str:
 
 
 def _short_forms(item: Any) -> list[str]:
-    """Describes the string that can stand for a section in a list: the value of the section's required key."""
+    """Returns the types of strings that can replace a list item of type `item`: ["string"], ["folder"] or [].
+
+    If the item is a section, such a string is the value of the section's required key.
+    """
     sections = [kind for kind in branches(item) if isinstance(kind, type) and issubclass(kind, BaseModel)]
     key = required_key(sections[0]) if sections and str not in branches(item) else None
     kind = _kind(field_names(sections[0])[key].annotation, field_names(sections[0])[key].metadata) if key else ""
@@ -315,7 +321,7 @@ def _number(bound: float) -> str:
 
 
 def _one(kind: str) -> str:
-    """Puts alternatives in parentheses: `list of (folder or string)`."""
+    """Puts the description of a type in parentheses if it lists alternatives: "folder or string"."""
     return f"({kind})" if " or " in kind or ", " in kind.partition("{")[0] else kind
 
 

@@ -127,7 +127,7 @@ def _model_tag(model: Any) -> str:
 
 
 def _default(section: type[BaseModel]) -> Any:
-    """Returns a pydantic field for a section that a file can omit. Then all its keys have their defaults."""
+    """Returns a pydantic field for an optional section. If a file omits the section, its keys have their defaults."""
     return Field(default_factory=section)
 
 

@@ -80,6 +80,7 @@ def partial_section(kind: type[_Known], get: Callable[[str], Any], key: str, **m
     """Returns a section with the values that are known; other keys have their default, or None if they are required.
 
     Args:
+        kind: the class of the section.
         get: returns a checked value by its dotted key; None if the key is not set, or has a problem.
         key: dotted key of the section.
         more: values by key of the section, which take precedence over the values that `get` returns.

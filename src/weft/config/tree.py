@@ -53,7 +53,7 @@ class Node:
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
 
     def get(self, *path: str) -> Node | None:
-        """Returns the node at a path of keys, or None. The key `"train[0]"` is an item of a list."""
+        """Returns the node at a path of keys; None if there is none. `"train[0]"` is the first item of `train`."""
         node: Node | None = self
         for key in path:
             if node is None or not node.is_mapping:

@@ -43,7 +43,7 @@ class Reject(NamedTuple):
 
 @dataclass
 class Counts:
-    """Counts of the documents and bytes of one unit, or their sums over several units (`add`).
+    """Counts of the documents and bytes of one unit (a file, or a range of a file), or their sums over several units.
 
     Attributes:
         documents: number of documents, including documents with an empty text.

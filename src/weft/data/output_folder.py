@@ -109,9 +109,9 @@ def check_parent(out: Path) -> None:
 
 
 def exists_already(out: Path, kind: Kind, what: str = "") -> UserError:
-    """Returns the error for an existing `out`. The message recommends --overwrite if `out` may be replaced.
+    """Returns the error for an existing `out`. If `out` may be replaced, the message recommends --overwrite.
 
-    `what`: text that such a message has after "exists already", such as " and is older than FILE".
+    `what`: text that the message then has after "exists already", such as " and is older than FILE".
     """
     if why := why_not_replaceable(out, kind):
         return UserError(f"exists already and {why}; choose another --out", out)

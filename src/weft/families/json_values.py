@@ -1,6 +1,6 @@
 """Reads and checks single values of a config.json. Does not import torch.
 
-A `default` is the value of a missing key.
+The argument `default` is the value that is returned for a missing key.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_INTEGER, _MAX_FLOAT = 2**31 - 1, 1e38
 
 
 def bounded(value: Any, key: str, most: int = MAX_INTEGER) -> Any:
-    """Checks the numbers in a value, and returns the value unchanged.
+    """Checks `value` if it is a number, or the numbers in it if it is a list. Returns `value` unchanged.
 
     Raises:
-        UserError: a number is not finite, or an integer is above `most`.
+        UserError: a number is not finite, or the magnitude of an integer is above `most`. The message names `key`.
     """
     for one in value if isinstance(value, list) else [value]:
         limit = most if type(one) is int else _MAX_FLOAT
@@ -29,7 +29,7 @@ def bounded(value: Any, key: str, most: int = MAX_INTEGER) -> Any:
 
 
 def integer(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-    """Returns the integer value of a key. Raises UserError if the value is not an integer >= `least`, or too large."""
+    """Returns the integer value of a key. Raises UserError if it is no integer, below `least` or too large."""
     value = config.get(key, default)
     if type(value) is not int or value < least:
         raise UserError(f"{key}: must be an integer of at least {least}, not {reprlib.repr(value)}")
@@ -37,7 +37,7 @@ def integer(config: Mapping[str, Any], key: str, default: int, least: int = 1) -
 
 
 def number(config: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns the positive value of a key. Raises UserError if the value is not a number above 0, or too large."""
+    """Returns the positive number at a key. Raises UserError if the value is not a number above 0, or is too large."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise UserError(f"{key}: must be a number above 0, not {reprlib.repr(value)}")

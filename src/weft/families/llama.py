@@ -42,7 +42,10 @@ _SMOLLM2 = {"family": "llama", "vocab_size": 49152, "max_position_embeddings": 8
 
 
 def _scaled(factor: float) -> dict[str, Any]:
-    """Returns the keys of `model:` that Llama 3.1 and 3.2 presets share: a context of 128k tokens by RoPE scaling."""
+    """Returns the keys of `model:` that Llama 3.1 and 3.2 presets share.
+
+    RoPE scaling by `factor` extends the context from 8,192 to 131,072 tokens.
+    """
     scaling = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
     return _LLAMA3 | {"max_position_embeddings": 131072, "rope_scaling": scaling}
 

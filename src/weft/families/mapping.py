@@ -185,10 +185,12 @@ def read(config: Mapping[str, Any], table: Mapping[str, str], defaults: Mapping[
 
 
 def _padding_row(token: Any, rows: Any) -> Any:
-    """Returns the index of a padding token's embedding row; None if it is out of range.
+    """Returns the index of a padding token's embedding row; None if there is no such row.
+
+    If `token` or `rows` is not an integer, returns `token`.
 
     Args:
-        token: id of the padding token; a negative id counts from the end. Any other value is returned unchanged.
+        token: id of the padding token; a negative id counts from the end.
         rows: number of rows of the embedding.
     """
     if type(token) is not int or type(rows) is not int:

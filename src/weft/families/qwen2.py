@@ -21,7 +21,8 @@ _ALWAYS = {"family": "qwen2", "attention_bias": True, "attention_output_bias": F
 def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """Returns the keys of `model:` for the sliding window of a config.json.
 
-    Only layers with an index of at least `max_window_layers` have a window, and only if `use_sliding_window` is true.
+    No layer has a window unless `use_sliding_window` is true. If config.json has no `layer_types`, only the layers with
+    an index of at least `max_window_layers` have a window.
 
     Args:
         config: a config.json.
@@ -34,7 +35,7 @@ def read_windows(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def write_windows(keys: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json keys of the sliding window, including the older keys, for keys of `model:`."""
+    """Converts the keys of `model:` for the sliding window to keys of config.json, including Qwen 2's older keys."""
     written = write_layer_types(keys)
     types = [*written["layer_types"], "sliding_attention"]
     return written | {

@@ -116,7 +116,7 @@ def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 def _unfused(q, k, v, mask, causal, dropout, how: Scores) -> torch.Tensor:
     """Computes attention and materializes all scores, for options that PyTorch's fused kernels do not support.
 
-    These options are soft-cap, slopes, sinks, and a function as `dropout`.
+    These options are soft-cap, slopes and sinks (in `how`), and a function as `dropout`.
     """
     k, v = _repeat_kv(q, k, v)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if how.scale is None else how.scale)

@@ -43,7 +43,7 @@ class Norm(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """The parameters of a linear layer."""
+    """The weight and bias of a linear layer. If the weight is quantized, `scale` is the address of its scales."""
 
     _fields_ = (
         ("data", c_void_p),

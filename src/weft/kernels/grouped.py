@@ -74,7 +74,10 @@ def _pads_shapes(x: torch.Tensor) -> bool:
 
 
 def _round_up(count: int) -> int:
-    """Rounds a number of rows up to a multiple of 32; above 256, to one of four sizes per doubling."""
+    """Rounds a number of rows up to a multiple of 32; above 256, to a multiple of a quarter of a power of two.
+
+    The power of two is the largest one below `count`. So there are four possible results per doubling of `count`.
+    """
     step = max(_STEP, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 

@@ -60,7 +60,7 @@ class Cache(Protocol):
 class Block(nn.Module):
     """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `norm_placement` moves the norms after attention and MLP, or adds norms there.
+    With `norm_placement: post`, the norms are after attention and MLP; with `both`, norms are before and after.
     """
 
     def __init__(self, config: ModelSection, layer: int):
@@ -106,7 +106,7 @@ class Block(nn.Module):
         return x.to(self.attention.o_proj.weight.dtype)
 
     def residual_branch(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
-        """Normalizes and scales a layer's output before it is added to the residual stream."""
+        """Applies the post-norm and the residual multiplier to `out`, the output of attention or of the MLP."""
         if post_norm is not None:
             out = post_norm(out)
         return out if self.multiplier == 1.0 else out * self.multiplier
@@ -231,7 +231,14 @@ class Decoder(nn.Module):
         segments: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> tuple[Any, Any]:
-        """Returns the mask of layers with full attention, and the mask of layers with a sliding window."""
+        """Returns the `mask` argument of layers with full attention, and the one of layers with a sliding window.
+
+        Args:
+            tokens: `[batch, seq]`; only the shape and the device are used.
+            positions, segments: as in `forward`. Only the replacement of this method for context parallelism uses the
+                positions.
+            dtype: dtype of the queries.
+        """
         config, window = self.config, self.window
         slopes = None
         if config.position == "alibi":

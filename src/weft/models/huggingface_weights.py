@@ -100,7 +100,10 @@ def _refuse_custom_components(section: ModelSection) -> None:
 
 
 def _architecture(section: ModelSection) -> dict[str, Any]:
-    """Returns the keys of a `model:` section, with values, that a config.json must express. Defaults are filled in."""
+    """Returns the keys and values that a config.json must express: those that determine the model's computation.
+
+    Values that have no effect are None or left out. Keys that are not set have their defaults.
+    """
     keys = {key: value for key, value in section.resolved().items() if key not in _NOT_ARCHITECTURE}
     keys["attention_multiplier"] = round(keys["attention_multiplier"], 9)
     del keys["sliding_window_pattern"], keys["no_rope_layer_interval"]
@@ -129,9 +132,9 @@ def _architecture(section: ModelSection) -> dict[str, Any]:
 def tensor_mapping(section: ModelSection) -> Iterator[tuple[str, str, Transform | None]]:
     """Yields (Weft's name, Hugging Face's name, transform) for every tensor of the model of a `model:` section.
 
-    If a Hugging Face file stores several of Weft's tensors as one tensor, they are consecutive, in the order in which
-    they are concatenated. If a file stores one tensor per expert, these tensors are consecutive, in the order of the
-    experts. A tied head is left out.
+    If a Hugging Face file concatenates several of Weft's tensors, their entries are consecutive, in the order of
+    concatenation. If a file stores one tensor per expert, the entries of these tensors are consecutive, in the order of
+    the experts. A tied head has no entry.
 
     Raises:
         UserError: the family's table has no entry for a tensor, or the model has a custom component.

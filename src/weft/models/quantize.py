@@ -36,7 +36,7 @@ def quantize(model: Any, how: str) -> None:
     tied to the embedding is replaced by a quantized copy. Gradients are turned off for all parameters.
 
     Args:
-        model: an unsharded model in eval mode. `fill_quantized` must fill a model on the meta device afterwards.
+        model: an unsharded model in eval mode. If it is on the meta device, fill it with `fill_quantized` afterwards.
         how: "int8" or "int4".
 
     Raises:

@@ -193,9 +193,9 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Puts new parameters on the meta device in the block.
+    """A context manager: parameters that are created in the `with` block are on the meta device.
 
-    Buffers stay on their device, because constructors compute them and checkpoints do not contain them.
+    Buffers are created on the usual device, because constructors compute buffers and checkpoints do not contain them.
     """
     original = nn.Module.register_parameter
 
@@ -227,7 +227,7 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 class _FixedHiddenStates(nn.Module):
-    """A replacement for a base model that always returns the same hidden states."""
+    """Replaces a model's base model (all layers except the head); always returns the same hidden states."""
 
     def __init__(self, hidden: torch.Tensor):
         super().__init__()

@@ -189,7 +189,13 @@ class Trial:
             raise UserError(f"{who} fails in a small decoder: {text}; check its arguments and outputs") from error
 
     def build(self, config: ModelSection, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """Builds a decoder as a training run does, on the meta device first, and wraps its custom components."""
+        """Builds a decoder as a training run does: on the meta device, and then allocated and initialized on `device`.
+
+        Wraps the decoder's custom components with `wrap`.
+
+        Args:
+            dtype: dtype of the parameters; buffers keep their dtype.
+        """
         torch.manual_seed(seed)
         with torch.device("meta"):
             for component in self.components:

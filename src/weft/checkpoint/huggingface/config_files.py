@@ -23,13 +23,14 @@ _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def read_origin(path: Path) -> dict[str, Any]:
-    """Returns a Hugging Face model's original config.json and generation_config.json, used by exports.
+    """Returns a Hugging Face model's original config.json and generation_config.json, on which an export is based.
 
     Args:
         path: a Hugging Face folder, or a checkpoint that was imported from a Hugging Face folder.
 
     Returns:
-        Keys `config` and `generation_config` (None if that file is missing); {} for any other checkpoint.
+        A dict: `config` -> content of config.json; `generation_config` -> content of generation_config.json, or None if
+        there is no such file. For a checkpoint that was not imported, the dict is empty.
     """
     if (path / files.ORIGIN).is_file():
         return read_json(path / files.ORIGIN)

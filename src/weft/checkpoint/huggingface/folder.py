@@ -182,7 +182,7 @@ def file_warnings(path: Path) -> list[str]:
 
 
 def _tensor_files(path: Path, allow_pickle: bool) -> dict[str, set[str]]:
-    """Returns each weight file's name -> the tensor names that the index lists for the file (none without an index)."""
+    """Returns weight file -> names of its tensors, from the index; an empty set for a single file without an index."""
     for index, single, suffix in _KINDS[: 2 if allow_pickle else 1]:
         if (path / single).is_file():
             return {single: set()}

@@ -75,7 +75,7 @@ def _load(file: Path, modified: int) -> Any:
 
 @contextlib.contextmanager
 def released() -> Iterator[None]:
-    """Context, or decorator of a function, that frees the memory of the last `.bin` file at its end."""
+    """Frees the memory of the last `.bin` file at the end of a `with` block, or of a function that it decorates."""
     try:
         yield
     finally:

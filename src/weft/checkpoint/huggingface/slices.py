@@ -104,7 +104,11 @@ class _Expert:
 
 
 def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
-    """Reads a slice of a parameter: the slice of `stored` that contains it, converted by `transform`."""
+    """Returns a slice of a parameter: reads the necessary slice of the tensor `stored`, and applies `transform` to it.
+
+    Args:
+        start, size: index at which the parameter's slice begins, and the shape of this slice.
+    """
     rows = (start[0], start[0] + size[0])
     rest = tuple(slice(begin, begin + length) for begin, length in zip(start[1:], size[1:], strict=True))
     if not transform.sizes:

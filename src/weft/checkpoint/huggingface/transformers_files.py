@@ -91,9 +91,9 @@ class _Group:
     """Stored tensors that are converted together to one or more tensors of the model.
 
     Attributes:
-        converter: the conversion of transformers; None: one stored tensor, used unchanged.
-        parts: (pattern, name) of each stored tensor. The pattern is from `converter` and matches the name; "" without
-            one.
+        converter: the conversion of transformers; None: the group is one stored tensor, which is used unchanged.
+        parts: (pattern, name) of each stored tensor. The pattern is the pattern of `converter` that matches the name;
+            "" if there is no converter.
     """
 
     converter: Any = None

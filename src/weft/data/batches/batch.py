@@ -24,7 +24,7 @@ class Batch:
         samples: for each sequence, the index of its sample in the run, counted over all epochs, int64 `[batch]`; -1 for
             padding. The sequences of one sample are adjacent.
         extra: values of the fields that the objective declares, each `[batch, ...]`.
-        layout: the declared fields, and the number of sequences per sample.
+        layout: the fields that the objective declares, and the number of sequences per sample.
         share: fraction of each sequence's tokens on this rank: 1, or 1 / cp with context parallelism.
         sum_over_ranks: function that sums a tensor over the ranks among which these sequences are sharded; None without
             context parallelism.

@@ -82,8 +82,9 @@ class ConcatDataset:
 class MixtureOrder:
     """The order of a mixture: maps each sample of a run to a sample of a `ConcatDataset`.
 
-    The samples of a run are divided into blocks. A `Phase` is a range of blocks with the same number of samples of each
-    source. In a block, the samples of a source are spread evenly, each at a random position in its own interval. So
+    The samples of a run are divided into blocks. A `Phase` is a range of blocks that all have the same number
+    of samples of source 0, the same number of source 1, and so on. In a block, the samples of a source are spread
+    evenly: the block is divided into one interval per sample, and each sample has a random position in its interval. So
     each source's share is exact in each block, and nearly exact in any short range of samples. The `k`-th sample of a
     source in the run is the `k`-th sample of that source's shuffled epochs, independent of other sources.
 
@@ -112,7 +113,9 @@ class MixtureOrder:
         return result
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each sample, the index of its source and its index among the run's samples from it, both `[n]`.
+        """Returns, for each sample, the index of its source, and its index among the run's samples from that source.
+
+        Both are int64 `[n]`.
 
         Args:
             samples: indices of samples in the run, `[n]`.
@@ -138,7 +141,8 @@ class MixtureOrder:
         return sources, numbers
 
     def _block(self, phase: Phase, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns, for each sample of a block, the index of its source and its index among the block's samples from it.
+        """Returns, for each sample of a block, its source's index, and its index among the block's samples of this
+        source.
 
         `block`: index of the block in the phase.
         """

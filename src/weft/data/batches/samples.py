@@ -109,9 +109,12 @@ def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarra
 
 
 def _check_ids(dataset: Dataset, indices: np.ndarray, arrays: Arrays, layout: Layout) -> Arrays:
-    """Checks on the CPU that all ids are in the vocabulary, because an invalid id would crash a GPU kernel.
+    """Checks that all ids in `arrays` are in the vocabulary. Returns `arrays`, with weight 0 for ignored labels (-100).
 
-    Also sets the weight of ignored labels (-100) to 0.
+    The check is on the CPU, because an invalid id would crash a GPU kernel.
+
+    Args:
+        dataset, indices: the dataset from which `arrays` was read, and the indices of the samples, for the message.
 
     Raises:
         UserError: an id is outside the vocabulary; the message names its sample.
@@ -199,7 +202,7 @@ def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
 
 
 def _describe_error(error: Exception, dataset: Dataset, index: int) -> tuple[str, str, int | None]:
-    """Returns the arguments of a UserError for an exception of a custom dataset: message, file and line."""
+    """Returns the message, file and line of a UserError for the exception that a dataset raised for sample `index`."""
     name = type(dataset).__name__
     frames = traceback.extract_tb(error.__traceback__)
     custom = [frame for frame in frames if frame.filename == inspect.getsourcefile(type(dataset))]

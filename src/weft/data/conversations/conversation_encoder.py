@@ -184,7 +184,7 @@ class ConversationEncoder:
         return encoded
 
     def _size(self, text: str) -> int:
-        """Returns the number of bytes of a text, without an end-of-document token at its end."""
+        """Returns the number of UTF-8 bytes of a text. An end-of-document token at the text's end is not counted."""
         return len(text.removesuffix(self._end).encode())
 
     def _render(self, conversation: Conversation) -> _Rendered:

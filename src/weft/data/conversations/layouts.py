@@ -280,7 +280,7 @@ def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[
 
 
 def _history(record: Record, key: str) -> list[dict]:
-    """Returns the messages of Alpaca's history, a list of [question, answer]."""
+    """Converts an Alpaca record's history to messages. The value at `key` must be a list of [question, answer]."""
     messages = []
     pairs = record.get(key) or []
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:

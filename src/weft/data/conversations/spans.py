@@ -104,7 +104,9 @@ class SpanEncoder:
 
 
 def _token(encoding: tokenizers.Encoding, character: int, stop: int, step: int) -> int | None:
-    """Returns the index of the token that contains a character, or the nearest character that the tokenizer kept.
+    """Returns the index of the token that contains a character.
+
+    If the tokenizer dropped this character, returns the token of the nearest kept character in the direction `step`.
 
     Transformers behaves differently: it ignores the rest of the conversation if a span begins with a dropped character,
     and marks everything up to the end of the text if a span ends with a dropped character or in the first token.

@@ -44,14 +44,14 @@ class HashedFile:
         self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
 
     def verify(self, states: list[tuple[int, str]], on_progress: Callable[[int], None] | None) -> list[Any]:
-        """For several sizes, checks whether the first `size` bytes of the file have the recorded digest.
+        """Compares the digests of the file's beginnings with recorded digests, and stops at the first difference.
 
         Args:
-            states: (size, hexadecimal sha256) pairs, by ascending size.
+            states: (number of bytes, hexadecimal sha256 of the file's first bytes) pairs, by ascending number.
             on_progress: called with the number of bytes that have been checked so far.
 
         Returns:
-            The sha256 object of each size before the first size whose digest differs.
+            For each pair before the first difference, the sha256 object of the file's first bytes.
         """
         size, sha256, matches = 0, hashlib.sha256(), []
         for end, digest in states:

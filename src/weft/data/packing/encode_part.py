@@ -38,7 +38,7 @@ def encode_part(
     on_progress: Callable[[int, int], None] = lambda raw_bytes, tokens: None,
     on_document: Callable[[int, int | None, int], None] | None = None,
 ) -> None:
-    """Encodes a part's documents and writes the part's files.
+    """Encodes the documents of a part (a group of files and ranges of files), and writes the part's files.
 
     Args:
         on_progress: called several times a second with the numbers of raw bytes and tokens since the last call.
@@ -69,7 +69,7 @@ def _writing() -> Iterator[None]:
 
 @dataclass
 class _PartEncoder:
-    """Encodes one part.
+    """Reads, encodes and writes the documents of one part (a group of files and ranges of files).
 
     `_batch` contains the documents to encode next, and `_owners` the index of each document's unit. The rejected
     documents in `_rejects` are written together with the batch, so that they stay in the order of the input.

@@ -221,7 +221,7 @@ class _PackJob:
         self.console.line(f"resuming: {progress(self._done, self._plan.size, 'B')} were packed before")
 
     def _encode_parts(self, assembly: Assembly, pool: Pool) -> bool:
-        """Encodes all parts and appends them in order.
+        """Encodes all parts in the pool, and appends them to the store in order.
 
         Returns:
             True if all parts were appended. False if the first part required the `tokenizers` library, but later
@@ -279,7 +279,7 @@ class _PackJob:
         return failure
 
     def _remove_empty(self, assembly: Assembly | None) -> None:
-        """Removes the hidden folder after an error, unless it contains work to resume."""
+        """Removes the hidden folder of this pack after an error, unless another call can resume the work in it."""
         if self._lock is None:
             return
         done = assembly is not None and assembly.next > 0

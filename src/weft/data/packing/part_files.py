@@ -147,7 +147,7 @@ def _file_state(path: str) -> tuple[int, int]:
 
 
 def _share(units: Sequence[Unit], i: int, n: int) -> tuple[int, int]:
-    """Returns the range [start, stop) of indices of the units in shard i of n, counted from 1.
+    """Returns the units in shard `i` of `n`, counted from 1, as the range [start, stop) of their indices.
 
     A unit belongs to the shard that contains the unit's first byte.
     """

@@ -42,7 +42,7 @@ def _quotas() -> Iterator[int]:
 
 
 class Pool:
-    """The base class of pools of workers that encode parts.
+    """The base class of pools of workers that encode the parts of a pack.
 
     Attributes:
         warnings: messages about workers that died and whose parts were encoded again.
@@ -55,7 +55,7 @@ class Pool:
         raise NotImplementedError
 
     def submit(self, part: Part) -> None:
-        """Starts encoding a part."""
+        """Starts encoding a part of the pack. `wait` returns the outcome."""
         raise NotImplementedError
 
     def wait(self, block: bool) -> list[Outcome]:

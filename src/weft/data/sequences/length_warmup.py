@@ -19,7 +19,7 @@ class LengthWarmup:
         steps: number of steps of the warm-up. Step `steps` (counted from 0) is the first one with full sequences.
 
     Attributes:
-        stages: `start` and its doubles, up to `sequence_length`.
+        stages: the lengths `start`, `2 * start`, `4 * start`, ... up to `sequence_length`.
     """
 
     def __init__(self, sequence_length: int, start: int, steps: int):

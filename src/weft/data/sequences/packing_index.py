@@ -43,7 +43,7 @@ class PackingIndex:
         full: number of sequences that are full-length slices.
         sequences: number of all sequences.
         long: indices in the store of the documents with full-length slices, int64.
-        long_firsts: for each document in `long`, the sequence that contains its first slice, int64.
+        long_firsts: for each document in `long`, the index of the sequence that contains its first slice, int64.
         order: indices in the store of the documents with a remainder, sorted by the remainder's size and then by index.
         patterns: the sequences with remainders, grouped by the sizes of their remainders. As returned by
             `best_fit_decreasing`, except that `firsts` contains positions in `order`.

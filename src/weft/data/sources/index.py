@@ -156,7 +156,7 @@ def _count_documents(path: Path) -> int:
 
 
 def _header(length: int) -> bytes:
-    """Returns the header of a .npy file. All headers have one size, so one can be replaced when the length is known."""
+    """Returns the header of a .npy file. All headers have equal sizes, so a header can be replaced later."""
     text = f"{{'descr': '<u8', 'fortran_order': False, 'shape': ({length},), }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 

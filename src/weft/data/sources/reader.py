@@ -21,7 +21,7 @@ RANGE_BYTES = 64 << 20
 def plan(files: Sequence[Path], reading: Reading, range_bytes: int = RANGE_BYTES) -> list[Unit]:
     """Splits files into units, in order and deterministically.
 
-    Reads only file sizes, Parquet footers, and the first MiB of large `.json` files (for built-in formats).
+    For built-in formats, reads only file sizes, Parquet footers, and the first MiB of large `.json` files.
 
     Args:
         range_bytes: approximate number of bytes of a unit, for formats that can be split.

@@ -28,13 +28,13 @@ TEXT_SUFFIXES = (".txt", ".md", ".html", ".py", "")  # always read as text, what
 
 
 class Tally:
-    """Creates and counts the documents and rejected documents of one unit."""
+    """Creates and counts the documents and rejected documents of one unit (a file, or a range of a file)."""
 
     def __init__(self, counts: Counts):
         self.counts = counts
 
     def document(self, value: Any, line: int | None, size: int | None = None) -> Document:
-        """Creates and counts a document. `size`: bytes of a record; None: computed by serializing the record."""
+        """Creates and counts a document. `size`: number of bytes of a record; None: the bytes of the record as JSON."""
         self.counts.documents += 1
         self.counts.empty += value == ""
         self.counts.bytes += utf8_size(value) if size is None or isinstance(value, str) else size
@@ -48,9 +48,9 @@ class Tally:
         return Reject(line, reason, hint, last=last)
 
     def extract(self, extract: Extractor, record: Any, line: int, size: int | None = None) -> Document | Reject:
-        """Returns a document with the value `extract(record)`.
+        """Returns a document with the value `extract(record)`. `line` and `size` are as in `document`.
 
-        Returns a Reject if `record` is an Unfit, or if `extract` raises Unfit.
+        If `record` is an Unfit, or if `extract` raises Unfit, returns a Reject.
         """
         try:
             if isinstance(record, Unfit):

@@ -76,7 +76,7 @@ class UnitReader:
     def count_to(self, position: int | None, *, complete: bool = True) -> None:
         """Counts and hashes the bytes from the current file position to `position`.
 
-        Called if another library parses the file.
+        A format calls this method if another library parses the file.
 
         Args:
             position: byte offset in the file; None: the end of the file.

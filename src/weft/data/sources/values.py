@@ -56,7 +56,10 @@ def make_extractor(reading: Reading) -> Extractor:
 
 
 def make_checked_extractor(reading: Reading, *, escaped: bool = False) -> Extractor:
-    """Returns the function of `make_extractor`, extended by a check for lone surrogates (`check_unicode`)."""
+    """Returns a function like that of `make_extractor`, which also raises Unfit for lone surrogates.
+
+    `escaped`: passed to `check_unicode`.
+    """
     extract = make_extractor(reading)
     return lambda record: check_unicode(extract(record), escaped=escaped)
 

@@ -61,7 +61,7 @@ class Recipe:
     """How to use gigatoken so that it returns the same ids as `tokenizers` for a given tokenizer.json.
 
     Attributes:
-        json: content of the tokenizer.json that gigatoken loads, without the added tokens of the given one.
+        json: content of the tokenizer.json that gigatoken loads: the given one, without the added tokens.
         by_words: True for a byte-level BPE that splits texts into words before merging, so that texts can be joined and
             split between words; False for a BPE with byte fallback that merges across words.
         nfc: whether texts must be in Unicode normalization form C.

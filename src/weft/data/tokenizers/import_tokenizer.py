@@ -73,7 +73,7 @@ class Imported:
 
 
 def from_folder(file: Path, special: dict[str, int | None]) -> Imported:
-    """Returns the content of a tokenizer.json with additional special tokens. Does not change the file.
+    """Returns the tokenizer in a tokenizer.json, with additional special tokens. Does not change the file.
 
     Args:
         file: path of the tokenizer.json.

@@ -124,7 +124,7 @@ class Tokenizer:
         else:
             ids, lengths = fast.encode(texts, eod)
         if len(ids) and int(ids.max()) >= self.vocab_size:
-            what = f"returned the id {int(ids.max())}, but has {self.vocab_size:,} tokens"
+            what = f"it returned the id {int(ids.max())}, but its vocabulary has {self.vocab_size:,} tokens"
             raise UserError(f"{what}; the tokenizer is inconsistent: create it again", self.path)
         return ids, lengths
 
@@ -156,7 +156,7 @@ class Tokenizer:
         """The bytes of each token in a text, by id; None if they depend on other tokens, as in WordPiece.
 
         The bytes of all tokens of a text, joined, are the text, except for a blank that the decoder removes from the
-        beginning. Ids that no token has are empty.
+        beginning. For an id without a token, the bytes are empty.
         """
         return token_bytes(read_tokenizer(self.path)[1], self._reference)
 

@@ -98,9 +98,9 @@ class CoreAttention(nn.Module):
         return attention(q, k, v, causal=True, mask=mask, dropout=dropout, scores=scores)
 
     def _dropout(self, device: torch.device) -> float | Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the `dropout` argument of `attention` in training.
+        """Returns the `dropout` argument of `attention` in training: the probability, or `weights_dropout`.
 
-        On CPUs, where no fused kernel has dropout, this is `weights_dropout` if set; otherwise the probability.
+        `weights_dropout` is returned only if it is set and the device is a CPU, where no fused kernel has dropout.
         """
         replacement = self.weights_dropout if device.type == "cpu" and self.dropout else None
         return replacement or self.dropout

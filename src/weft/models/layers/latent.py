@@ -82,10 +82,14 @@ class LatentAttention(nn.Module):
         return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.interleaved else x
 
     def absorbed(self, q_nope, q_rope, latent, k_rope, mask):
-        """Computes the attention of one new token with the latents as the only key/value head of all query heads.
+        """Computes the attention of one new token to latents, without projecting the latents to keys and values.
 
-        For a query q, a latent c and a projection W, q (W c) = (q W) c, and W (sum of c) = sum of (W c). So the keys
-        and values of earlier tokens need not be recomputed from their latents.
+        Instead, queries and outputs are projected: for a query q, a latent c and a projection W, q (W c) = (q W) c, and
+        W (sum of c) = sum of (W c). So the latents are the only key/value head, which all query heads share.
+
+        Args:
+            q_nope, q_rope: the dimensions of the queries without and with rotary embedding.
+            latent, k_rope, mask: as in `attend_latents`.
         """
         k_weight, v_weight = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split(
             (self.nope, self.v_head_dim), dim=1

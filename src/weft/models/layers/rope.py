@@ -20,7 +20,8 @@ def rotary_cos_sin(
     """Returns the cosines and sines of all positions, each `[batch, 1, seq, rotary_dim / 2]`.
 
     The decoder calls this function once per forward pass. The scalings `dynamic` and `longrope` depend on the length of
-    the sequence, which is its largest position plus 1; other sequences of the batch have no effect. If documents are
+    each sequence: the largest position in the sequence plus 1, if `lengths` is None. Other sequences of the batch have
+    no effect. If documents are
     packed into one sequence, the longest document determines the length. Cached keys keep the rotation that they got
     when the sequence was shorter.
 

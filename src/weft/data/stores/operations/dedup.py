@@ -73,8 +73,11 @@ def _find_exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Co
 
     An item is a document, or a pair of documents in a store of preferences.
 
+    Args:
+        work: an empty folder for temporary files.
+
     Returns:
-        A function that returns the similarity of pairs, which is always 1.
+        A function that returns the similarity of two items with the same ids, which is always 1.
     """
     step = store.info.item_documents
     groups = Groups(work, len(first_of), columns=2)

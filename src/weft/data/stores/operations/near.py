@@ -183,7 +183,8 @@ def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np
     """Hashes the n-grams of token ids of each item in a block. The last id of an item (end of document) is left out.
 
     Args:
-        step: number of documents per item.
+        step: number of documents per item: 2 for preference pairs, else 1.
+        ngram: number of tokens per n-gram.
         table: a random uint64 number for each token id.
 
     Returns:

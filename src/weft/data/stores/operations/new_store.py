@@ -123,6 +123,7 @@ def make_store(
     Args:
         made_from: the new store's `provenance`.
         fill: function that adds documents to the writer.
+        reusable: whether an existing store with the same provenance is up to date.
     """
     outs = [(output.path, made_from)]
     return make_stores(source, output, outs, lambda writers: fill(writers[0]), reusable=reusable)[0]

@@ -57,7 +57,7 @@ def digests(block: Block, step: int = 1, seed: int = 0) -> Iterator[bytes]:
     """Yields a 16-byte BLAKE2b digest of each item's ids.
 
     Args:
-        step: number of documents per item.
+        step: number of documents per item: 2 for preference pairs, else 1.
         seed: key of the digest.
     """
     keyed = hashlib.blake2b(digest_size=16, key=seed.to_bytes(8, "little", signed=True))
