@@ -125,7 +125,7 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
     """Locks an open file or folder until its descriptor is closed. Does nothing on a file system without locks.
 
     Raises:
-        UserError: another process has the lock. The message is `what`, about the path `where`.
+        UserError: another process has the lock. The message is the path `where`, followed by the text `what`.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +167,7 @@ def _is_open_at(handle: int, path: Path) -> bool:
 
 
 def publish(folder: Path, out: Path, *, replace: bool = False) -> None:
-    """Renames a folder to `out`. If the caller has fsynced its files, the renamed folder survives a crash.
+    """Renames a folder to `out`. If the caller has fsynced the folder's files, the renamed folder survives a crash.
 
     Args:
         replace: whether to replace an existing `out`: the two folders are exchanged, then the old one is deleted. If
@@ -220,7 +220,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsyncs a file, or a folder's list of names without its files. Raises OSError if fsync fails."""
+    """Fsyncs a file, or a folder's entries (the names, not the files' contents). Raises OSError if fsync fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

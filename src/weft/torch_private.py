@@ -1,8 +1,8 @@
 """Defines all uses of private names of PyTorch, each with a reason and a replacement.
 
 `tests/test_torch_private.py` checks that no other file uses private names, and that the installed PyTorch has each name
-of `NAMES`. So if a new version lacks a name, the test fails, and not a training step. PyTorch 2.11 and 2.13 have all of
-these names. Weft uses a public name instead where PyTorch has one that is as fast.
+of `NAMES`. So if a new version lacks a name, the test fails before a training step does. PyTorch 2.11 and 2.13 have all
+of these names. Where PyTorch has a public name that is as fast, Weft uses the public name.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Returns the parameters and FLOPs of all presets, as JSON values and as a table."""
+    """Returns the parameters and FLOPs of all presets as (JSON values, text of a table)."""
     from weft.families import presets
 
     found = [facts(name, sequence_length) for name in presets()]
@@ -65,7 +65,7 @@ def listing(sequence_length: int | None) -> tuple[list[dict[str, Any]], str]:
 
 
 def described(name: str, sequence_length: int | None) -> tuple[dict[str, Any], str]:
-    """Returns a preset, or a family with its presets, as JSON values and as text.
+    """Returns a preset, or a family with its presets, as (JSON values, text).
 
     Args:
         name: name of a preset, a family, or an architecture of a family.

@@ -39,7 +39,7 @@ def run_on_ranks(
     """Runs a function on every rank, and returns the exit code.
 
     Args:
-        args: parsed arguments, with those of `add_run_arguments`.
+        args: parsed arguments, including those that `add_run_arguments` defines.
         verb: name of the subcommand, such as "train". Local processes run this subcommand.
         act: function that does the work of one rank, given the checked config.
         prepare: function that is called once, before any rank starts. It returns the run directory, in which messages

@@ -109,7 +109,7 @@ def evaluate_tasks(
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Within the block, prevents the harness from inspecting the machine (takes seconds) and the git repository."""
+    """Context in which the harness inspects neither the machine (which takes seconds) nor the git repository."""
     from lm_eval import evaluator
 
     names = ("get_git_commit_hash", "add_env_info")

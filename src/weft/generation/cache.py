@@ -160,7 +160,7 @@ class PagedCache:
         return self._pools[layer]
 
     def _view(self, index: int, layer: int, device: torch.device) -> _View:
-        """Returns the view of a group in a layer. Layers with equal window sizes share the view."""
+        """Returns the `_View` of the group `index` in a layer. Layers with equal window sizes share one `_View`."""
         key = index, self.windows[layer], device
         if key not in self._views:
             self._views[key] = self._new_view(self._groups[index].chunks, self.windows[layer], device)

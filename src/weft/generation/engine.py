@@ -44,7 +44,7 @@ class Engine:
     Args:
         model: the model.
         tokenizer: decodes new tokens, which stop strings require; None: pieces have no text.
-        stop_ids: tokens that end a continuation. The stream contains them, too.
+        stop_ids: tokens that end a continuation. The stream yields these tokens, too.
         max_batch: maximum number of sequences per step.
         max_step_tokens: maximum number of tokens per step, which limits the memory of long prompts.
         max_cache_tokens: maximum number of tokens in the cache. Default: the number of tokens that fit in half of the
@@ -52,8 +52,8 @@ class Engine:
         cache: whether to use a key/value cache. Without a cache every step recomputes all tokens.
         batch_invariant: whether to run each sequence alone, in fixed chunks, so that a continuation is bitwise
             independent of other sequences.
-        compile: whether a compiled C function runs decoding steps on CPUs. None: if possible, once it is compiled.
-            True: waits for the compiler, and raises UserError if the function cannot be used.
+        compile: whether a compiled C function runs decoding steps on CPUs. None: runs them if possible, as soon as the
+            function is compiled. True: waits for the compiler, and raises UserError if the function cannot be used.
         draft: a smaller model with the same tokenizer, which proposes tokens (speculative decoding); None: no model.
         draft_tokens: number of tokens that the draft model proposes per sequence and step. Default: 4.
         lookup: maximum number of tokens that are proposed per sequence and step because they followed the last
@@ -318,7 +318,7 @@ class Engine:
                     break
 
     def _append(self, sequence: GeneratedSequence, choice: Choice) -> bool:
-        """Adds a new token to a sequence, and ends the sequence if it is complete. Returns whether it has ended."""
+        """Adds a new token to a sequence, and ends a complete sequence. Returns whether the sequence has ended."""
         self.new_tokens += 1
         try:
             ended = sequence.append(choice)

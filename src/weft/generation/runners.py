@@ -117,7 +117,10 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def shards_of(model: nn.Module) -> int:
-    """Returns the number of `tp` ranks, which shard key/value heads and sequences. It must divide sequence lengths."""
+    """Returns the number of `tp` ranks, which shard key/value heads and sequences.
+
+    Sequence lengths must be multiples of this number.
+    """
     state = state_of(model)
     return 1 if state is None else state.world.shape.tp
 

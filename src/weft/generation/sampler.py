@@ -176,7 +176,7 @@ def draw(
 
 
 def invert(mass: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Returns the index `[batch, 1]` at which each cumulative distribution exceeds `uniform * total`.
+    """Returns the first index at which each cumulative distribution exceeds `uniform * total`, `[batch, 1]`.
 
     Args:
         mass: cumulative weights, `[batch, candidates]`.

@@ -43,8 +43,8 @@ class Sampling:
         stop: strings that end the continuation and are not part of it. They require a tokenizer.
         n: number of continuations per prompt.
         logprobs: number of most likely tokens whose log-probabilities are returned, besides the log-probability of
-            each new token; None: no log-probabilities. They are computed from the model's logits, before any of these
-            settings changes the logits.
+            each new token; None: no log-probabilities. They are computed from the model's own logits, before
+            `logit_bias`, penalties and all other settings change the logits.
         json_schema: a JSON schema (draft 2020-12) that the continuation must follow: a mapping, a bool (True: any
             JSON) or JSON text; None: no schema. Keys are written in the order of `properties`. Needs llguidance and a
             tokenizer, like `regex` and `grammar`; only one of the three can be set.
@@ -107,7 +107,7 @@ class Sampling:
         _ = self.constraint  # invalid constraints are refused here
 
     def _check_types(self) -> None:
-        """Raises UserError if a value has a wrong type. Otherwise, a later step of an engine would fail."""
+        """Raises UserError if a value has a wrong type. Without this check, a later step of an engine would fail."""
         kinds = {"an integer": Integral, "a number": Real}
         whole, optional = ("max_new_tokens", "n", "seed"), ("top_k", "logprobs", "top_p", "min_p")
         numbers = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")

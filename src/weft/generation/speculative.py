@@ -70,7 +70,10 @@ class Proposer:
         """Adds a sequence. Its first `computed` tokens are already in the caches of all models."""
 
     def covered(self, sequence: int, computed: int) -> int:
-        """Returns how many of a sequence's first `computed` tokens, which must be final, are in all models' caches."""
+        """Returns how many of a sequence's first `computed` tokens are in the caches of all models.
+
+        These tokens must be final: not proposals that the model can still reject.
+        """
         return computed
 
     def forget(self, sequence: int) -> None:
@@ -272,7 +275,10 @@ def check_vocabulary(model: Any, draft: Any) -> None:
 
 
 def _continues(context: Context, token: int) -> bool:
-    """Whether the constraint of a sequence allows further tokens after `token`. It must allow `token` itself."""
+    """Whether the constraint of a sequence allows further tokens after `token`.
+
+    The constraint must allow `token` itself.
+    """
     try:
         return context.constraint is None or not context.constraint.advance([*context.new, token])
     except UserError:  # no token can follow

@@ -93,7 +93,8 @@ class LocalRanks:
 
     Attributes:
         received: signals that the launcher received.
-        ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None before.
+        ending: time at which the launcher asked the ranks to end, because of a signal or a failed rank; None until
+            then.
         killed: the ranks that the launcher killed.
     """
 

@@ -58,7 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pack_documents(args: argparse.Namespace) -> int:
-    """Packs the documents and prints a report. Raises KeyboardInterrupt if it is interrupted or terminated."""
+    """Packs the documents, prints a report and returns the exit code.
+
+    Raises:
+        KeyboardInterrupt: this process was interrupted (SIGINT) or terminated (SIGTERM).
+    """
     from weft.errors import UserError
 
     shard = parse_shard(args.shard)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = False, seed: bool = True) -> None:
-    """Adds STORE, --out, --seed, --tokenizer and --overwrite.
+    """Adds the arguments STORE, --out, --seed, --tokenizer and --overwrite to a parser.
 
     Args:
         several: whether the subcommand writes several stores.
@@ -38,7 +38,7 @@ def add_store_arguments(parser: argparse.ArgumentParser, *, several: bool = Fals
 def run_operation(
     operation: Callable[..., WrittenStore | list[WrittenStore]], args: argparse.Namespace, *further: Any, **options: Any
 ) -> int:
-    """Runs an operation of `weft.data.stores.operations` and prints one line per new store.
+    """Runs an operation of `weft.data.stores.operations` and prints one line per new store. Returns the exit code.
 
     A line shows how many documents were kept, and how many were left out for each reason. `further` and `options` are
     passed to the operation.

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """Trains the tokenizer and prints a report. Raises KeyboardInterrupt if it is interrupted."""
+    """Trains the tokenizer, prints a report and returns the exit code. Ctrl-C raises KeyboardInterrupt."""
     from weft.data.documents import Counts
     from weft.data.output_folder import TOKENIZER, check_out
     from weft.data.sources import find_files, read_all
