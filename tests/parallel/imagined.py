@@ -26,10 +26,10 @@ from weft.data.batches.batch import Batch
 from weft.observe.console import Console
 from weft.parallel.gradients.scaling import LossScale
 from weft.parallel.world import World, start_world
+from weft.train.build import build
 from weft.train.data import Data
 from weft.train.job import Job
 from weft.train.loop import Loop
-from weft.train.trainer import build
 
 # ---- a world
 

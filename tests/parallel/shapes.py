@@ -27,7 +27,7 @@ from weft.config.run import RunConfig
 from weft.kernels.cross_entropy import CHUNK_ELEMENTS
 from weft.parallel.local_parameters import local
 from weft.parallel.world import World, start_world
-from weft.train.trainer import build
+from weft.train.build import build
 
 RANKS, SEQUENCE = 2048, 8192
 _VOCABULARY = {"vocab_size": 128_256, "max_position_embeddings": SEQUENCE}

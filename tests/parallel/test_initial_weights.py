@@ -11,7 +11,7 @@ from weft.config.run import RunConfig
 from weft.models.build import build_model
 from weft.models.initialize import initialize
 from weft.parallel.world import start_world
-from weft.train.trainer import build
+from weft.train.build import build
 
 # 4 ranks share 515 words, 3 key-value heads of 6 and 11 experts in parts of different sizes; norms begin at 1.
 MODEL = {

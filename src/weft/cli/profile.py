@@ -102,7 +102,7 @@ def show_structure(args: argparse.Namespace) -> int:
     from weft.parallel.structure import structure
     from weft.parallel.world import local_device
     from weft.train.auto_settings import choose
-    from weft.train.trainer import model_plan
+    from weft.train.build import model_plan
 
     config = config.model_copy(update={"training": choose(config.training, local_device(Console()))})
     Console().result(structure(model_plan(config), ranks))

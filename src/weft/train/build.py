@@ -1,0 +1,144 @@
+"""Builds the components, the model and the optimizer of a run, and restores the last checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
+from weft.checkpoint.load import checkpoints, load, resolve
+from weft.config.components import make_component
+from weft.config.run import RunConfig
+from weft.config.transformers_model import TransformersModelSection
+from weft.models.roles import parameter_roles
+from weft.optim.parameter_groups import parameter_groups
+from weft.parallel.apply import build_sharded_model
+from weft.parallel.gradients.compress import PowerSGD
+from weft.parallel.memory.offload import keep_state_on_host
+from weft.parallel.model_state import ModelPlan
+from weft.parallel.objective import Objective
+from weft.parallel.ranks import error_on_all_ranks
+from weft.parallel.world import World
+from weft.train.auto_settings import DTYPES
+from weft.train.custom_metrics import Metrics
+from weft.train.data import Data
+from weft.train.hooks import Callbacks
+from weft.train.job import Job
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is built and restored, before its first step.
+
+    Attributes:
+        compress: all-reduces compressed gradients over replicas in place of FSDP2; None without `parallel.compress`.
+        state: the values of the checkpoint that was restored; only `step` (0) for a new run.
+        cleanup: unlocks the run directory, and destroys the process group after a failure. Close it at the end.
+    """
+
+    job: Job
+    data: Data
+    objective: Objective
+    callbacks: Callbacks
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compress: PowerSGD | None
+    state: dict[str, Any]
+    cleanup: ExitStack
+
+    @property
+    def step(self) -> int:
+        """Number of updates of earlier sessions."""
+        return int(self.state["step"])
+
+
+def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
+    """Returns the objective and the callbacks of a run, both with the metrics of `log.metrics`.
+
+    Metrics with the method `outputs` become scalars of the objective. The first callback calls the metrics' method
+    `step`.
+    """
+    metrics = Metrics(config.log.metrics, make_component(config.objective, "objective"), world)
+    return metrics.objective, Callbacks(config.callbacks, metrics)
+
+
+def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the sharded model with initial weights, and its optimizer."""
+    model = build_sharded_model(model_plan(config), world)
+    groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
+    optimizer = make_component(config.optimizer, "optimizer", groups)
+    if config.parallel.offload == "optimizer":
+        keep_state_on_host(optimizer, world.device)
+    return model, optimizer
+
+
+def model_plan(config: RunConfig) -> ModelPlan:
+    """Returns the plan from which the model of the run is built."""
+    training = config.training
+    return ModelPlan(
+        config.model,
+        config.parallel,
+        dtype=DTYPES[training.dtype],
+        reduce_dtype=DTYPES.get(training.reduce_dtype),  # None for "auto"
+        seed=config.run.seed,
+        compile=training.compile,
+        activation_checkpointing=training.activation_checkpointing,
+        only_rows_from=training.only_rows_from,
+        sequence=config.data.sequence_length or 0,
+        fp8=training.fp8,
+    )
+
+
+def compressor(job: Job, model: nn.Module) -> PowerSGD | None:
+    """Returns the `PowerSGD` that all-reduces gradients instead of FSDP2; None without `parallel.compress`."""
+    config, world = job.config, job.world
+    section, training = config.parallel.compress, config.training
+    if section is None:
+        return None
+    state = torch.promote_types(DTYPES[training.dtype], torch.float32)
+    made = PowerSGD(section, model, world, dtype=DTYPES.get(training.reduce_dtype, state), seed=config.run.seed)
+    if not made.matrices:
+        raise error_on_all_ranks(
+            f"parallel.compress.rank: low-rank factors of rank {section.rank} are too large to compress any gradient; "
+            "lower the rank"
+        )
+    exact = f"exactly for {section.start_step:,} steps, then " if section.start_step else ""
+    job.console.line(
+        f"{world.shape.dp_replicate} replicas all-reduce their gradients: {exact}{made.share:.2%} of the values "
+        f"(matrices as low-rank factors of rank {section.rank})"
+    )
+    return made
+
+
+def restore(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, compress: PowerSGD | None, callbacks: Callbacks
+) -> dict[str, Any]:
+    """Loads the last checkpoint of the run. For a new run, loads the weights of `model.from` or `model.path`, if set.
+
+    Returns:
+        The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
+    """
+    config, path, world = job.config, job.run.path, job.world
+    if world.agree(lambda: bool(checkpoints(path)), only_first=True):
+        checkpoint = world.agree(lambda: resolve(path))
+
+        def others(saved: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+            blank = compress.blank_state(saved) if compress is not None else {}
+            return blank | callbacks.empty_tensors(checkpoint, model)
+
+        state = load(checkpoint, model=model, optimizer=optimizer, others=others)
+        if compress is not None:
+            compress.use_loaded()
+        world.agree(lambda: callbacks.load_state_dict(state.get("callbacks", {})))
+        return state
+    section = config.model
+    if isinstance(section, TransformersModelSection) and section.from_ is None and section.weights:
+        world.agree(lambda: fill_transformers_model(model, section))
+    if (source := section.from_) is not None:
+        checkpoint = world.agree(lambda: resolve(source))
+        load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None)
+    return {"step": 0}
