@@ -136,7 +136,7 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
 
 
 def _lock_folder(partial: Path, out: Path) -> int:
-    """Makes the hidden folder `partial` if needed, and locks it. Returns its descriptor; closing it releases the lock.
+    """Makes the hidden folder `partial` if needed, and locks it. Returns its descriptor, whose closing ends the lock.
 
     Args:
         out: path that the error message names if another process has the lock.

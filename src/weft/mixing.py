@@ -61,8 +61,8 @@ def phases(stages: Sequence[Stage], limits: Sequence[int | None], block: int = B
         block: number of samples in a complete block.
 
     Returns:
-        Contiguous phases. If the last phase has a `stop`, a longer run is not possible, because the sources with a
-        weight above 0 have reached their limits there.
+        Contiguous phases. If the last phase has a `stop`, the run cannot have more than `stop` samples, because the
+        sources with a weight above 0 have then reached their limits.
     """
     result: list[Phase] = []
     used = [0] * len(limits)

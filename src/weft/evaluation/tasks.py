@@ -22,7 +22,7 @@ DRAWS = 1000  # number of bootstrap samples for standard errors without a formul
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> Any:
     """Returns a `TaskManager` (a class of the harness) that contains all `tasks`.
 
-    It contains the harness's own tasks only if `tasks` needs them, because indexing the harness's tasks takes seconds.
+    The manager contains the harness's own tasks only if `tasks` needs them, because indexing these tasks takes seconds.
 
     Args:
         tasks: names of tasks that the harness or the YAML files in `include_path` define.

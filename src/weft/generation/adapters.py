@@ -50,8 +50,8 @@ class Adapter:
     """An adapter that was added to an engine: low-rank changes of the weights of linear layers.
 
     Attributes:
-        root: the argument `parent` of `block_digest` for the first cache block of a sequence. Each adapter has another
-            root, so sequences share blocks only if they use the same adapter.
+        root: the argument `parent` of `block_digest` for the first cache block of a sequence. Each adapter has a
+            different root, so sequences share blocks only if they use the same adapter.
         deltas: name of a linear layer -> (`a`, `scale * b`) of the `LowRank` that is added to the layer's weight.
     """
 

@@ -170,7 +170,7 @@ class CompiledStep:
         return list(logits.split([work.kept for work in works]))
 
     def _run(self, rows: list[tuple[Work, int]], logits: torch.Tensor) -> int:
-        """Runs the C function for at most `MAX_ROWS` tokens. Returns the number of rows of `logits` that it wrote.
+        """Runs the C function for at most `MAX_ROWS` tokens. Returns the number of rows of `logits` that were written.
 
         Args:
             rows: (work, position) of each token.

@@ -210,7 +210,7 @@ class Constraint:
     Args:
         tokenizer: the tokenizer.
         grammar: result of `compile_constraint`.
-        stop_ids: tokens that end a continuation. They are allowed where a text that the grammar describes ends.
+        stop_ids: tokens that end a continuation. They are allowed where the text is complete.
         after_blank: whether the continuation begins with a blank that is not part of the text (see `Prompt.first`).
 
     Raises:
@@ -247,7 +247,9 @@ class Constraint:
         return self._mask
 
     def advance(self, new: Sequence[int]) -> bool:
-        """Returns whether `new` is a complete text that cannot become longer. If not, computes the mask after `new`.
+        """Returns whether `new` is a complete text that cannot become longer.
+
+        If not, also computes `mask(new)`, so that an error is raised now, and a later call of `mask` is fast.
 
         Raises:
             UserError: in the same cases as `mask`.

@@ -1,8 +1,9 @@
 """Checks that llguidance can enforce a JSON schema (draft 2020-12) exactly, and prepares the schema for llguidance.
 
-llguidance ignores unknown keywords and values of a wrong type, and a schema can make it ignore more keywords. It does
-not notice repeated keys of an object, rounds large integers, and accepts some dates, times and host names that do not
-exist. This module refuses schemas for which this matters, or makes them stricter.
+llguidance ignores unknown keywords and values of a wrong type. It does not notice repeated keys of an object, rounds
+large integers, and accepts some dates, times and host names that do not exist. This module refuses schemas that these
+limits affect, or adds stricter patterns to them. It also removes keywords that begin with `x-`, because `x-guidance`
+can make llguidance ignore more keywords.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _check_value(key: str, value: Any, path: Path) -> None:
 
 
 def _check_writable(value: Any, path: Path) -> None:
-    """Raises UserError if a JSON constant has a control character or an inexact number, which cannot be generated."""
+    """Raises UserError if a JSON constant has a control character, or a number that llguidance cannot write exactly."""
     if isinstance(value, str):
         if any((c < " " and c not in "\b\t\n\f\r") or c == "\x7f" or "\ud800" <= c < "\ue000" for c in value):
             raise _refusal(path, f"{json.dumps(value)} has a control character, which cannot be written")

@@ -97,7 +97,7 @@ def group_alike(contexts: Sequence[Context]) -> dict[tuple, list[int]]:
 
 
 def process(logits: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-    """Returns `logits` `[sequences, vocab]` with bias and penalties, and minus infinity for tokens not allowed."""
+    """Returns the logits `[sequences, vocab]` after bias and penalties. Tokens that are not allowed get -infinity."""
     plain = [
         not (c.sampling.penalizes or c.sampling.logit_bias) and c.allowed is None and c.constraint is None
         for c in contexts

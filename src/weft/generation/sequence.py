@@ -67,5 +67,5 @@ class GeneratedSequence:
 
     @property
     def root(self) -> bytes:
-        """The argument `parent` of `block_digest` for the first block. It depends on the adapter, as keys do."""
+        """The argument `parent` of `block_digest` for the first block. Differs between adapters, as cached keys do."""
         return b"" if self.adapter is None else self.adapter.root

@@ -232,7 +232,7 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
     """Puts a sharded model on its device: allocates tensors that are on the meta device, and moves other tensors.
 
     Also initializes the weights of the built-in decoder. Other models have the weights with which they were built,
-    except for a Transformers model that is loaded from files: its parameters stay uninitialized.
+    except for a Transformers model that is loaded from files: its parameters stay uninitialized until they are loaded.
     """
     device = parameter_device(plan.parallel.offload, world.device)
     if isinstance(plan.model, ModelSection):

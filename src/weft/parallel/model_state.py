@@ -101,7 +101,10 @@ def state_of(model: nn.Module) -> ModelState | None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the members of the outermost `nn.ModuleList`s: units of checkpointing, compilation and sharding."""
+    """Returns the members of the outermost `nn.ModuleList`s of a model.
+
+    These are the blocks, which are checkpointed, compiled and sharded separately.
+    """
     found: list[nn.Module] = []
     for child in model.children():
         inner = child if isinstance(child, nn.ModuleList) else repeated_blocks(child)

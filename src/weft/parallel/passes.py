@@ -125,7 +125,7 @@ class Passes:
         return self.forward(inputs)
 
     def shard(self, batch: Batch, prepared: dict[str, torch.Tensor]) -> tuple[Batch, Batch]:
-        """Returns the batch on this rank's device, and this rank's shard of it with `prepared` in `extra`."""
+        """Returns (batch on this rank's device, this rank's shard of the batch, with `prepared` added to `extra`)."""
         batch = batch.to(self.world.device)
         shard = batch if self.sequence_shard is None else self.sequence_shard.shard(batch)
         return batch, replace(shard, extra={**shard.extra, **prepared}) if prepared else shard

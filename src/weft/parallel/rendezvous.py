@@ -42,7 +42,7 @@ _times = itertools.count()
 
 
 def attempts(missing: Callable[[], str], *, prints: bool) -> Iterator[None]:
-    """Yields at growing intervals. The caller checks a condition at each yield, and breaks when it is met.
+    """Yields at growing intervals. At each yield, the caller checks a condition, and leaves the loop if it is met.
 
     Args:
         missing: returns a description of what the caller waits for.
@@ -147,7 +147,8 @@ def _connect(host: str, port: int) -> Store:
 def _try_to_connect(host: str, port: int) -> tuple[Store | None, str]:
     """Tries to connect to the store at an address.
 
-    Returns (client, reason). The client is None if connecting failed for this reason.
+    Returns (client, reason). If connecting failed, the client is None and `reason` says why; otherwise `reason` has no
+    meaning.
 
     First opens a plain connection, because PyTorch would print warnings if nothing listens on the port. Creates the
     client in a thread, because PyTorch would wait forever for a server that does not answer.

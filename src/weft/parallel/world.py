@@ -111,7 +111,7 @@ class World:
             dist.all_reduce(tensor, group=self.token_group)
 
     def agree(self, act: Callable[[], T], only_first: bool = False) -> T:
-        """Runs `act` on all ranks, and raises an exception of any rank on all ranks (`ranks.agree`)."""
+        """Runs `act` on all ranks, and raises an exception of any rank on all ranks. See `ranks.agree`."""
         return ranks.agree(act, only_first)
 
     def barrier(self) -> None:

@@ -41,7 +41,7 @@ class HeldOut:
         name: the name of the set; "" if `data.validation` is a single set.
         full: batches of the complete set.
         subset: batches of the set's first sequences, up to `validation.tokens` tokens in total.
-        bytes_per_token: the size of the text per token; None if the store does not record the size.
+        bytes_per_token: mean number of bytes of text per token; None if the store does not record the size of the text.
     """
 
     name: str

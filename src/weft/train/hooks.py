@@ -73,7 +73,8 @@ class Callbacks:
         return {name: value for name, value in values.items() if value}, tensors
 
     def empty_tensors(self, checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
-        """Returns zero tensors, by saved name, into which the callbacks' state is loaded from a checkpoint.
+        """Returns saved name -> zero tensor. The caller loads the callbacks' state from a checkpoint into these
+        tensors.
 
         A tensor with the name and shape of a parameter is sharded like the parameter. Other tensors are not sharded.
         """

@@ -98,7 +98,10 @@ class Loop:
         self.saved_at = self.validated_at = 0
 
     def run(self, step: int, stop: StopRequest | None = None) -> Outcome:
-        """Trains from step `step` until the run ends, a loss or gradient is not finite, or any rank asks to stop."""
+        """Continues a run that has made `step` updates.
+
+        Trains until the run ends, a loss or gradient is not finite, or any rank asks to stop.
+        """
         stop = stop or StopRequest()
         state = self.begin(step, stop)
         batches = iter(self.data.source.iterate(step, self.length.steps, self.config.data.workers))
@@ -157,8 +160,8 @@ class Loop:
         """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
 
         Returns:
-            False if the run must end because the loss or gradient is not finite. (In float16, the update may be skipped
-            instead.)
+            False if the run must end because the loss or gradient is not finite. True otherwise, also if the update was
+            only skipped because of a float16 overflow.
         """
         state, step = self.state, self.state.step
         state.batch, state.logged = batch, self.due(step + 1, self.config.log.every)

@@ -110,7 +110,7 @@ class Recorder:
             opened.close()
 
     def _warn_of_missing_metrics(self, step: int) -> None:
-        """Warns if the metrics file ends before the resumed step, because it was emptied or not copied."""
+        """Warns if the metrics file ends before the resumed step, for example because the file was not copied."""
         last = self.metrics.last or 0
         every = (self.job.run.saved or {}).get("log", {}).get("every", self.config.log.every)
         if last + every <= step:

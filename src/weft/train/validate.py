@@ -54,7 +54,11 @@ def validate(
 
 
 def named(scalars: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """Converts the sums that `measure` returns to metrics by name: mean loss, bits per byte, and mean scalars."""
+    """Converts the sums that `measure` returns to metrics by name: mean loss, bits per byte, and mean scalars.
+
+    Args:
+        scalars: names of the objective's scalars.
+    """
     loss, weight, nats, size, *pairs = sums
     found = {"validation_loss": loss / weight if weight else 0.0}
     if size:

@@ -204,7 +204,7 @@ class SequenceShard:
         """Returns (mask for layers without a sliding window, mask for layers with the sliding window).
 
         Masks are for this rank's queries and all keys. Keys are in the order in which they are all-gathered. If a
-        mask is None, the layer uses ring attention.
+        mask is None, layers use ring attention instead of the mask.
         """
         config = self.config
         seq, device, by_document = tokens.shape[1] * self.group.size(), tokens.device, segments is not None

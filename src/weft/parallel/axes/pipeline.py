@@ -254,8 +254,8 @@ class PipelinePasses(Passes):
 class TiedHead:
     """Keeps the head of the last stage equal to the embedding of the first stage, if the model ties both.
 
-    The first stage has the matrix, and the last stage has a copy. The copy's gradient is added to the matrix's
-    gradient. Only the matrix is in the optimizer and in checkpoints.
+    The first stage has the embedding matrix, and the last stage has a copy. The copy's gradient is added to the
+    matrix's gradient. Only the matrix, not the copy, is in the optimizer and in checkpoints.
     """
 
     def __init__(self, model: Stages, world: World, parallel: ParallelSection):

@@ -40,7 +40,7 @@ class _Matrix:
     """A parameter that is compressed: a matrix, or a stack of matrices in its last two dimensions.
 
     Attributes:
-        placements: placements of Q. Its last dimension (the rank of the approximation) is not sharded.
+        placements: placements of Q. The last dimension of Q (the compression rank) is not sharded.
         p_groups: process groups within a replica over which the product P is partial, and must be summed.
         q_groups: process groups within a replica over which the product Q is partial, and must be summed.
         columns: the columns of the full matrix that are in this process's shard.

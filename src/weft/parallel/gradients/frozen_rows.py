@@ -25,7 +25,8 @@ def freeze_all_but_rows(model: nn.Module, first: int) -> None:
 
     Args:
         model: built-in decoder, on any device.
-        first: first row to train. This function only checks it; `FrozenRows` keeps the rows before it unchanged.
+        first: first row to train. This function only checks that the row exists; `FrozenRows` keeps the earlier rows
+            unchanged.
 
     Raises:
         UserError: if the model is not a built-in decoder, or has no row `first`.

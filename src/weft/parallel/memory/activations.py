@@ -100,7 +100,7 @@ def _selective() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Budget:
-    """A block's forward in mode `budget-X`: saves at most a fraction of the bytes that are saved without checkpointing.
+    """A block's forward in mode `budget-X`: saves at most the fraction X of the bytes saved without checkpointing.
 
     The first call chooses which results are saved, for all steps and shapes. Ranks can choose different results.
     """

@@ -38,7 +38,9 @@ def op_name(op: Any) -> str:
 
 
 def is_random(op: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
-    """Whether an operation draws random numbers. Recomputation must repeat it, so that later operations draw the same.
+    """Whether an operation draws random numbers.
+
+    Recomputation must repeat such operations, so that later operations draw the same numbers as in the forward pass.
 
     Args:
         arguments, named: positional and keyword arguments of the operation.
@@ -162,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Restores the tensors from outside of the block that the forward pass overwrote."""
+        """Restores the values of tensors that come from outside of the block and that the forward pass overwrote."""
         with torch.no_grad():
             for tensor, before in self.before.values():
                 tensor.copy_(before)
@@ -170,7 +172,8 @@ class _Recorder(TorchDispatchMode):
     def results(self) -> list[Result]:
         """Returns the results that can be saved for backward.
 
-        Recomputation stops when it has computed the last tensor that autograd saves. Later operations are omitted.
+        Recomputation stops when it has computed the last tensor that autograd saves. So the results of later operations
+        are omitted.
         """
         needed = (x for x in self.operations[: self.needed] if x.may_be_saved and x.cost)
         return [Result(x.key, sum(x.outputs.values()), x.cost) for x in needed]

@@ -12,7 +12,7 @@ from weft.processes import available_memory
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Returns the bytes that this process can still allocate on a device."""
+    """Returns the number of bytes that this process can still allocate on a device."""
     device = torch.device(device)
     if device.type != "cuda":
         return available_memory()
