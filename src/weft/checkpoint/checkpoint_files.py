@@ -196,8 +196,8 @@ def find_damage(directory: Path, *, contents: bool = True, rank: int = 0, world_
 
     Args:
         contents: whether to hash the files. If False, only their existence and sizes are checked.
-        rank, world_size: if given, only every `world_size`-th file is hashed, beginning with the file at index `rank`.
-            The sizes of all files are checked.
+        rank, world_size: only every `world_size`-th file is hashed, beginning with the file at index `rank`. The sizes
+            of all files are checked.
     """
     digests = read_checksums(directory)
     if isinstance(digests, Damage):

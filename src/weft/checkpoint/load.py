@@ -108,7 +108,7 @@ def _verify_on_all_ranks(checkpoint: Path) -> None:
 
 
 def tokenizer_folder(checkpoint: Path) -> Path | None:
-    """Returns the folder with the tokenizer of a checkpoint; None if it has no tokenizer.
+    """Returns the folder with the tokenizer of a checkpoint; None if the checkpoint has no tokenizer.
 
     This is the run's `tokenizer` folder, the `tokenizer` folder in an imported checkpoint, or a Hugging Face folder
     itself.

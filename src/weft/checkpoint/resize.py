@@ -36,7 +36,7 @@ def resize(
     shrink: bool = False,
     console: Console | None = None,
 ) -> tuple[int, int]:
-    """Writes a checkpoint of the same model with another vocabulary size. It has no optimizer state.
+    """Writes a checkpoint of the same model with another vocabulary size. The checkpoint has no optimizer state.
 
     Args:
         source: a run, a checkpoint, an imported folder or a Hugging Face folder.
@@ -106,7 +106,7 @@ def _entry(name: str, saved: SavedTensor, section: ModelSection, rows: int, init
 
 
 def _resized(name: str, saved: SavedTensor, section: ModelSection, rows: int, init: str) -> Iterator[torch.Tensor]:
-    """Yields the tensor with `rows` rows in blocks: first the old rows, then initialized new rows."""
+    """Yields the saved tensor, resized to `rows` rows, in blocks: first the old rows, then initialized new rows."""
     width, left = saved.shape[1], rows
     total = torch.zeros(width, dtype=torch.float64)
     for block in saved.blocks():

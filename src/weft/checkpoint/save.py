@@ -121,7 +121,13 @@ def _collect(
 
 
 def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict[str, files.Digest]) -> None:
-    """Writes the JSON files, checks the sizes of all files, and renames the checkpoint. Only rank 0 calls it."""
+    """Writes the JSON files, checks the sizes of all files, and renames the checkpoint. Only rank 0 calls it.
+
+    Args:
+        partial, target: the checkpoint's directory under its hidden and under its final name.
+        contents: name of each JSON file -> value.
+        digests: name of each file of tensors -> digest.
+    """
     written = {name: files.write_json(partial / name, content) for name, content in contents.items()}
     files.write_checksums(partial, digests | written)
     if (damage := files.find_damage(partial, contents=False)) is not None:
@@ -134,7 +140,7 @@ def _finish(partial: Path, target: Path, contents: dict[str, Any], digests: dict
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Context in which DCP does not warn that it assumes a single process because no process group exists."""
+    """Context manager that silences DCP's warning that, without a process group, it assumes a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -27,7 +27,9 @@ OnBytes = Callable[[int], None]  # receives the number of bytes written since it
 
 @contextmanager
 def new_folder(out: Path, needed: int) -> Iterator[Path]:
-    """Context that makes a hidden folder, and renames it to `out` if the block succeeds or deletes it otherwise.
+    """Context manager that makes and yields a hidden folder.
+
+    If the `with` block succeeds, the folder is renamed to `out`. If the block raises, the folder is deleted.
 
     Args:
         needed: number of bytes that will be written.
@@ -58,7 +60,7 @@ def _written_shards(
     console: Console,
     warnings: Sequence[str] = (),
 ) -> Iterator[tuple[Path, list[_Result]]]:
-    """Context that writes files of tensors into a new folder.
+    """Context manager that writes files of tensors into a new folder.
 
     It yields the folder, under its hidden name, so that the block can add files; and the result of `write` for each
     file.
@@ -130,7 +132,9 @@ def split_into_shards(entries: Iterable[Entry], limit: int) -> dict[str, list[En
 def new_huggingface_folder(
     out: Path, shards: dict[str, list[Entry]], task: str, console: Console, warnings: Sequence[str] = ()
 ) -> Iterator[Path]:
-    """Context that writes the tensors of a Hugging Face folder, and yields the folder so that the block can add files.
+    """Context manager that writes the tensors of a Hugging Face folder.
+
+    It yields the folder, so that the `with` block can add files.
 
     If the tensors are in several files and the block writes no index, an index is added.
 
@@ -151,9 +155,10 @@ def new_huggingface_folder(
 
 
 def run_in_threads(write: Callable[..., _Result], *columns: Sequence[Any], progress: Any, total: int) -> list[_Result]:
-    """Calls `write(first, second, ..., on_bytes)` for each row of `columns`, on up to 4 threads.
+    """Calls `write(*arguments, on_bytes)` for each tuple `arguments` of `zip(*columns)`, on up to 4 threads.
 
-    If one call fails, or Ctrl-C is pressed, the other calls end the next time that they call `on_bytes`.
+    Returns the results in order. If one call fails, or Ctrl-C is pressed, the other calls end the next time that they
+    call `on_bytes`.
 
     Args:
         columns: the first arguments of all calls, the second arguments of all calls, and so on.

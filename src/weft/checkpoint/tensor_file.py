@@ -132,7 +132,7 @@ def write_safetensors(
 def split_by_size(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     """Splits entries, in order, into groups of at most `limit` bytes.
 
-    An entry of more than `limit` bytes is a group of its own. The names in a group are unique.
+    An entry of more than `limit` bytes is a group of its own. Entries with the same name are in different groups.
     """
     groups: list[list[Entry]] = []
     names: set[str] = set()

@@ -156,8 +156,9 @@ def _read_inverted(
 
     Args:
         saved: the tensors to convert.
-        transform: the conversion from Hugging Face to Weft, which is inverted; None converts nothing.
-        expert: index of the expert to select from each tensor first; None selects nothing.
+        transform: the conversion from Hugging Face to Weft, which is inverted; None: the tensors are equal.
+        expert: if the Hugging Face tensor belongs to one expert, the index of this expert, whose matrix is selected
+            from each of the tensors; otherwise None.
     """
     tensor = invert(transform, [one.full() if expert is None else one.read(expert, 1)[0] for one in saved])
     return tensor[start : start + length] if tensor.dim() else tensor

@@ -63,7 +63,7 @@ def data_section(draft: Draft) -> DataSection:
 
 
 def _check_names(draft: Draft) -> None:
-    """Checks the names of held-out sets, which become part of metric names."""
+    """Checks that the names of held-out sets can be part of metric names."""
     found = draft.get("data.validation")
     for name in found if isinstance(found, dict) and "type" not in found else ():
         what = None

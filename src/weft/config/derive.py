@@ -125,8 +125,8 @@ def split_batch(
     Args:
         sequences: number of sequences in the global batch.
         length: number of tokens per sequence.
-        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS. With a
-            pipeline, the size is reduced further, so that a step has at least as many micro-batches as stages.
+        micro_batch_size: the configured size. None: as many sequences as fit into DEFAULT_MICRO_BATCH_TOKENS; with a
+            pipeline, fewer if a step would otherwise have fewer micro-batches than stages.
     """
     per_rank = math.ceil(sequences / mesh.data_ranks)
     if micro_batch_size is not None:

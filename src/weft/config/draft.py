@@ -248,7 +248,7 @@ class Draft:
         return component
 
     def field(self, section: type[BaseModel], name: str, value: Any) -> None:
-        """Records a valid value, even if other fields of the section have errors."""
+        """Records the valid value of a section's field `name`, even if other fields of the section have errors."""
         if self._stack and not isinstance(value, Section):
             name = section.model_fields[name].alias or name
             key = f"{self._stack[-1]}.{name}" if self._stack[-1] else name

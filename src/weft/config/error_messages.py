@@ -208,7 +208,7 @@ def _null(error: FieldError) -> str:
 
 
 def _remedy(error: FieldError) -> str:
-    """Returns a remedy that starts with `;`, such as `; remove the quotes`, or an empty string."""
+    """Returns how to correct an error, as the end of a message such as `; remove the quotes`; "" if not known."""
     node, value, expected = error.node, error.value, error.type
     if expected == "literal_error":
         return did_you_mean(value, _choices(error), cutoff=0.45) if isinstance(value, str) else ""

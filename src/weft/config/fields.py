@@ -29,7 +29,7 @@ def values_by_key(section: BaseModel) -> dict[str, Any]:
 
 
 def replace_at(tree: Any, path: Sequence[int | str], value: Any) -> Any:
-    """Returns plain data with `value` at `path`. Dicts and lists are changed in place; tuples are copied."""
+    """Returns `tree` with `value` at `path` (keys and indices). Changes dicts and lists in place; copies tuples."""
     if not path:
         return value
     inner = replace_at(tree[path[0]], path[1:], value)

@@ -123,7 +123,10 @@ def _check_tokenizers(
 
 
 def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
-    """Reports stores of an unknown tokenizer whose vocabulary size or end-of-document id differs from another store."""
+    """Reports stores whose tokenizer is unknown and differs from another store's.
+
+    Different vocabulary sizes or end-of-document ids show that two tokenizers differ.
+    """
     known = [store for store in stores if store.header.tokenizer_digest is not None]
     for key, path, header in (store for store in stores if store not in known):
         _, other_path, other = (known or stores)[0]

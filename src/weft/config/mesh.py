@@ -134,7 +134,7 @@ class ParallelSection(Section):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of all axes; the product of all but `ep` is the world size."""
+    """The sizes of all mesh axes. The product of all sizes except `ep` is the world size."""
 
     pp: int = 1
     dp_replicate: int = 1

@@ -59,7 +59,7 @@ class Needs:
         self._feeds: dict[tuple[int, int], Reason | None] = {}
 
     def _read(self, get: GetValue) -> None:
-        """Reads the values of a built-in decoder that the rules need."""
+        """Sets the attributes that the rules need from the keys of a built-in decoder."""
         model = known_model(get)
         moe, heads, groups = model.moe, model.num_attention_heads, model.num_key_value_heads
         self.layers, self.experts = model.num_hidden_layers, moe and moe.num_experts

@@ -44,7 +44,7 @@ def known_model(get: Callable[[str], Any]) -> ModelSection:
 
 
 def model_mistakes(model: ModelSection) -> Iterator[ModelMistake]:
-    """Yields all errors between keys. A rule is skipped if one of its values is None."""
+    """Yields an error for each contradiction between keys. A rule is skipped if one of its values is None."""
     if model.family not in families():
         near = did_you_mean(model.family, families())
         hint = f"{near} (`weft models` lists them all)" if near else f"; choose one of {', '.join(families())}"

@@ -69,8 +69,8 @@ class ExpertsSection(Section):
     """Amount by which the correction bias of an expert changes per step."""
 
     def parameters(self, hidden: int, inner: int, bias: bool) -> tuple[int, int, int]:
-        """Counts the parameters of a layer. Returns the number of parameters in all matrices, in the matrices that one
-        token uses, and in vectors.
+        """Counts the parameters of a layer. Returns three counts: in all matrices, in the matrices that one token uses,
+        and in vectors.
 
         Args:
             hidden: the model's hidden size.

@@ -104,7 +104,7 @@ def _from_preset(model: Node, preset: Node) -> Node:
 
 
 def _from_folder(model: Node) -> Node:
-    """Returns the section of a `type: hf` model, with the config.json of its folder as `config`."""
+    """Returns the section of a `type: hf` model with the content of its folder's config.json as the key `config`."""
     path, given, weights = model.get("path"), model.get("config"), model.get("weights")
     if path is None or path.value is None:
         what = "required: the Hugging Face folder of the model; add the key, or set model.from to a run of such a model"

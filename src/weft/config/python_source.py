@@ -14,7 +14,7 @@ DEPTH = 12  # maximum length of a chain of imports, aliases and base classes tha
 
 
 class NotFound(Exception):
-    """Raised if a class cannot be found: its module or the name does not exist, or the name is not a class."""
+    """Raised if a class cannot be found: there is no such module, no such name in it, or the name is not a class."""
 
 
 class ModuleMissing(NotFound):

@@ -96,7 +96,7 @@ def method_signature(source: ClassSource, name: str) -> Signature | None:
 
 
 def has_attribute(source: ClassSource, name: str) -> bool | None:
-    """Whether a class or one of its base classes defines a name; None if a base class cannot be read."""
+    """Whether a class or one of its base classes defines the attribute `name`; None if a base class cannot be read."""
     classes = list(_lineage(source))
     for each in filter(None, classes):
         for part in each.node.body:

@@ -252,7 +252,7 @@ class _Builder:
 
 
 def _scalar(text: str, kind: str) -> Any:
-    """Returns the value of a scalar. If its text does not have the form that its YAML tag requires, returns the text.
+    """Converts the text of a scalar to a value. If the text is not valid for the tag `kind`, returns the text.
 
     Args:
         text: the scalar as it is written in the file.

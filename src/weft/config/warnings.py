@@ -16,7 +16,7 @@ from weft.headers import read_store_header
 
 
 def warnings(config: RunConfig, mesh: MeshShape, *, open_data: bool = True) -> list[str]:
-    """Returns all warnings.
+    """Returns all warnings about a config, one text each.
 
     Args:
         mesh: the mesh of the run.

@@ -24,7 +24,8 @@ class Reject(NamedTuple):
     """A rejected document: a document that cannot be read or encoded.
 
     Attributes:
-        line: as in `Document`. None: the complete file, or the rest of the file, is rejected.
+        line: number of the line, row or record at which the document begins, as in `Document`. None: the complete file,
+            or the rest of the file, is rejected.
         reason: a short fixed description, by which rejected documents are counted.
         hint: details about this document.
         last: number of the last line, if the document spans several lines.

@@ -68,9 +68,9 @@ def describe(path: Path, tokenizer: str | Path | None, *, samples: int) -> Itera
 
 
 def sample_array(array: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Returns elements of the array, and whether these are all elements.
+    """Returns a sample of an array's elements, and whether the sample contains all elements.
 
-    From an array of more than SAMPLE_SIZE elements, returns RUNS evenly spaced runs, concatenated.
+    The sample of an array of more than SAMPLE_SIZE elements consists of RUNS evenly spaced runs of elements.
     """
     if len(array) <= SAMPLE_SIZE:
         return np.array(array), True

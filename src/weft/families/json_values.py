@@ -53,7 +53,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def mapping(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Returns the mapping under a key, empty if missing or null. Raises UserError if the value is of another type."""
+    """Returns the mapping at a key; an empty one if the key is missing or null. Raises UserError for other values."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise UserError(f"{key}: must be a mapping, not {reprlib.repr(value)}")

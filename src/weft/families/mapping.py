@@ -68,7 +68,7 @@ class Weight:
 
 
 def fused(hf_name: str, kinds: Mapping[str, str], **options: bool) -> tuple[Weight, ...]:
-    """Returns a `Weight` for each of Weft's tensors that Hugging Face's file concatenates to one tensor.
+    """Returns a `Weight` for each of Weft's tensors that Hugging Face's file concatenates into one tensor.
 
     Args:
         hf_name: Hugging Face's name of the concatenated tensor.

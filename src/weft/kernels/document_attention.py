@@ -139,7 +139,13 @@ def document_attention(q, k, v, segments, scale):
 
 @torch.library.custom_op("weft::document_attention_backward", mutates_args=(), device_types="cpu", schema=_BACKWARD)
 def document_attention_backward(grad, q, k, v, out, lse, segments, scale):
-    """Returns the gradients of q, k and v, each `[batch, heads, seq, head_dim]`."""
+    """Returns the gradients of q, k and v, each `[batch, heads, seq, head_dim]`.
+
+    Args:
+        grad: gradient of `out`.
+        q, k, v, segments, scale: the arguments of `document_attention`.
+        out, lse: the results of `document_attention`.
+    """
     new = [_empty(q) for _ in range(3)]
     settings = {"dropout_p": 0.0, "is_causal": True, "scale": scale}
     starts, lengths = _documents(segments)

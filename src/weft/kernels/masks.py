@@ -153,9 +153,9 @@ def sparse_block_mask(
     queries: torch.Tensor | None = None,
     keys: torch.Tensor | None = None,
 ) -> BlockMask:
-    """Returns a `BlockMask` equal to `segment_mask` or, if `pattern` is not None, to `pattern_mask`.
+    """Returns the mask of `segment_mask` or, if `pattern` is not None, of `pattern_mask` as a `BlockMask`.
 
-    The arguments have the same meaning as in these functions. The indices in `keys` can be in any order.
+    The arguments are as in these two functions. The indices in `keys` can be in any order.
     """
     starts, document_starts = run_starts(segments, window), run_starts(segments)
 

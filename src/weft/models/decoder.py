@@ -212,7 +212,10 @@ class Decoder(nn.Module):
     def outputs(
         self, x: torch.Tensor, labels: torch.Tensor | None, logits_to_keep: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Applies the final norm and the head to `x` `[batch, seq, hidden]`; returns what `forward` returns."""
+        """Applies the final norm and the head to `x` `[batch, seq, hidden]`.
+
+        The other arguments and the result are as in `forward`.
+        """
         config = self.config
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         x = self.norm(x if logits_to_keep is None else self.select(x, logits_to_keep)).to(head.dtype)

@@ -77,7 +77,7 @@ def fill_quantized(model: nn.Module, blocks: Mapping[str, Callable[[], Iterable[
     """Fills a decoder that was quantized on the meta device, block by block, so that float weights take little memory.
 
     Args:
-        model: the decoder. Its tensors are allocated.
+        model: the decoder, whose tensors must be allocated already.
         blocks: name of a parameter or buffer of the unquantized decoder -> function that returns the tensor as blocks
             of consecutive rows.
     """

@@ -202,7 +202,7 @@ def _dequantize(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 
 
 def _slices(rows: torch.Tensor, elements: int) -> Iterator[slice]:
-    """Yields slices of at least one row, with at most `elements` elements if possible."""
+    """Yields slices that divide `rows` into blocks of at most `elements` elements, but at least one row."""
     size = max(1, elements // max(1, rows[:1].numel()))
     return (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
 

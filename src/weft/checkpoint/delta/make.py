@@ -130,7 +130,7 @@ def _differences(base: Weights, model: Weights, removed: list[str]) -> Iterator[
 
 
 def _comparable(base: SavedTensor, model: SavedTensor) -> bool:
-    """Whether two tensors can be subtracted: only their numbers of rows and their floating-point dtypes can differ."""
+    """Whether two tensors can be subtracted: they may differ only in the number of rows and in the floating dtype."""
     if len(base.shape) != len(model.shape) or base.shape[1:] != model.shape[1:]:
         return False
     return base.dtype == model.dtype or (base.dtype.is_floating_point and model.dtype.is_floating_point)

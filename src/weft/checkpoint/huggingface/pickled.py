@@ -23,9 +23,10 @@ SUFFIX = ".bin"
 
 @contextlib.contextmanager
 def open_tensors(file: Path) -> Iterator[Any]:
-    """Context that opens a safetensors or `.bin` file. The result has safetensors' `get_tensor` and `get_slice`.
+    """Context manager that opens a safetensors or `.bin` file.
 
-    Callers pass `.bin` files only if the user has set `allow_pickle`.
+    Yields an object with safetensors' methods `get_tensor` and `get_slice`. Callers pass `.bin` files only if the user
+    has set `allow_pickle`.
     """
     if file.suffix == SUFFIX:
         yield _Pickled(tensors(file))

@@ -167,7 +167,7 @@ class _Reader:
 
         Args:
             first: name of the group's first tensor in the model (a key of `groups`).
-            targets: name in the model -> tensor to fill. If it is a DTensor, only this rank's shard is filled.
+            targets: name in the model -> tensor to fill. Of a DTensor, only this rank's shard is filled.
         """
         group = self.groups[first]
         if group.converter is None:

@@ -98,7 +98,10 @@ def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) 
 
 
 def check_same_shape(subject: str, key: str, array: np.ndarray, other: np.ndarray) -> None:
-    """Raises UserError if the arrays `key` of two samples have different shapes. The message begins with `subject`."""
+    """Raises UserError if the arrays of two samples for one key have different shapes.
+
+    The message begins with `subject`, and names the key `key`.
+    """
     if array.shape == other.shape:
         return
     if key == "tokens":
@@ -172,6 +175,9 @@ def _read_sample(dataset: Dataset, index: int, layout: Layout) -> Arrays:
 
 def _complete(given: dict[str, Any], layout: Layout) -> Arrays:
     """Returns arrays for all `TOKEN_KEYS`, with default values for missing keys except `segments`.
+
+    Args:
+        given: the sample that the dataset returned.
 
     Raises:
         ValueError: an array has the wrong dtype or shape, or an invalid value.

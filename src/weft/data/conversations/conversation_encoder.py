@@ -325,6 +325,8 @@ def _append_eod(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Appends the end-of-document token to each document that does not end with it.
 
+    Returns the new ids, lengths and loss mask.
+
     Args:
         learned: whether the appended token is trained on, for each document.
     """

@@ -271,7 +271,7 @@ def _tools(record: Record, layout: RecordLayout) -> list[Any] | None:
 
 
 def _system(record: Record, layout: RecordLayout, messages: list[dict]) -> list[dict]:
-    """Returns the record's system message in a list; an empty list if it has none, or if `messages` begin with one."""
+    """Returns a list with the record's system message; empty if there is none, or if `messages` begin with one."""
     key = layout.keys["system"]
     text = record.get(key)
     if text is None or text == "" or (messages and messages[0]["role"] in ("system", "developer")):

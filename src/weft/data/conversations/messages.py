@@ -91,7 +91,7 @@ def _convert_message(original: Any, role_key: str, content_key: str) -> dict[str
 
 
 def _convert_call(message: dict[str, Any]) -> dict[str, Any]:
-    """Converts ShareGPT's function call (JSON text) to OpenAI's `tool_calls`."""
+    """Converts a ShareGPT message that contains function calls (JSON text) to a message with OpenAI's `tool_calls`."""
     calls = parse_json(message.get("content"), "a function call that is not JSON")
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):

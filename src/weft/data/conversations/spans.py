@@ -27,7 +27,7 @@ class SpanEncoder:
         exact: whether to encode every text with the `tokenizers` library.
 
     Attributes:
-        fast: whether the fast encoder is used, with positions from the bytes of tokens.
+        fast: whether gigatoken encodes the texts. Then the positions of tokens are computed from the tokens' bytes.
         added: id of each added token, including special tokens.
     """
 

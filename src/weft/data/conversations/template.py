@@ -173,7 +173,7 @@ def _read(file: Path) -> str:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns the special tokens in a tokenizer's folder by name, such as `eos_token`, as template variables."""
+    """Returns the special tokens of the tokenizer in a folder: name, such as `eos_token`, -> text of the token."""
     tokens: dict[str, str] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         stated = read_json(file) if file.is_file() else {}
@@ -285,7 +285,7 @@ class _Marks(Extension):
         self.written, self.spans = 0, []
 
     def parse(self, parser: Any) -> nodes.Node:
-        """Converts the block to a call of `_mark` with the block's content."""
+        """Compiles a `{% generation %}` block to a call of the method `_mark` with the block's content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)

@@ -180,7 +180,7 @@ class Assembly:
         return line + before
 
     def append(self, part: Part, content: dict[str, Any]) -> None:
-        """Appends a finished part and deletes its files.
+        """Appends a finished part to the store's files, and deletes the part's files.
 
         Args:
             content: content of the part's `.json` file.

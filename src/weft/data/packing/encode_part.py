@@ -203,7 +203,7 @@ class _PartEncoder:
         return encoded, [by_line[reject.line] for reject in encoded.rejects]
 
     def _encode_singly(self) -> tuple[Encoded, list[int]]:
-        """Encodes the documents of the batch one at a time, and rejects documents on which the encoder fails."""
+        """Does the same as `_encode`, one document at a time, and rejects documents on which the encoder fails."""
         done: list[Encoded] = []
         rejects: list[Reject] = []
         positions: list[int] = []

@@ -280,7 +280,10 @@ def serve(handle: int, parent: int) -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """Returns an error that can be pickled: `error`, or a RuntimeError with its traceback if its type is unexpected."""
+    """Returns an exception that can be pickled: `error` itself if encoding parts is expected to raise such errors.
+
+    For any other error, returns a RuntimeError whose message contains the traceback.
+    """
     if isinstance(error, DocumentFailure | WriteFailure | UserError):
         return error
     return RuntimeError("in a worker:\n" + "".join(traceback.format_exception(error)))

@@ -42,7 +42,7 @@ class Patterns:
 
 
 def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Patterns:
-    """Packs items into sequences with a total size of at most `capacity`.
+    """Packs items into sequences. The total size of the items in a sequence is at most `capacity`.
 
     Args:
         counts: `counts[size]` is the number of items of `size`; items of size 0 are ignored. The largest size must be

@@ -67,8 +67,9 @@ class PackingIndex:
 
         Returns:
             The indices in the store of the documents in this sequence; the number of inputs of each of these documents
-            that the sequence contains; and the index of the slice in its document. The index is -1 if the sequence is
-            not a full-length slice; it then contains the last inputs of each of its documents.
+            that the sequence contains; and, for a full-length slice, the index of the slice in its document. If the
+            sequence is not a full-length slice, this index is -1, and the sequence contains the last inputs of each of
+            its documents.
         """
         if sequence < self.full:
             at = int(np.searchsorted(self.long_firsts, sequence, side="right")) - 1

@@ -113,6 +113,8 @@ def _expand(name: str, skipped: Skipped) -> Iterator[Found]:
 def _expand_matches(matches: list[str], skipped: Skipped) -> Iterator[Found]:
     """Yields the matches of a pattern that are files, and the files in the matches that are folders.
 
+    Adds each skipped entry to `skipped`: path -> reason.
+
     `**` matches a folder and also the content of the folder, and follows circular links. So matches within a folder
     that was already searched are ignored.
     """

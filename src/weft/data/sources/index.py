@@ -188,7 +188,7 @@ def _offsets(file: BinaryIO, end: int, on_bytes: Callable[[int], None]) -> Itera
 
 
 def _find_line_ends(buffer: bytearray, size: int) -> np.ndarray:
-    """Returns the offsets of the line ends in the first `size` bytes; fast if the lines are long."""
+    """Returns the offsets of the line ends in the first `size` bytes of `buffer`; fast if the lines are long."""
     ends = []
     end = buffer.find(b"\n", 0, size)
     while end >= 0:

@@ -39,7 +39,10 @@ class Reading:
 
 
 def parse_template(template: str) -> list[tuple[str, str | None]]:
-    """Parses a template into (literal, name of the next field) pairs; raises UserError for invalid braces."""
+    """Parses a template into pairs (text before a field, name of the field). Raises UserError for invalid braces.
+
+    For text after the last field, the name is None.
+    """
     remedy = 'write {field}, as in "{title}\\n{content}", and {{ or }} for a brace'
     try:
         parsed = list(string.Formatter().parse(template))

@@ -84,10 +84,10 @@ class SourceFormat:
         return [unit]
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
-        """Yields the documents and rejected documents of a unit in order. `tally` creates them.
+        """Yields the documents and rejected documents of a unit, in order.
 
-        An implementation sets `tally.counts.lines` to the number of lines (rows, records), and raises Broken if the
-        rest of the file cannot be read.
+        An implementation creates them with the methods of `tally`, sets `tally.counts.lines` to the number of lines
+        (rows, records), and raises Broken if the rest of the file cannot be read.
         """
         raise NotImplementedError
 
@@ -130,7 +130,9 @@ def source_format(name: str) -> SourceFormat:
 
 @contextmanager
 def format_errors(form: type[SourceFormat], path: str | None = None) -> Iterator[None]:
-    """Converts an exception of a custom format to a UserError that names the line in the format's source code.
+    """A context manager that converts exceptions of a custom format to UserErrors.
+
+    The UserError names the line in the format's source code.
 
     `path`: the file that the format reads, for the message.
     """

@@ -310,8 +310,8 @@ def too_long() -> Unfit:
 def split_by(blocks: Iterator[bytes], separator: bytes) -> Iterator[list[bytes | None]]:
     """Splits the content at each separator, and yields lists of consecutive pieces.
 
-    If separators overlap, the content is split at the leftmost. None stands for a piece over LONGEST bytes. A separator
-    at the end of the content adds no empty piece. If `blocks` raises Broken, the unfinished piece is dropped.
+    If separators overlap, the content is split at the leftmost one. None stands for a piece over LONGEST bytes. A
+    separator at the end of the content adds no empty piece. If `blocks` raises Broken, the unfinished piece is dropped.
     """
     reach = len(separator) - 1  # number of bytes at the end of a block that can be the beginning of a separator
     unfinished: list[bytes] = []

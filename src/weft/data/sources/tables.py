@@ -149,7 +149,10 @@ def _batch_rows(rows: int, size: int) -> int:
 
 
 def _columns(names: list[str], reading: Reading) -> list[str] | Unfit | None:
-    """Returns the names of the columns to read; None to read all columns; an Unfit if a column is missing."""
+    """Returns the names of the columns to read; None to read all columns; an Unfit if a column is missing.
+
+    `names`: the names of the file's columns.
+    """
     fields = required_fields(reading)
     if fields is None:
         return None

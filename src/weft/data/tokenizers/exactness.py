@@ -141,7 +141,7 @@ def spelled_bytes(token: str) -> bytes:
 
 
 def _without_added(content: Any) -> list[str]:
-    """Returns the vocabulary without the added tokens, whose texts need not be byte-level."""
+    """Returns the tokens in a tokenizer.json's vocabulary, except added tokens, whose texts need not be byte-level."""
     added = {token["content"] for token in content.get("added_tokens") or []}
     vocabulary = content["model"]["vocab"]
     # An added token in the vocabulary with the same bytes as another word would hide that word.
@@ -203,11 +203,15 @@ def _text_steps(content: Any) -> tuple[Any, Any, bool] | str:
 def _match_order(
     added: list[Any], normalizes: bool, by_words: bool, pre_tokenizer: Any
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | str:
-    """Returns `Recipe.first`, `then` and `reference_only`, or, as text, the reason why gigatoken cannot be used.
+    """Returns the attributes `first`, `then` and `reference_only` of a `Recipe`.
+
+    If gigatoken cannot be used, returns the reason as text.
 
     Args:
         added: the added tokens, as in tokenizer.json.
         normalizes: whether the tokenizer has a normalizer.
+        by_words: as in `Recipe`.
+        pre_tokenizer: the pre-tokenizer in tokenizer.json, or None.
     """
     texts = [token["content"] for token in added]
     if "" in texts:

@@ -59,7 +59,7 @@ class FastEncoder:
         return split_document(text) if self.recipe.by_words and not self.needs_reference(text) else [text]
 
     def split_added_tokens(self, text: str) -> list[tuple[str, bool]]:
-        """Splits a text at added tokens. Returns the pieces, each with True if the piece is an added token."""
+        """Splits a text at added tokens. Returns each piece, and whether the piece is an added token."""
         pieces = [(text, False)]
         for pattern in self._splits:
             new: list[tuple[str, bool]] = []

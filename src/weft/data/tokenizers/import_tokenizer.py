@@ -229,7 +229,7 @@ def from_tiktoken(file: Path, pattern: str, special: dict[str, int | None]) -> I
 
 
 def assign_ids(special: dict[str, int | None], taken: set[int]) -> dict[str, int]:
-    """Returns the ids of special tokens. None becomes the next free id. Raises UserError if an id is in `taken`."""
+    """Returns `special` with the next free id in place of each None. Raises UserError if an id is in `taken`."""
     assigned: dict[str, int] = {}
     for token, id in special.items():
         if id is None:

@@ -37,7 +37,7 @@ class Prompt:
     """A text for a model to continue.
 
     Attributes:
-        text: the text without the blank that the first new token adds.
+        text: the text; if `first` is not None, without the blank at its end, with which the first new token begins.
         ids: ids of the text.
         first: ids that are allowed as the first new token; None: all ids.
     """
@@ -131,8 +131,9 @@ class Tokenizer:
     def prompt(self, text: str) -> Prompt:
         """Encodes a text for a model to continue.
 
-        A blank at the end is removed, and the first new token must begin with a blank instead. In training, a blank is
-        part of the token of the next word, so the model has rarely seen the token of a single blank.
+        If the text ends with a single blank, the blank is removed, and the first new token must begin with a blank. In
+        training, a blank is part of the token of the next word, so the model has rarely seen the token of a single
+        blank.
         """
         if text.endswith(" ") and not text[:-1].endswith((" ", "\n")) and text[:-1]:
             first = frozenset(id for token, id in self._reference.get_vocab().items() if token.startswith(BLANKS))

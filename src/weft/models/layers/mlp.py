@@ -55,9 +55,9 @@ class MLP(nn.Module):
 
 
 def intermediate_size(config: ModelSection) -> int:
-    """Returns the MLP's intermediate size.
+    """Returns the hidden size of the MLP: the value of `intermediate_size` or, if this key is not set, its default.
 
-    Default: 4 x hidden size; for a gated MLP, 8/3 x hidden size, rounded up to a multiple of 8.
+    The default is 4 x hidden size; for a gated MLP, 8/3 x hidden size, rounded up to a multiple of 8.
     """
     if config.intermediate_size is not None:
         return config.intermediate_size

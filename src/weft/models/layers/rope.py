@@ -21,9 +21,8 @@ def rotary_cos_sin(
 
     The decoder calls this function once per forward pass. The scalings `dynamic` and `longrope` depend on the length of
     each sequence: the largest position in the sequence plus 1, if `lengths` is None. Other sequences of the batch have
-    no effect. If documents are
-    packed into one sequence, the longest document determines the length. Cached keys keep the rotation that they got
-    when the sequence was shorter.
+    no effect. If documents are packed into one sequence, the longest document determines the length. Cached keys keep
+    the rotation that they got when the sequence was shorter.
 
     Args:
         positions: `[batch, seq]`, or `[1, seq]` if the positions are equal for all sequences. `seq` covers the full
@@ -93,7 +92,7 @@ def _original(scaling: RopeScaling) -> int:
 def _linear(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
     """Computes position interpolation (Chen et al., 2023): divides all frequencies by the scaling factor.
 
-    Like the other scalings, returns the scaled frequencies and a multiplier of the cosines and sines.
+    Returns the scaled frequencies, and 1 as multiplier of the cosines and sines.
     """
     return frequencies / scaling.factor, 1.0
 
@@ -102,7 +101,7 @@ def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
     """Divides low frequencies by the scaling factor and keeps high frequencies.
 
     Frequencies between low and high ones are divided by a smaller factor. This is the scaling of Llama 3.1 (Dubey et
-    al., 2024).
+    al., 2024). Returns the scaled frequencies, and 1 as multiplier of the cosines and sines.
     """
     rotations = _original(scaling) * frequencies / (2 * math.pi)  # number of rotations within the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -111,7 +110,10 @@ def _llama3(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tu
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    """Computes YaRN (Peng et al., 2023): divides low frequencies by the scaling factor, and scales attention scores."""
+    """Computes YaRN (Peng et al., 2023): divides low frequencies by the scaling factor, and scales attention scores.
+
+    Returns the scaled frequencies and a multiplier of the cosines and sines, which scales the attention scores.
+    """
     half = frequencies.shape[0]
 
     def index(rotations: float) -> float:  # index of the frequency that rotates this often
@@ -142,7 +144,10 @@ def _attention_factor(scaling: RopeScaling) -> float:
 def _dynamic(
     exponents: torch.Tensor, theta: float, scaling: RopeScaling, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Computes NTK-aware scaling (Peng et al., 2023): the base grows with lengths beyond the original context."""
+    """Computes NTK-aware scaling (Peng et al., 2023): the base grows with lengths beyond the original context.
+
+    Returns the frequencies 1 / base^exponents, and 1 as multiplier of the cosines and sines.
+    """
     original, rotary_dim = _original(scaling), 2 * exponents.shape[0]
     lengths = lengths.clamp(min=original).to(exponents.dtype)
     growth = scaling.factor * lengths / original - (scaling.factor - 1)
@@ -155,7 +160,8 @@ def _longrope(
 ) -> tuple[torch.Tensor, float]:
     """Computes LongRoPE (Ding et al., 2024): divides each frequency by its short or its long factor.
 
-    The long factors apply to sequences that are longer than the original context.
+    The long factors apply to sequences that are longer than the original context. The frequencies before scaling are
+    1 / theta^exponents. Returns the scaled frequencies and a multiplier of the cosines and sines.
     """
     original = _original(scaling)
     short, long = (exponents.new_tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))

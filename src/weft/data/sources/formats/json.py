@@ -27,7 +27,7 @@ class Format(SourceFormat):
     suffixes = (".json",)
 
     def cut(self, unit: Unit, range_bytes: int) -> list[Unit]:
-        """Splits JSON lines that are larger than `range_bytes` into byte ranges; does not split other files."""
+        """Splits a file of JSON lines into ranges of about `range_bytes` bytes; returns any other file as one unit."""
         return split_bytes(unit, range_bytes) if unit.size > range_bytes and is_json_lines(unit.path) else [unit]
 
     def read(self, file: UnitReader, reading: Reading, tally: Tally) -> Iterator[Document | Reject]:
@@ -65,7 +65,7 @@ def is_json_lines(path: str) -> bool:
 
 
 def looks_like_lines(head: bytes) -> bool:
-    """Whether a file that begins with `head` has one object per line, not a list or objects that span several lines."""
+    """Whether a file that begins with `head` has one object per line; false for a list, or for multi-line objects."""
     first, end, rest = head.removeprefix(BOM).lstrip().partition(b"\n")
     if not first.startswith(b"{") or not end:
         return False

@@ -216,7 +216,7 @@ def shingles(block: Block, step: int, ngram: int, table: np.ndarray) -> tuple[np
 def _hash_ngrams(tokens: np.ndarray, start: int, ngram: int, table: np.ndarray) -> np.ndarray:
     """Returns the hashes of the n-grams that begin at the tokens `start` to `start + HASHED - 1`.
 
-    N-grams that extend beyond the last token are padded with zeros.
+    N-grams that extend beyond the last token are padded with zeros. The arguments are as in `shingles`.
     """
     size = min(HASHED, len(tokens) - start)
     random = np.zeros(size + ngram - 1, np.uint64)

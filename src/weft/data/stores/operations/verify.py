@@ -34,7 +34,7 @@ class Problems(list[str]):
 
     @property
     def verdict(self) -> str:
-        """A short description of the result."""
+        """A short description of the verification's result."""
         if self:
             return "damaged"
         return "every byte " + ("of the tokens " if self.unchecked else "") + "is as it was written"
@@ -137,7 +137,7 @@ class _Verification:
             self.problems.unchecked.append(f"{file}: has no digest of its content, so its numbers were not checked")
 
     def _check_sources(self, stored: dict[str, Any]) -> None:
-        """Compares the totals with the sums over the sources, and counts the lines of `rejects.jsonl`."""
+        """Compares the totals in `store.json` with the sums over the sources and with the lines of `rejects.jsonl`."""
         info, rejects = self.store.info, self.store.path / "rejects.jsonl"
         source_rejects = sum(source.rejected for source in info.sources)
         made_from = stored.get("made_from")
