@@ -136,7 +136,9 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
 
 
 def _lock_folder(partial: Path, out: Path) -> int:
-    """Makes the hidden folder `partial` if needed, and locks it. Returns its descriptor, whose closing ends the lock.
+    """Makes the hidden folder `partial` if needed, and locks it.
+
+    Returns the folder's file descriptor. The lock lasts until the descriptor is closed.
 
     Args:
         out: path that the error message names if another process has the lock.

@@ -200,7 +200,7 @@ def dispatch(argv: list[str], package: ModuleType, command: str) -> int:
 
 
 def find_verb(name: str, package: ModuleType, command: str) -> ModuleType | None:
-    """Returns the module of a subcommand, which is built in or a plugin; None if there is no such subcommand.
+    """Returns the module of a built-in subcommand or of a plugin; None if there is no such subcommand.
 
     The plugin of `weft NAME` is `verb.NAME`, and the plugin of `weft data NAME` is `verb.data.NAME`.
     """

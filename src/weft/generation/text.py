@@ -265,8 +265,8 @@ def tokenizer_of(checkpoint: Path | None) -> Tokenizer:
 def stop_ids_of(checkpoint: Path | None) -> set[int]:
     """Returns the tokens that end a text: the end-of-document token, and the tokens in generation_config.json.
 
-    Chat models need the tokens in generation_config.json, because they end a message with another token than the
-    end-of-document token. If `checkpoint` is None, the set is empty.
+    Chat models need the tokens in generation_config.json, because these models end a message with another token than
+    the end-of-document token. If `checkpoint` is None, the set is empty.
     """
     if checkpoint is None:
         return set()

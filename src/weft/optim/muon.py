@@ -16,8 +16,9 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 class Muon(torch.optim.AdamW):
     """Momentum with orthogonalized updates for the matrices of hidden layers, and AdamW for all other parameters.
 
-    AdamW also updates the embeddings and the output head. The update of a matrix is the (semi-)orthogonal matrix
-    nearest to its momentum, times `sqrt(max(1, rows / columns))`, so that `lr` suits matrices of every shape.
+    AdamW also updates the embeddings and the output head. The update of a hidden layer's matrix is the
+    (semi-)orthogonal matrix nearest to the matrix's momentum, times `sqrt(max(1, rows / columns))`, so that `lr` suits
+    matrices of every shape.
 
     Args:
         lr: peak learning rate of the matrices of hidden layers. The schedule scales all learning rates by the same

@@ -80,7 +80,7 @@ def build_sharded_model(plan: ModelPlan, world: World) -> nn.Module:
 def shard_for_inference(model: nn.Module, world: World) -> None:
     """Shards a decoder over `tp` only. Does not cast parameters, and does not apply FSDP2.
 
-    Assumes plain parameters (no DTensors), which can be on the meta device.
+    Assumes plain parameters (no DTensors). They can be on the meta device.
 
     Raises:
         UserError: the size of `tp` does not divide a dimension that tensor parallelism splits.

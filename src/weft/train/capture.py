@@ -118,7 +118,7 @@ class ProfilingRecorder(Recorder):
         return line
 
     def not_finite(self, step: int, loss: float, norm: float) -> None:
-        """Warns that the loss or gradient norm is not finite, which ends the profile."""
+        """Warns that the profile ends because the loss or the gradient norm is not finite."""
         self.console.warning(
             f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite; lower optimizer.lr or "
             "--steps"

@@ -263,7 +263,7 @@ class Recorder:
                 self.console.line(f"step {step:,}: removed {names}, because checkpoint.keep_last is {keep}")
 
     def not_finite(self, step: int, loss: float, norm: float) -> None:
-        """Warns of a loss or gradient norm that is not finite, which ends the run."""
+        """Warns that the run ends because the loss or the gradient norm is not finite."""
         samples = self.source.samples(step)
         self.console.warning(
             f"step {step + 1}: the loss ({loss}) or the gradient norm ({norm}) is not finite. The update was not "

@@ -76,7 +76,7 @@ def _is_random_node(node: torch.fx.Node) -> bool:
 
 
 def _is_expensive(op: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether mode `selective` saves the result of an operation, because it is expensive to recompute.
+    """Whether mode `selective` saves the result of an operation, because the operation is expensive to recompute.
 
     The result of attention is saved too, unlike in Korthikanti et al. (2022), who recompute attention.
     """
