@@ -103,7 +103,7 @@ def state_of(model: nn.Module) -> ModelState | None:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the members of the outermost `nn.ModuleList`s of a model.
 
-    These are the blocks, which are checkpointed, compiled and sharded separately.
+    These are the model's blocks. Each block is checkpointed and compiled separately, and FSDP2 shards groups of blocks.
     """
     found: list[nn.Module] = []
     for child in model.children():
