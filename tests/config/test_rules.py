@@ -439,3 +439,32 @@ def test_the_same_tracker_twice():
     assert shows(problems(SHORT + twice.replace("where: b", "where: a"))[0], "mine:T is in the list twice; remove one")
     (found,) = problems(SHORT + "callbacks: [lr_monitor, ema, lr_monitor]\n")
     assert shows(found, "run.yaml:4: callbacks[2]: lr_monitor is in the list twice; remove one")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "objective: {type: sft, loss: sequences}\n",
+            "run.yaml:4: objective.loss: sequences ... data.packing to best_fit, or data.document_attention to true",
+        ),
+        ("objective: {type: sft, loss: mean}\n", "run.yaml:4: objective.loss: ... tokens"),
+        ("objective: {type: sft, neftune: -1}\n", "run.yaml:4: objective.neftune: must be at least 0, not -1"),
+    ],
+)
+def test_fine_tuning(text, said):
+    (found,) = problems(SHORT + text)
+    assert shows(found, said)
+
+
+def test_fine_tuning_that_knows_its_documents():
+    text = SHORT + "objective: {type: sft, loss: sequences, neftune: 5}\n"
+    assert load(text, "data.packing=best_fit").objective.arguments == {"loss": "sequences", "neftune": 5}
+    assert load(text, "data.document_attention=true").objective.type == "sft"
+
+
+def test_noise_needs_to_know_the_embedding_of_a_custom_model():
+    write("class Model:\n    def __init__(self): ...\n    def forward(self, tokens): ...\n", "mine.py")
+    text = "model: {type: 'mine:Model'}\n" + SIZES + "objective: {type: sft, neftune: 5}\n"
+    (found,) = problems(text)
+    assert shows(found, "run.yaml:4: objective.neftune: ... Model is not known; add ... or set neftune to 0")

@@ -109,6 +109,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "data": {"train": _data(), "validation": _data(count=7, masked=True)},
         "validation": {"every": 2, "micro_batch_size": 3},
     },
+    # Noise is drawn for a sample, so micro-batches may be of any size.
+    "sft_tokens": _way(8, 2, masked=True) | {"objective": {"type": "sft", "neftune": 5.0}},
+    "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
     "compiled": _way(8, 2, compile=True),
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
@@ -280,6 +283,8 @@ SAMPLE = [
     Case("gqa", "everything", {"pp": 2, "dp_shard": 2, "tp": 2}),
     Case("moe", "plain", {"cp": 2, "tp": 2, "ep": 2}),
     Case("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
+    Case("moe", "sft_sequences", {"dp_shard": 2, "cp": 2}),
+    Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
@@ -313,7 +318,7 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
         "parallel": {"dp_shard": 1, **case.mesh},
         "checkpoint": {"every": 1, "keep_last": 10},
         "log": {"every": 1, "trackers": []},
-        **({"validation": way["validation"]} if "validation" in way else {}),
+        **{section: way[section] for section in ("objective", "validation") if section in way},
     }
     for section, change in sections.items():
         content[section] = content.get(section, {}) | change

@@ -27,7 +27,7 @@ from typing import Any
 # What a run imports, some of it only when it gets there.
 IMPORTS = (
     "weft.train.trainer",
-    "weft.objectives.pretrain",
+    "weft.objectives.sft",
     "weft.optim.schedules.constant",
     "jinja2",
     "psutil",

@@ -50,3 +50,6 @@ def test_what_is_compared_says_something(runner, case):
 def test_micro_batches_add_up_to_the_batch(runner):
     difference = compare(runner.reference(Case("dense", "plain")), runner.run(Case("dense", "accumulation")))
     assert difference.largest <= WITHIN, difference.wrong()
+    one_by_one = runner.run(Case("tied", "sft_sequences"), name="one-by-one", training={"micro_batch_size": 1})
+    difference = compare(runner.reference(Case("tied", "sft_sequences")), one_by_one)
+    assert difference.largest <= WITHIN, difference.wrong()

@@ -36,7 +36,8 @@ def scalars(run):
 @pytest.fixture(scope="module")
 def one(runner):
     run = train(runner, "pairs-alone", {}, micro=5)
-    assert run.metrics["learned_tokens"].tolist() == [20, 10, 5]  # 5 pairs in 4 and in 2 pieces, then whole
+    # 320 tokens a step, of which 7 in 10 are learned
+    assert run.metrics["learned_tokens"] == pytest.approx(0.7 * 320, rel=0.1)
     assert scalars(run).shape == (2 + 2 + 4,)
     return run
 

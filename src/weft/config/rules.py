@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 from weft.config.custom_components import check_components
-from weft.config.data_rules import check_data_section, check_warm_up, run_steps, sequences_per_step
+from weft.config.data_rules import check_data_section, check_warm_up, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
 from weft.config.header_rules import check_headers
 from weft.config.legal_mesh import SIZES, reasons_against
 from weft.config.mesh import ParallelSection
 from weft.config.model_rules import known_model, model_mistakes
+from weft.config.python_source import NotFound, find_class
+from weft.config.signature import has_attribute
 from weft.config.transformers_model import longest_sequence
 
 MOST_STEPS = 10**12  # with more steps, the number of a sample would not fit into 64 bits
@@ -46,6 +49,7 @@ def apply_rules(draft: Draft, *, check_data: bool) -> None:
         draft.report("schedule.warmup_steps", "warmup_fraction is set too; remove one of the two keys")
     else:
         check_warm_up(draft, "schedule.warmup_steps", steps, 20)
+    _check_fine_tuning(draft)
     _check_trained_rows(draft)
     _check_recomputation(draft)
     _check_precision(draft, steps)
@@ -141,6 +145,24 @@ def _check_mesh(draft: Draft) -> None:
     known = all(key in draft.values for key in ("training.batch_tokens", "training.micro_batch_size"))
     for reason in reasons_against(draft.get, sequences_per_step(draft) if known else None, draft.ranks):
         draft.report(reason.key, reason.what, *(f"parallel.{axis}" for axis in SIZES))
+
+
+def _check_fine_tuning(draft: Draft) -> None:
+    """Reports arguments of the objective `sft` that the data or the model do not support."""
+    if draft.get("objective.type") != "sft":
+        return
+    model, data = draft.get("model"), data_section(draft)
+    if draft.get("objective.neftune") and isinstance(model, dict) and ":" in str(model.get("type")):
+        module, _, name = model["type"].partition(":")
+        with contextlib.suppress(NotFound):
+            source = find_class(module, name)
+            if source is not None and has_attribute(source, "get_input_embeddings") is False:
+                what = f"the embedding of {name} is not known; add a method get_input_embeddings that returns it"
+                draft.report("objective.neftune", f"{what}, or set neftune to 0", "model.type")
+    unknown = data.packing == "concatenate" and draft.get("data.document_attention") is False and data.stores
+    if draft.get("objective.loss") == "sequences" and unknown:
+        what = "sequences needs to know the documents of a sequence; set data.packing to best_fit"
+        draft.report("objective.loss", f"{what}, or data.document_attention to true", "data.packing")
 
 
 def _check_trained_rows(draft: Draft) -> None:

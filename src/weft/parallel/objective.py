@@ -40,6 +40,9 @@ class Objective(Protocol):
     - `fields`: name -> `weft.objectives.Field`: fields of samples in addition to tokens, passed in `batch.extra`.
     - `sequences_per_sample`: number of sequences per sample, such as 2 for pairs; default 1.
     - `scalars`: names of the scalars that `loss` returns.
+    - `weigh_documents`: True divides `batch.weight` by its sum over each document, so that the weights of a document
+      add up to 1; default False.
+    - `embedding_noise`: magnitude of the noise that training adds to the embeddings (`EmbeddingNoise`); default 0.
 
     Optional methods:
 

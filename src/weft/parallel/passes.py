@@ -16,6 +16,7 @@ from weft.data.batches.batch import Batch
 from weft.models.forward import forward_of
 from weft.models.layers.moe import Router
 from weft.observe.status import alive
+from weft.parallel.embedding_noise import EmbeddingNoise
 from weft.parallel.model_state import state_of
 from weft.parallel.objective import Loss, Objective, Totals
 from weft.parallel.world import World
@@ -37,6 +38,8 @@ class Passes:
         self.scalars: tuple[str, ...] = tuple(getattr(objective, "scalars", ()))
         self.compute = getattr(objective, "compute", None)
         self._prepare = getattr(objective, "prepare", None)
+        noise = getattr(objective, "embedding_noise", 0.0)
+        self.noise = EmbeddingNoise(model, noise, world, self.sequence_shard) if noise else None
 
     def train(
         self,
@@ -44,7 +47,7 @@ class Passes:
         *,
         weight: float,
         learned_tokens: float,
-        seed: Callable[[Batch], None],
+        seed: Callable[[int], int],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Accumulates gradients of the loss divided by `weight`. The last backward pass reduces them over ranks.
@@ -52,7 +55,7 @@ class Passes:
         Args:
             weight: weight of the global batch; must not be 0.
             learned_tokens: number of tokens with loss in the global batch; normalizes auxiliary losses of experts.
-            seed: function that seeds the random generators for a micro-batch; called before each forward pass.
+            seed: function from the index of a sample to the seed of its random numbers in this step.
             loss_scale: multiplier of the loss in backward.
 
         Returns:
@@ -64,11 +67,21 @@ class Passes:
             alive()
             set_last_micro_batch(self.model, number + 1 == len(micro_batches))
             batch, shard = self.shard(micro_batch, prepared[number])
-            seed(micro_batch)
+            self.seed_micro_batch(micro_batch, seed)
             loss = totals.add(self.loss(batch, shard, learned_tokens / loss_scale))
             divided = loss / weight
             (divided if loss_scale == 1.0 else divided * loss_scale).backward()
         return self.reduce_totals(totals.vector)
+
+    def seed_micro_batch(self, micro_batch: Batch, seed: Callable[[int], int]) -> None:
+        """Must be called before each forward pass of training. Seeds the random generators for a micro-batch.
+
+        Dropout is drawn for a micro-batch, with the seed of the micro-batch's first sample. Noise of embeddings is
+        drawn for each sample.
+        """
+        torch.manual_seed(seed(int(micro_batch.samples[0])))
+        if self.noise is not None:
+            self.noise.begin(micro_batch, seed)
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Returns `Totals.vector` of a batch, which is the same on all ranks that process the same sequences."""

@@ -71,7 +71,7 @@ class Data:
 
 
 def layout_of(objective: object, config: RunConfig) -> Layout:
-    """Returns the fields of samples and the number of sequences per sample that the objective declares.
+    """Returns what the objective declares of samples: fields, sequences per sample, and how documents are weighed.
 
     Raises:
         UserError: `fields` or `sequences_per_sample` is invalid, or a field has the name of a built-in key of batches.
@@ -84,7 +84,8 @@ def layout_of(objective: object, config: RunConfig) -> Layout:
         raise UserError(f"objective: {name}.fields has {sorted(taken)[0]!r}, a built-in key of batches; rename it")
     if not isinstance(sequences, int) or sequences < 1:
         raise UserError(f"objective: {name}.sequences_per_sample must be an integer >= 1, but is {sequences!r}")
-    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None))
+    weigh_documents = bool(getattr(objective, "weigh_documents", False))
+    return Layout(dict(fields), sequences, getattr(config.model, "vocab_size", None), weigh_documents)
 
 
 def open_data(config: RunConfig, world: World, console: Console | None = None, layout: Layout = PLAIN) -> Data:

@@ -115,15 +115,18 @@ class Loop:
                 self.recorder.begin_step()
                 batch = self.next_batch(batches)
                 # The votes to stop share the all-reduce that the loss needs, so all ranks stop at the same step.
-                weight, learned, *votes = self.world.sum(
-                    self.objective.weight(batch), batch.weight.sum(dtype=torch.float64), votes=stop.votes
+                weight, learned, tokens, *votes = self.world.sum(
+                    self.objective.weight(batch),
+                    batch.weight.sum(dtype=torch.float64),
+                    (batch.weight > 0).sum(),
+                    votes=stop.votes,
                 )
                 if (received := stop.decide(votes)) == stop.BY_CALLBACK:
                     reasons = all_gather_object(stop.reason)
                     return self.leave("stopped-early", reason=next(reason for reason in reasons if reason is not None))
                 if received is not None:
                     return self.leave("stopped", signal=received)
-                if not self.update(batch, weight, learned):
+                if not self.update(batch, weight, learned, int(tokens)):
                     return self.leave("non-finite")
                 self.after_update(state.step)
             return self.leave("finished")
@@ -156,8 +159,12 @@ class Loop:
         self.recorder.data_arrived()
         return batch
 
-    def update(self, batch: Batch, weight: float, learned: float) -> bool:
+    def update(self, batch: Batch, weight: float, learned: float, tokens: int) -> bool:
         """Makes one step: computes and clips the gradients, updates the weights, and collects metrics.
+
+        Args:
+            weight, learned: total weights of the global batch, as in `accumulate_gradients`.
+            tokens: number of tokens with loss in the global batch.
 
         Returns:
             False if the run must end because the loss or gradient is not finite. True otherwise, also if the update was
@@ -190,7 +197,7 @@ class Loop:
         state.step, state.loss, state.updated = step + 1, loss, finite
         sequence = self.length.sequence_length // self.pieces(batch)
         state.metrics = self.recorder.end_step(
-            state.step, sequence, loss=loss, lr=lr, grad_norm=norm, learned_tokens=weight
+            state.step, sequence, loss=loss, lr=lr, grad_norm=norm, learned_tokens=tokens
         )
         for found in (balance, scaling, scalars):
             state.log(found)
@@ -254,13 +261,13 @@ class Loop:
         """Returns the number of sequences into which length warm-up splits each sequence of the batch."""
         return max(1, len(batch.tokens) // self.length.sequences_per_rank)
 
-    def seed(self, step: int, batch: Batch) -> None:
-        """Seeds dropout by run seed, step, and index of the first sample of `batch`, a micro-batch.
+    def seed(self, step: int, sample: int) -> int:
+        """Returns the seed of a sample's random numbers in a step, which depends on the seed of the run.
 
-        So dropout does not depend on which rank has the micro-batch, and needs no saved state.
+        So dropout and noise do not depend on which rank has the sample, and need no saved state.
         """
-        key = f"{self.config.run.seed} {step} {int(batch.samples[0])}".encode()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True))
+        key = f"{self.config.run.seed} {step} {sample}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
 
     def set_learning_rate(self, step: int) -> float:
         """Sets each parameter group's learning rate to its configured value times the schedule's factor for this step.

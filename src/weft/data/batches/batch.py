@@ -19,6 +19,7 @@ class Batch:
         labels: ids of the tokens to predict, int64 `[batch, seq]`.
         positions: position of each token in its document or sequence, int64 `[batch, seq]`.
         weight: weight of each label in the loss, float32 `[batch, seq]`; 0 for labels without loss and for padding.
+            float64 after `weigh_documents`.
         segments: index of each token's document in its sequence, int64 `[batch, seq]`; None if attention is not limited
             to documents.
         samples: for each sequence, the index of its sample in the run, counted over all epochs, int64 `[batch]`; -1 for
@@ -60,11 +61,34 @@ class Batch:
         total = values.sum(1)
         return total if self.sum_over_ranks is None else self.sum_over_ranks(total)
 
+    def sum_documents(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns for each token the sum of `values` `[batch, seq]` over the token's document, `[batch, seq]`.
+
+        Without `segments`, a sequence is one document. The batch must have complete sequences: with context parallelism
+        a shard does not have all tokens of a document.
+        """
+        if self.segments is None:
+            return values.sum(1, keepdim=True).expand_as(values)
+        first = self.segments.min()
+        rows = torch.arange(len(values), device=values.device).unsqueeze(1)
+        keys = rows * (self.segments.max() - first + 1) + self.segments - first  # differ between documents
+        distinct, documents = keys.unique(return_inverse=True)
+        return values.new_zeros(len(distinct)).index_add(0, documents.flatten(), values.flatten())[documents]
+
     def by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """Reshapes `values` from `[batch, ...]` to `[samples, sequences per sample, ...]`."""
         return values.unflatten(0, (-1, self.layout.sequences))
 
     # ---- for the training loop
+
+    def weigh_documents(self) -> Batch:
+        """Returns the batch with weights that are divided by their sum over the document.
+
+        So the weights of a document add up to 1, or to 0 if no token of the document has loss.
+        """
+        weight = self.weight.to(torch.float64)
+        total = self.sum_documents(weight)
+        return replace(self, weight=weight / total.masked_fill(total == 0, 1.0))
 
     def split(self, size: int) -> list[Batch]:
         """Returns micro-batches of at most `size` sequences. `size` must be a multiple of the sequences per sample."""

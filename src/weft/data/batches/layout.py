@@ -55,11 +55,13 @@ class Layout:
         sequences: number of sequences per sample: 2 for a pair, more for a group. The sequences are adjacent in a batch
             and never separated.
         vocab_size: size of the vocabulary; None if unknown. All ids must be less than the size.
+        weigh_documents: whether the weights of a document's tokens are divided by their sum (`Batch.weigh_documents`).
     """
 
     fields: Mapping[str, Field] = field(default_factory=dict)
     sequences: int = 1
     vocab_size: int | None = None
+    weigh_documents: bool = False
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -70,7 +70,8 @@ def collate(
     tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
     extra = {name: tensors.pop(name) for name in layout.fields}
     numbers = numbers.repeat_interleave(layout.sequences)
-    return Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
+    batch = Batch(**{"segments": None, **tensors}, samples=numbers, extra=extra, layout=layout)
+    return batch.weigh_documents() if layout.weigh_documents else batch
 
 
 def read_samples(dataset: Dataset, indices: np.ndarray, layout: Layout = PLAIN) -> Arrays:

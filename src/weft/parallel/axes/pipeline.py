@@ -125,7 +125,7 @@ class PipelinePasses(Passes):
         *,
         weight: float,
         learned_tokens: float,
-        seed: Callable[[Batch], None],
+        seed: Callable[[int], int],
         loss_scale: float = 1.0,
     ) -> torch.Tensor:
         """Runs forward and backward of the micro-batches in the schedule's order, and reduces gradients at the end.
@@ -210,7 +210,7 @@ class PipelinePasses(Passes):
         inputs, _ = self.inputs[number]
         if self.seed is not None:
             alive()
-            self.seed(self.micro_batches[number])
+            self.seed_micro_batch(self.micro_batches[number], self.seed)
         return given, {key: value for key, value in inputs.items() if key != "tokens"}
 
     def _schedule(self, count: int, size: int) -> Any:
