@@ -305,8 +305,8 @@ class ModelSection(Section):
 
 
 class CustomModelSection(Component):
-    """A custom model: an nn.Module that maps tokens to logits. The keys of `{type: module:Class, ...}` are its
-    arguments.
+    """A custom model: an nn.Module that maps tokens to logits. The keys of `{type: module:Class, ...}` are the
+    arguments of the class.
     """
 
     kind: ClassVar[str] = "model"

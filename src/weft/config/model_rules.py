@@ -83,9 +83,9 @@ def _heads(model: ModelSection) -> Iterator[ModelMistake]:
 
 
 def _divisor_near(number: int, near: int) -> int:
-    """Returns the divisor of `number` that is closest to `near`, which is not a divisor.
+    """Returns the divisor of `number`, other than `near`, that is closest to `near`.
 
-    Returns 1 if no divisor differs from `near` by at most 4095.
+    Returns 1 if no such divisor differs from `near` by at most 4095.
     """
     for distance in range(1, 4096):
         for divisor in (near - distance, near + distance):

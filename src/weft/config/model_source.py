@@ -192,11 +192,9 @@ def _content(found: Path, model: Node, source: Node) -> dict[str, Any]:
 
 
 def newest_checkpoint(path: Path) -> Path | str:
-    """Returns the path itself if it is a checkpoint or Hugging Face folder, or the newest checkpoint of a run
-    directory.
+    """Returns `path` itself if it is a checkpoint or Hugging Face folder, or the newest checkpoint of a run directory.
 
-    Returns:
-        The checkpoint or folder, or an error message.
+    For any other path, returns an error message.
     """
     if not path.exists():
         near = ""

@@ -321,7 +321,7 @@ def _number(bound: float) -> str:
 
 
 def _one(kind: str) -> str:
-    """Puts the description of a type in parentheses if it lists alternatives: "folder or string"."""
+    """Puts the description of a type in parentheses if it lists alternatives: `(folder or string)`."""
     return f"({kind})" if " or " in kind or ", " in kind.partition("{")[0] else kind
 
 

@@ -21,7 +21,7 @@ from pydantic import (
 
 @dataclass(frozen=True)
 class TextPattern(StringConstraints):
-    """A type for strings that match `pattern`; messages and docs/configuration.md describe it by `words`."""
+    """A type for strings that match `pattern`; messages and docs/configuration.md describe the type by `words`."""
 
     words: str = ""
     WORDS: ClassVar[dict[str, str]] = {}  # pattern -> words

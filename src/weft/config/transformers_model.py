@@ -26,8 +26,8 @@ _LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 class TransformersModelSection(Section):
     """A model that Transformers' `AutoModelForCausalLM` builds from the config.json of a folder.
 
-    Use it for architectures that are not a built-in family. Of the mesh axes, it supports only `dp_replicate` and
-    `dp_shard`. Code in the folder is not run, and pickle files are not read.
+    Use this section for architectures that are not a built-in family. Of the mesh axes, only `dp_replicate` and
+    `dp_shard` are supported. Code in the folder is not run, and pickle files are not read.
     """
 
     type: Literal["hf"]

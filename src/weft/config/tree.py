@@ -294,7 +294,7 @@ def _similar(path: Path, asking: str | None = None) -> str:
 
 
 def wrong_folder_hint(node: Node, path: str) -> str:
-    """Returns a hint if a missing path exists relative to the folder of the YAML file; else an empty string.
+    """Returns a hint for the message about a missing path; "" unless the path exists relative to the YAML file.
 
     Args:
         node: node of the value in the YAML file.

@@ -103,13 +103,13 @@ def alibi_slopes(heads: int, bias_max: float, device: torch.device) -> torch.Ten
 
 
 def _repeat_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeats the key/value heads to match the number of query heads."""
+    """Returns `k` and `v`, with their heads repeated to match the number of heads of `q`."""
     repeats = q.shape[1] // k.shape[1]
     return (k, v) if repeats == 1 else (k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1))
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last tokens."""
+    """Returns the causal mask, bool `[queries, keys]`. The queries belong to the last `queries` of `keys` tokens."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

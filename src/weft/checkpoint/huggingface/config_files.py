@@ -41,7 +41,7 @@ def read_origin(path: Path) -> dict[str, Any]:
 
 
 def special_ids(tokenizer: Path | None, section: ModelSection) -> dict[str, int | None]:
-    """Returns the ids of a tokenizer's special tokens, by their keys in config.json.
+    """Returns the ids of a tokenizer's special tokens, by their keys in config.json, such as `eos_token_id`.
 
     The id of a token that is undefined, or outside the model's vocabulary, is None.
     """

@@ -24,7 +24,10 @@ PART_UNITS = 256
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive units that one worker encodes. `key`: a digest that changes when the files of the units change."""
+    """Consecutive units (files or ranges of files) that one worker encodes.
+
+    `key`: a digest that changes when one of the files changes.
+    """
 
     index: int
     units: tuple[Unit, ...]

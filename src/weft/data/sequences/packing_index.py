@@ -118,7 +118,10 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Waits for a file lock, and holds it in the `with` block. Yields whether the file system supports locks."""
+    """Context manager that waits for a file lock, and holds the lock in the `with` block.
+
+    Yields whether the file system supports locks.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:

@@ -41,7 +41,7 @@ def split_parquet(unit: Unit, range_bytes: int) -> list[Unit]:
 
 
 def _group_starts(metadata: Any) -> list[int]:
-    """Returns the byte offset of each row group; 0 for the first, so that the units' sizes sum to the file size.
+    """Returns the byte offset of each row group; 0 for the first group, so that all groups together cover the file.
 
     Args:
         metadata: pyarrow's metadata of a Parquet file.

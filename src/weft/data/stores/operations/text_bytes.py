@@ -16,7 +16,7 @@ from weft.headers import tokenizer_file
 class TextBytes:
     """Counts the UTF-8 bytes of the text of documents, which are given as token ids.
 
-    For byte-level tokenizers it uses a table of bytes per token; for other tokenizers it decodes the documents.
+    For byte-level tokenizers, a table contains the bytes of each token; for other tokenizers, documents are decoded.
 
     Args:
         digest: digest of the store's tokenizer, which `tokenizer` must have; None to skip the check.
