@@ -28,6 +28,10 @@ PEERS = {  # row of the table: (program, dtype, other settings)
     "Weft without the compiled step, bf16": ("decode_weft.py", "bfloat16", {"compile": False}),
     "Weft, bf16": ("decode_weft.py", "bfloat16", {"compile": True}),
     "llama.cpp, bf16": ("decode_llama_cpp.py", "bfloat16", {}),
+    "Weft, int8": ("decode_weft.py", "bfloat16", {"compile": True, "quantize": "int8"}),
+    "llama.cpp, q8_0": ("decode_llama_cpp.py", "int8", {}),
+    "Weft, int4": ("decode_weft.py", "bfloat16", {"compile": True, "quantize": "int4"}),
+    "llama.cpp, q4_0": ("decode_llama_cpp.py", "int4", {}),
 }
 BATCHES = (1, 16)
 
@@ -35,6 +39,7 @@ BATCHES = (1, 16)
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decoding tokens/s of Weft and its peers on a CPU.")
     parser.add_argument("--sizes", default="40m,350m", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--rows", default="", help="only the rows that contain one of these texts, such as int8,q8_0")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=available_cores())
@@ -82,6 +87,7 @@ def table(found: dict, args: argparse.Namespace) -> str:
 def main() -> None:
     args = arguments()
     peers = [peer for peer in PEERS if args.llama_python or "llama.cpp" not in peer]
+    peers = [peer for peer in peers if any(text in peer for text in args.rows.split(","))]
     found: dict = {size: {peer: [] for peer in peers} for size in args.sizes.split(",")}
     for size in found:
         for _ in range(args.rounds):

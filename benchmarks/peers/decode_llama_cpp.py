@@ -15,7 +15,8 @@ def write_gguf(path: Path, shape: dict, dtype: str) -> None:
     import gguf
     import numpy as np
 
-    kind = gguf.GGMLQuantizationType.Q8_0 if dtype == "int8" else gguf.GGMLQuantizationType.BF16
+    types = gguf.GGMLQuantizationType
+    kind = {"bfloat16": types.BF16, "int8": types.Q8_0, "int4": types.Q4_0}[dtype]
     width, heads, layers = shape["hidden_size"], shape["num_attention_heads"], shape["num_hidden_layers"]
     inner, vocab = shape["intermediate_size"], shape["vocab_size"]
     writer = gguf.GGUFWriter(path, "llama")

@@ -17,10 +17,14 @@ def main() -> None:
     from weft.generation.settings import Sampling
     from weft.models.build import build_model
     from weft.models.initialize import initialize
+    from weft.models.quantize import quantize
 
     model = build_model(ModelSection(**asked["shape"]))
     initialize(model, 0)
-    engine = Engine(model.to(getattr(torch, asked["dtype"])).eval(), compile=asked["compile"])
+    model = model.to(getattr(torch, asked["dtype"])).eval()
+    if "quantize" in asked:
+        quantize(model, asked["quantize"])
+    engine = Engine(model, compile=asked["compile"])
 
     def generate(prompts: list[list[int]], tokens: int) -> float:
         start = time.perf_counter()

@@ -34,7 +34,7 @@ def run_on_ranks(
     args: argparse.Namespace,
     verb: str,
     act: Callable[[RunConfig], Outcome],
-    prepare: Callable[[RunConfig], tuple[Path, Sequence[str]]],
+    prepare: Callable[[RunConfig], tuple[Path | None, Sequence[str]]],
 ) -> int:
     """Runs a function on every rank, and returns the exit code.
 
@@ -42,8 +42,8 @@ def run_on_ranks(
         args: parsed arguments, including those that `add_run_arguments` defines.
         verb: name of the subcommand, such as "train". Local processes run this subcommand.
         act: function that does the work of one rank, given the checked config.
-        prepare: function that is called once, before any rank starts. It returns (folder in which messages about
-            failures look up checkpoints and logs, command-line options of local processes).
+        prepare: function that is called once, before any rank starts. It returns (the run directory, in which messages
+            about failures look up checkpoints and logs, or None; command-line options of local processes).
     """
     from weft.config.legal_mesh import check_mesh
     from weft.config.run import RunConfig

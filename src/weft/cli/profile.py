@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
         refuse_unused(args)
         return show_structure(args)
 
-    def prepare(config: RunConfig) -> tuple[Path, list[str]]:
+    def prepare(config: RunConfig) -> tuple[None, list[str]]:
         args.out = str(args.out or default_out(config))
         refuse_existing(Path(args.out), "choose another --out")  # before torch is imported
         options = {"--out": args.out, "--steps": args.steps, "--warmup": args.warmup, "--ranks": args.ranks}
-        return Path(args.out), [str(word) for option in options.items() for word in option]
+        return None, [str(word) for option in options.items() for word in option]
 
     return run_on_ranks(args, "profile", lambda config: profile(config, args, ranks), prepare)
 
