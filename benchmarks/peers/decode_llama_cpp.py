@@ -1,6 +1,8 @@
 """Tokens per second of llama.cpp (llama-cpp-python) on a GGUF file with random weights; see generate_decode.py.
 
-Runs in an environment of its own: pip install llama-cpp-python==0.3.36 gguf==0.19
+Runs in an environment of its own: pip install llama-cpp-python==0.3.36 gguf==0.19, built with
+CMAKE_ARGS="-DGGML_LLAMAFILE=ON". On a virtual machine where its AMX code crashes, add -DGGML_NATIVE=OFF and the
+processor's other instruction sets (-DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON ...).
 """
 
 import tempfile
