@@ -103,7 +103,7 @@ def plots(metrics: list[dict[str, Any]], manifest: dict[str, Any]) -> list[Plot]
         Plot("loss", "Loss, nats per token", loss, "{:.4f}".format, width=1136, height=380),
         Plot("lr", "Learning rate", [series("lr", "lr")], "{:.3e}".format, from_zero=True),
         Plot("grad_norm", "Gradient norm, before clipping", norm, "{:.4g}".format, from_zero=True, allow_log=True),
-        Plot("speed", "Tokens per second, whole job", speed, "{:,.0f}".format, from_zero=True),
+        Plot("speed", "Tokens per second, all ranks", speed, "{:,.0f}".format, from_zero=True),
         Plot("mfu", "MFU, percent", [series("mfu", "MFU", 100.0)], "{:.1f}%".format, "{:g}%".format, from_zero=True),
         Plot("memory", "Peak memory, GB", memory, "{:,.2f} GB".format, from_zero=True, note=note),
         Plot("bits", "Validation, bits per byte", bits, "{:.4f}".format),
