@@ -112,6 +112,8 @@ WAYS: dict[str, dict[str, Any]] = {
     # Noise is drawn for a sample, so micro-batches may be of any size.
     "sft_tokens": _way(8, 2, masked=True) | {"objective": {"type": "sft", "neftune": 5.0}},
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
+    # Of a pipeline, a stage without anything to train.
+    "frozen": _way(8, 2, freeze=["embed_tokens", "layers.[01]", "*.q_proj.weight"], grad_clip=0.05),
     "compiled": _way(8, 2, compile=True),
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
@@ -263,6 +265,7 @@ def matrix() -> list[Case]:
     cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
+    cases += [Case("tied", "frozen", mesh) for mesh in SCHEDULES]
     cases.append(Case("capacity", "masked", {"cp": 2, "cp_method": "all_gather"}))
     cases += [Case("two_groups", "everything", mesh) for mesh in MORE_THAN_GROUPS]
     cases += [Case("few_experts", "everything", {"dp_shard": 8} | mesh) for mesh in ({}, {"ep": 2})]
@@ -285,6 +288,8 @@ SAMPLE = [
     Case("capacity", "masked", {"cp": 2, "ep": 2, "cp_method": "all_gather"}),
     Case("moe", "sft_sequences", {"dp_shard": 2, "cp": 2}),
     Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
+    Case("tied", "frozen", {"pp": 2, "tp": 2}),
+    Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Gt
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
 from weft.config.data import DataSection
@@ -42,8 +43,8 @@ class ObjectiveSection(Component):
 
 
 class OptimizerSection(Component):
-    """The optimizer. All keys except `type` and `no_decay` are arguments of the optimizer's class. `weft/optim/`
-    defines the built-in optimizers.
+    """The optimizer. All keys except `type`, `no_decay`, `lr_multipliers` and `layer_decay` are arguments of the
+    optimizer's class. `weft/optim/` defines the built-in optimizers.
     """
 
     kind: ClassVar[str] = "optimizer"
@@ -53,6 +54,15 @@ class OptimizerSection(Component):
     no_decay: list[Literal["norm", "bias", "embedding"]] = Field(default=["norm", "bias"])
     """Parameters without weight decay. `norm`: all parameters of norms; `bias`: all other biases; `embedding`:
     embedding tables, and an output head that is tied to one.
+    """
+    lr_multipliers: dict[str, Annotated[float, Gt(0)]] = Field(default={})
+    """Factors of the learning rate for parameters by patterns of their names, such as `{lm_head: 0.1}`. Patterns are
+    those of `training.freeze`. If several patterns match a parameter, the last one applies.
+    """
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    """Layer-wise decay of the learning rate: with N layers, layer i (counted from 0) has the learning rate times
+    `layer_decay^(N - i)`, embeddings times `layer_decay^(N + 1)`, and the final norm and the head the full learning
+    rate. Default: no decay.
     """
 
 

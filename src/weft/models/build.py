@@ -8,6 +8,7 @@ from weft.config.components import load_class
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.models.decoder import Decoder
+from weft.models.layers.moe import Experts
 
 
 def build_model(section: ModelSection | TransformersModelSection | CustomModelSection) -> nn.Module:
@@ -34,11 +35,29 @@ def matmul_parameters(model: nn.Module) -> int:
     """
     if isinstance(model, Decoder):
         return model.config.size().matmul
-    multiplied = {
-        id(p): p.numel()
-        for m in model.modules()
-        if not isinstance(m, nn.Embedding)
-        for p in m.parameters(recurse=False)
-        if p.dim() >= 2
-    }
-    return sum(multiplied.values())
+    return sum(_multiplied(model).values())
+
+
+def frozen_matmul_parameters(model: nn.Module) -> int:
+    """Returns the number of frozen parameters among `matmul_parameters`; of a pipeline, those of this rank's stages."""
+    return sum(size for parameter, size in _multiplied(model).items() if not parameter.requires_grad)
+
+
+def _multiplied(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Returns the matrices that are used in matrix products, and how many of their parameters a token is multiplied by.
+
+    These are all parameters of a matrix, but of the stacked experts only those of the experts that the token is routed
+    to.
+    """
+    found: dict[nn.Parameter, int] = {}
+    config = model.config if isinstance(model, Decoder) else None
+    head = model.embed_tokens if isinstance(model, Decoder) and model.config.tie_word_embeddings else None
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not head:
+            continue
+        chosen = config.moe.num_experts_per_tok if config and config.moe and isinstance(module, Experts) else None
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and not name.endswith("bias"):  # experts have a bias each
+                size = parameter.numel()
+                found[parameter] = size if chosen is None else size // parameter.shape[0] * chosen
+    return found

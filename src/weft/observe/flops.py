@@ -15,7 +15,8 @@ from weft.observe.flop_count import FLOPS_PER_TOKEN
 
 DEFINITION = (
     f"MFU = tokens/s x ({FLOPS_PER_TOKEN}) / peak FLOP/s of all devices used. "
-    "Tokens are counted once per data-parallel group. Embedding look-ups and recomputation are not counted."
+    "Tokens are counted once per data-parallel group. Embedding look-ups and recomputation are not counted. "
+    "Frozen matmul parameters count 4 instead of 6."
 )
 
 

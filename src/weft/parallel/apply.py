@@ -22,6 +22,7 @@ from weft.models.build import build_model
 from weft.models.decoder import Block, Decoder
 from weft.models.initialize import initial_value, initialize_buffers
 from weft.models.layers.moe import Experts
+from weft.models.parameter_patterns import last_match
 from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize
 from weft.parallel import fp8
 from weft.parallel.axes.context import shard_over_cp
@@ -136,12 +137,14 @@ def build_stages(plan: ModelPlan, world: World) -> dict[int, nn.Module]:
 
 
 def freeze(model: nn.Module, state: ModelState) -> nn.Module:
-    """If `ModelPlan.only_rows_from` is set, freezes all parameters except embedding and head.
-
-    Assumes plain parameters.
+    """Freezes parameters: all except embedding and head if `ModelPlan.only_rows_from` is set; and those that match
+    `ModelPlan.freeze`. Assumes plain parameters.
     """
     if state.plan.only_rows_from is not None:
         freeze_all_but_rows(model, state.plan.only_rows_from)
+    for name, parameter in model.named_parameters():
+        if last_match(name, state.plan.freeze) is not None:
+            parameter.requires_grad_(False)
     return model
 
 

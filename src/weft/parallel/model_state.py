@@ -33,6 +33,7 @@ class ModelPlan:
         activation_checkpointing: value of `training.activation_checkpointing`.
         only_rows_from: first row to train of the embedding and the head. All other parameters are frozen, and
             `FrozenRows` keeps the rows before this row unchanged. None trains all parameters.
+        freeze: patterns of the names of parameters that are not trained (`weft.models.parameter_patterns`).
         sequence: number of tokens per sequence, to balance the cost of pipeline stages; 0 means unknown.
         fp8: whether the blocks' matrix products are computed in 8 bits.
     """
@@ -45,6 +46,7 @@ class ModelPlan:
     compile: bool = False
     activation_checkpointing: str = "none"
     only_rows_from: int | None = None
+    freeze: tuple[str, ...] = ()
     sequence: int = 0
     fp8: bool = False
 

@@ -14,6 +14,8 @@ from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import make_component
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
+from weft.errors import UserError
+from weft.models.parameter_patterns import raise_if_unmatched
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
 from weft.parallel.apply import build_sharded_model
@@ -21,13 +23,14 @@ from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.memory.offload import keep_state_on_host
 from weft.parallel.model_state import ModelPlan
 from weft.parallel.objective import Objective
-from weft.parallel.ranks import error_on_all_ranks
+from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
 from weft.train.auto_settings import DTYPES
 from weft.train.custom_metrics import Metrics
 from weft.train.data import Data
 from weft.train.hooks import Callbacks
 from weft.train.job import Job
+from weft.train.learning_rates import learning_rate_factors, scale_learning_rates
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,33 @@ def components(config: RunConfig, world: World) -> tuple[Objective, Callbacks]:
 def build(config: RunConfig, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns the sharded model with initial weights, and its optimizer."""
     model = build_sharded_model(model_plan(config), world)
-    groups = parameter_groups(model, parameter_roles(model), config.optimizer.no_decay)
+    _check_patterns(config, model, world)
+    roles = parameter_roles(model)
+    factors = learning_rate_factors(model, roles, config.optimizer)
+    groups = parameter_groups(model, roles, config.optimizer.no_decay, factors)
     optimizer = make_component(config.optimizer, "optimizer", groups)
+    scale_learning_rates(optimizer)
     if config.parallel.offload == "optimizer":
         keep_state_on_host(optimizer, world.device)
     return model, optimizer
+
+
+def _check_patterns(config: RunConfig, model: nn.Module, world: World) -> None:
+    """Raises UserError if a pattern of parameter names matches no parameter, or if all parameters are frozen."""
+    patterns = {"training.freeze": config.training.freeze, "optimizer.lr_multipliers": config.optimizer.lr_multipliers}
+    if not any(patterns.values()):
+        return
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for stage in all_gather_object(trained) if world.shape.pp > 1 else ():
+        trained |= stage
+    try:
+        for key, given in patterns.items():
+            raise_if_unmatched(key, given, trained)
+    except UserError as error:
+        error.quiet = world.rank != 0  # raised on all ranks
+        raise
+    if not any(trained.values()):
+        raise error_on_all_ranks("training.freeze: the patterns freeze all parameters; remove one of the patterns")
 
 
 def model_plan(config: RunConfig) -> ModelPlan:
@@ -88,6 +113,7 @@ def model_plan(config: RunConfig) -> ModelPlan:
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
         only_rows_from=training.only_rows_from,
+        freeze=tuple(training.freeze),
         sequence=config.data.sequence_length or 0,
         fp8=training.fp8,
     )

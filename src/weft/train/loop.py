@@ -177,7 +177,7 @@ class Loop:
         self.scale.unscale(self.parameters)
         if self.compress is not None:
             self.compress.reduce(step)
-        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group)
+        norm = clip_gradients(self.parameters, self.config.training.grad_clip, self.world.pp_group, self.world.device)
         finite = math.isfinite(loss) and math.isfinite(norm)
         scaling = self.scale.metrics(finite)
         if not (finite or self.scale.may_skip()):

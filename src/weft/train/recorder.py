@@ -22,7 +22,7 @@ from weft.data.batches.batch import Batch
 from weft.data.batches.loader import ValidationBatches
 from weft.data.batches.mixture_plan import MixturePlan
 from weft.formatting import amount, counted, duration
-from weft.models.build import matmul_parameters
+from weft.models.build import frozen_matmul_parameters, matmul_parameters
 from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
@@ -63,15 +63,18 @@ class Recorder:
         self.warned: set[str] = set()
         self.skips = 0  # skipped updates of this session
         self.closed_at_end: list[JsonLines | Tracking] = []
-        parameters = int(world.sum_stages(sum(p.numel() for p in model.parameters()))[0])
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        counts = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        parameters, trained, frozen = map(int, world.sum_stages(*counts, frozen_matmul_parameters(model)))
         matmul = matmul_parameters(model)
-        flops = partial(flops_per_token, matmul, *_layers_and_width(config, model))
+        flops = partial(flops_per_token, matmul, *_layers_and_width(config, model), frozen=frozen)
         peak = total_peak(all_gather_object(device_peak(world.device, DTYPES[config.training.dtype])))
         self.clock = StepClock(world.device, data.length.tokens_per_step, flops, peak.flops_per_second)
         facts = {
             "ranks": world.ranks,
             "mesh": world.shape.sizes,
             "parameters": parameters,
+            "trained_parameters": trained,
             "matmul_parameters": matmul,
             "flops_per_token": flops(config.data.sequence_length or 0),
             "peak_flops_per_second": peak.flops_per_second,
@@ -85,7 +88,7 @@ class Recorder:
         }
         world.agree(lambda: self._open(step, facts), only_first=True)
         if self.prints:
-            self._introduce(parameters, step, data.plan)
+            self._introduce(parameters, trained, step, data.plan)
 
     def _open(self, step: int, facts: dict[str, Any]) -> None:
         """Opens the files and the trackers, and adds this session to the manifest.
@@ -120,11 +123,12 @@ class Recorder:
                 "the steps in between; to keep these metrics, stop the run and restore the file from a copy"
             )
 
-    def _introduce(self, parameters: int, step: int, plan: MixturePlan | None) -> None:
+    def _introduce(self, parameters: int, trained: int, step: int, plan: MixturePlan | None) -> None:
         training, length = self.config.training, self.length
         threads = training.threads if self.world.device.type == "cpu" else None
+        share = f" ({amount(trained)} trained)" if trained < parameters else ""
         self.console.line(
-            f"{self.job.run.path}: {amount(parameters)} parameters, {counted(length.steps, 'step')} of "
+            f"{self.job.run.path}: {amount(parameters)} parameters{share}, {counted(length.steps, 'step')} of "
             f"{counted(length.tokens_per_step, 'token')} ({amount(length.steps * length.tokens_per_step)} in all), "
             f"{training.dtype} on {self.world.ranks} x {self.world.device.type}"
             + (f" ({counted(threads, 'thread')})" if threads else "")
