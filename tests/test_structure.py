@@ -27,6 +27,7 @@ PARAMETERS, BODY = 8, 60
 # Functions with more parameters or lines, and why.
 LARGE_FUNCTIONS = {
     "generation/engine.py: __init__": "public: the options of the engine",
+    "generation/text.py: generate": "public: the options of `weft generate`",
     "data/packing/pack.py: pack": "public: the options of `weft data pack`",
     "kernels/masks.py: attention_mask": "each is a fact about layers that chooses the form of their mask",
     "optim/muon.py: __init__": "each is a key of `optimizer:`",

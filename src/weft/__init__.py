@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from weft.errors import UserError
     from weft.evaluation.evaluate import evaluate
     from weft.export.export_model import export_model
-    from weft.generation.adapters import LowRank
     from weft.generation.engine import Engine
     from weft.generation.settings import Sampling
     from weft.generation.text import generate
+    from weft.models.low_rank import LowRank
     from weft.train.trainer import Trainer
 
 _MODULES = {
     "Engine": "weft.generation.engine",
-    "LowRank": "weft.generation.adapters",
+    "LowRank": "weft.models.low_rank",
     "RunConfig": "weft.config.run",
     "Sampling": "weft.generation.settings",
     "Tokenizer": "weft.data.tokenizers.tokenizer",

@@ -18,21 +18,25 @@ from weft.generation.text import generate_ids
 LATENT = {"mla": {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}}
 
 
-def random_deltas(model, names, rank, seed):
+def random_deltas(model, names, rank, seed, dora=False):
     rng, deltas = torch.Generator().manual_seed(seed), {}
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in names:
             a = torch.randn(rank, module.in_features, generator=rng)
             b = torch.randn(module.out_features, rank, generator=rng)
-            deltas[path] = LowRank(a, b, 0.2 / rank)
+            magnitude = torch.rand(module.out_features, generator=rng) + 0.5 if dora else None
+            deltas[path] = LowRank(a, b, 0.2 / rank, magnitude)
     return deltas
 
 
 def merged(model, deltas):
-    """A copy of a model with W + scale B A."""
+    """A copy of a model with W + scale B A; with DoRA, each row of this sum has the norm in `magnitude`."""
     other = copy.deepcopy(model)
-    for path, (a, b, scale) in deltas.items():
-        other.get_submodule(path).weight.data += scale * b @ a
+    for path, (a, b, scale, magnitude) in deltas.items():
+        weight = other.get_submodule(path).weight.data
+        weight += scale * b @ a
+        if magnitude is not None:
+            weight *= (magnitude / weight.square().sum(1).sqrt())[:, None]
     return other
 
 
@@ -52,7 +56,8 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 def test_requests_with_unequal_adapters_in_one_batch(keys, options):
     model, rng = decoder(**keys), random.Random(3)
     names = {"q_proj", "kv_a_proj", "o_proj", "down_proj"} if keys is LATENT else EVERY
-    deltas = {"one": random_deltas(model, names, 2, 1), "two": random_deltas(model, ("v_proj", "o_proj"), 5, 2)}
+    deltas = {"one": random_deltas(model, names, 2, 1)}
+    deltas["two"] = random_deltas(model, ("q_proj", "v_proj", "o_proj"), 5, 2, dora=True)
     models = {None: model} | {name: merged(model, deltas[name]) for name in deltas}
     engine = Engine(model, **options)
     for name in deltas:
@@ -135,6 +140,7 @@ def test_mistakes_are_one_line():
         ("x", {"lm_head": (a, b)}, "not a linear layer"),
         ("x", {layer: (b, a)}, r"16 inputs and 16 outputs, but A is \[16, 2\]"),
         ("x", {layer: (a, torch.zeros(16, 3))}, r"B is \[16, 3\]"),
+        ("x", {layer: LowRank(a, b, 1.0, torch.ones(3))}, r"magnitude .* is \[3\]; it must be \[16\]"),
     ):
         with pytest.raises(UserError, match=words):
             engine.add_adapter(name, deltas)

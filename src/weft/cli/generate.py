@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["int8", "int4"],
         help="load weights in 8 or 4 bits, for less memory (on a CPU also faster)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder that PEFT wrote")
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -140,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quantize is not None:
         raise UserError("--tp: quantized weights cannot be sharded over processes; omit --quantize or --tp")
+    if args.adapter is not None:
+        raise UserError("--tp: adapters need a model on a single process; omit --tp, or merge the adapter (weft merge)")
     if "-" in args.prompts:
         raise UserError("--tp: several processes cannot read standard input; give the prompt as text or in --prompts")
     return run_generation_on_ranks(args, "generate", args.tp, lambda world: _generate(args, world))
@@ -151,6 +154,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
 
     from weft.checkpoint.load import resolve
     from weft.checkpoint.load_model import load_model, load_sharded_model
+    from weft.families.peft_config import read_peft_config
     from weft.generation.engine import Engine
     from weft.generation.text import stop_ids_of, stream_pieces, tokenizer_of
     from weft.observe.console import Console
@@ -158,6 +162,8 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
 
     def read():
         sampling, texts, checkpoint = _read_sampling(args), _read_prompts(args), resolve(args.source)
+        if args.adapter is not None:
+            read_peft_config(args.adapter)
         return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
 
     # Arguments are checked before the model is loaded.
@@ -175,6 +181,8 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     options = {"cache": not args.no_cache, "batch_invariant": args.batch_invariant}
     options |= {"draft": draft, "draft_tokens": args.draft_tokens, "lookup": args.lookup}
     engine = Engine(model, tokenizer, stop_ids=stop_ids, **options)
+    if args.adapter is not None:
+        engine.add_adapter("adapter", args.adapter)
     if world is not None and world.rank:
         list(stream_pieces(engine, prompts, sampling))  # the same steps as on the first rank
         return
@@ -182,7 +190,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     start, first = time.perf_counter(), None
     ended = [False] * len(prompts)
     try:
-        for number, piece in stream_pieces(engine, prompts, sampling):
+        for number, piece in stream_pieces(engine, prompts, sampling, adapter=args.adapter and "adapter"):
             if single:
                 _write(piece.text if begun else written[0] + piece.text)
             begun, first = True, first or time.perf_counter()

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,34 +16,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.checkpoint.huggingface.peft_files import read_peft
 from weft.errors import UserError
+from weft.models.low_rank import LowRank
 
 # Layers whose weights the model reads without calling the layer.
 _UNCALLED = ("lm_head", "kv_b_proj")
 
 
-class LowRank(NamedTuple):
-    """The low-rank matrix `scale * b @ a` that an adapter adds to a linear layer's weight `[out, in]`.
+Deltas = Mapping[str, LowRank | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, float]]
+_MERGE = "merge the adapter into the model first (weft merge MODEL OUT --adapter DIR)"
 
-    >>> model = weft.load_model("runs/run")
-    >>> engine, (out, size) = weft.Engine(model), model.layers[0].mlp.up_proj.weight.shape
-    >>> a, b = torch.randn(4, size), torch.zeros(out, 4)
-    >>> engine.add_adapter("tuned", {"layers.0.mlp.up_proj": weft.LowRank(a, b, scale=2.0)})
-    >>> len(list(engine.submit([5, 6, 7], weft.Sampling(max_new_tokens=3), adapter="tuned")))
-    3
+
+class Change(NamedTuple):
+    """The change of a linear layer's output: `gain * (out - bias) + bias + x @ a.T @ b.T`.
 
     Attributes:
-        a: `[rank, in]`.
-        b: `[out, rank]`.
-        scale: factor of the product.
+        a, b: `[rank, in]` and `[out, rank]`, in the dtype of the layer's weight. `b` contains the scale and the gain.
+        gain: `[out]`, by which DoRA scales the rows of the weight; None: without DoRA.
     """
 
     a: torch.Tensor
     b: torch.Tensor
-    scale: float = 1.0
-
-
-Deltas = Mapping[str, LowRank | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, float]]
+    gain: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +48,11 @@ class Adapter:
     Attributes:
         root: the argument `parent` of `block_digest` for the first cache block of a sequence. Each adapter has a
             different root, so sequences share blocks only if they use the same adapter.
-        deltas: name of a linear layer -> (`a`, `scale * b`) of the `LowRank` that is added to the layer's weight.
+        deltas: name of a linear layer -> its change.
     """
 
     root: bytes
-    deltas: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    deltas: dict[str, Change]
 
 
 class Adapters:
@@ -66,13 +62,13 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._added = 0
 
-    def add(self, model: nn.Module, name: str, deltas: Deltas) -> None:
+    def add(self, model: nn.Module, name: str, deltas: Deltas | str | Path) -> None:
         """Adds an adapter. Raises UserError as `Engine.add_adapter` does."""
         if name in self._by_name:
             raise UserError(f"the engine has an adapter {name!r} already; remove it first, or choose another name")
         if not deltas:
             raise UserError(f"adapter {name!r} has no deltas; give at least one {{layer: LowRank(a, b, scale)}}")
-        given: Mapping[str, Any] = deltas
+        given: Any = _read(model, deltas) if isinstance(deltas, str | Path) else deltas
         found = {layer.removesuffix(".weight"): LowRank(*delta) for layer, delta in given.items()}
         prepared = {layer: _prepare(model, name, layer, delta) for layer, delta in found.items()}
         # A later adapter with the same name must not use cached keys of this adapter.
@@ -108,14 +104,25 @@ class Adapters:
         del self._by_name[name]
 
 
-def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks a delta, and returns its `a` and `scale * b` on the layer's device, in the dtype of the layer's weight.
+def _read(model: nn.Module, folder: str | Path) -> dict[str, LowRank]:
+    """Reads an adapter from a folder of PEFT. Raises UserError if it also replaces full weights of the model."""
+    adapter = read_peft(folder, model)
+    if adapter.weights:
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, weight in adapter.weights.items():
+            if name not in own or not torch.equal(own[name], weight.to(own[name])):
+                raise UserError(f"the adapter replaces the full weight {name}; {_MERGE}", folder)
+    return adapter.layers
+
+
+def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> Change:
+    """Checks a delta, and prepares it on the layer's device, in the dtype of the layer's weight.
 
     Args:
         model: the model that contains the layer.
         name: name of the adapter.
         layer: name of the linear layer.
-        delta: the matrix that the adapter adds to the layer's weight.
+        delta: the change of the layer's weight.
 
     Raises:
         UserError: there is no such linear layer, the layer is sharded, or the delta has wrong shapes.
@@ -125,12 +132,16 @@ def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[t
         for path, module in model.named_modules()
         if hasattr(module, "in_features") and path.rpartition(".")[2] not in _UNCALLED
     }
+    if delta.a.dim() == 3 or layer.endswith((*_UNCALLED, ".router")):
+        raise UserError(
+            f"adapter {name!r}: {layer} is not a linear layer that can be adapted for each request; {_MERGE}"
+        )
     if layer not in linears:
         near = get_close_matches(layer, linears, 1)
         hint = f"did you mean {near[0]!r}?" if near else "use the name of a module of type nn.Linear"
         raise UserError(f"adapter {name!r}: {layer!r} is not a linear layer that can be adapted; {hint}")
     linear: Any = linears[layer]
-    a, b, scale = delta
+    a, b, scale, magnitude = delta
     if isinstance(next(linear.parameters(), None), DTensor):
         raise UserError(f"adapter {name!r}: {layer} is sharded; adapters need a model on a single rank")
     sizes, rank = (linear.in_features, linear.out_features), a.shape[0] if a.ndim else 0
@@ -141,7 +152,20 @@ def _prepare(model: nn.Module, name: str, layer: str, delta: LowRank) -> tuple[t
         )
     like = next(linear.parameters(), a)
     dtype = like.dtype if like.dtype.is_floating_point else a.dtype
-    return a.detach().to(like.device, dtype), (scale * b.detach()).to(like.device, dtype)
+    gain, b = None, scale * b.detach()
+    if magnitude is not None:
+        if magnitude.shape != (sizes[1],):
+            raise UserError(
+                f"adapter {name!r}: the magnitude of {layer} is {list(magnitude.shape)}; it must be [{sizes[1]}]"
+            )
+        if not isinstance(linear.weight, torch.Tensor) or not linear.weight.is_floating_point():
+            raise UserError(
+                f"adapter {name!r}: DoRA needs the full weight of {layer}, which is quantized; omit quantize"
+            )
+        gain = delta.gain(linear.weight)
+        assert gain is not None
+        b = gain.unsqueeze(-1) * b.to(gain)
+    return Change(a.detach().to(like.device, dtype), b.to(like.device, dtype), gain)
 
 
 @contextmanager
@@ -164,11 +188,11 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
         yield
         return
     device = next(model.parameters()).device
-    changes: dict[str, list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]]] = {}
+    changes: dict[str, list[tuple[torch.Tensor | None, Change]]] = {}
     for adapter, indices in rows.items():
         index = None if len(indices) == tokens else torch.tensor(indices, device=device)
-        for layer, (a, b) in adapter.deltas.items():
-            changes.setdefault(layer, []).append((index, a, b))
+        for layer, change in adapter.deltas.items():
+            changes.setdefault(layer, []).append((index, change))
     uncalled = set(changes)
     with ExitStack() as hooks:
         for layer, parts in changes.items():
@@ -183,10 +207,10 @@ def adapted(model: nn.Module, owners: Sequence[tuple[Adapter | None, int]]) -> I
 
 def _change(
     layer: str,
-    parts: list[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]],
+    parts: list[tuple[torch.Tensor | None, Change]],
     tokens: int,
     uncalled: set[str],
-    _module: nn.Module,
+    module: Any,
     inputs: tuple[torch.Tensor],
     output: torch.Tensor,
 ) -> torch.Tensor:
@@ -196,8 +220,7 @@ def _change(
 
     Args:
         layer: name of the layer.
-        parts: for each adapter, the indices of the tokens that use the adapter (None: all tokens), `a`, and
-            `scale * b`.
+        parts: for each adapter, the indices of the tokens that use the adapter (None: all tokens), and its change.
         tokens: number of tokens in the forward pass.
         uncalled: names of layers that were not called yet; this layer's name is removed.
     """
@@ -208,8 +231,12 @@ def _change(
             "adapter"
         )
     uncalled.discard(layer)
-    for index, a, b in parts:
+    for index, (a, b, gain) in parts:
         index = index if index is None else index.to(x.device)
         change = F.linear(F.linear(x if index is None else x[index], a.to(x)), b.to(x)).to(out.dtype)
+        if gain is not None:
+            product = out if index is None else out[index]
+            product = product if module.bias is None else product - module.bias
+            change = change + ((gain.to(x.device) - 1) * product).to(out.dtype)
         out = out + change if index is None else out.index_add(0, index, change)
     return out.view_as(output)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from torch import nn
 
@@ -156,16 +157,17 @@ class Engine:
                 )
         return stream
 
-    def add_adapter(self, name: str, deltas: Deltas) -> None:
+    def add_adapter(self, name: str, deltas: Deltas | str | Path) -> None:
         """Adds an adapter. One step can compute prompts with different adapters.
 
         Args:
             name: name of the adapter, to pass to `submit`.
-            deltas: name of a linear layer -> `weft.LowRank(a, b, scale)`, or a tuple of these values.
+            deltas: path of a folder that PEFT's `save_pretrained` wrote; or name of a linear layer ->
+                `weft.LowRank(a, b, scale)`, or a tuple of these values.
 
         Raises:
-            UserError: the name is in use, a key of `deltas` is not the name of a linear layer, or a matrix has a wrong
-                shape.
+            UserError: the name is in use, a key of `deltas` is not the name of a linear layer, a matrix has a wrong
+                shape, or PEFT's files do not fit the model.
         """
         with self.lock:
             self._adapters.add(self.model, name, deltas)

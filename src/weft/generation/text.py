@@ -17,6 +17,7 @@ from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.data.tokenizers.tokenizer import Prompt, Tokenizer
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
+from weft.families.peft_config import read_peft_config
 from weft.generation.engine import Engine
 from weft.generation.settings import Sampling
 from weft.generation.speculative import check_vocabulary
@@ -39,6 +40,7 @@ def generate(
     draft: nn.Module | str | Path | None = None,
     lookup: int = 0,
     quantize: str | None = None,
+    adapter: str | Path | None = None,
     **settings: Any,
 ) -> Prompts:
     """Continues prompts. A continuation does not depend on the other prompts.
@@ -62,6 +64,8 @@ def generate(
         lookup: maximum number of tokens that are proposed at a time because they followed the last occurrence of the
             text's last 3 or 2 tokens (prompt look-up); 0: none.
         quantize: "int8" or "int4": quantizes the weights of a model that is given as a path, as `weft.load_model` does.
+        adapter: folder of a LoRA adapter that PEFT's `save_pretrained` wrote, which is added to the model for this
+            call.
         settings: other attributes of `weft.Sampling`, such as `top_p`, `stop` and `json_schema`. Equal prompts get
             different random numbers. `n` and `logprobs` need a `weft.Engine`.
 
@@ -71,14 +75,15 @@ def generate(
 
     Raises:
         UserError: the model does not exist; there is no tokenizer for texts; a prompt is empty or has ids outside the
-            vocabulary; a setting is unknown or out of range; or the model has too few learned positions.
+            vocabulary; a setting is unknown or out of range; the adapter does not fit the model; or the model has too
+            few learned positions.
     """
     sampling = make_sampling(max_new_tokens, temperature, settings)  # checked before the model is loaded
     single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
     if quantize is not None and isinstance(model, nn.Module):
         raise UserError("quantize has an effect only with the path of a model; give it to weft.load_model instead")
     many = [prompts] if single else list(prompts)
-    found: Any = _generate(model, many, sampling, ignore_eos, draft, lookup, quantize)
+    found: Any = _generate(model, many, sampling, ignore_eos, draft, lookup, quantize, adapter)
     return found[0] if single else found
 
 
@@ -99,9 +104,12 @@ def _generate(
     draft: nn.Module | str | Path | None,
     lookup: int,
     quantize: str | None,
+    adapter: str | Path | None,
 ) -> list:
     if not prompts:
         return []
+    if adapter is not None:
+        read_peft_config(adapter)  # refused before the model is loaded
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
     needs_tokenizer = isinstance(prompts[0], str) or sampling.stop or sampling.constraint
     tokenizer = tokenizer_of(checkpoint) if needs_tokenizer else None
@@ -111,16 +119,31 @@ def _generate(
         draft = load_model(draft, local_device(Console()))
     stop_ids = frozenset() if ignore_eos else stop_ids_of(checkpoint)
     engine = engine_of(model, tokenizer, draft, lookup)
+    if adapter is None:
+        return _continue(engine, prompts, sampling, stop_ids)
+    name = f"weft.generate {adapter}"  # the files may change until the next call, so the engine does not keep it
+    engine.add_adapter(name, adapter)
+    try:
+        return _continue(engine, prompts, sampling, stop_ids, name)
+    finally:
+        engine.remove_adapter(name)
+
+
+def _continue(
+    engine: Engine, prompts: list, sampling: Sampling, stop_ids: Collection[int], adapter: str | None = None
+) -> list:
+    """Returns the continuations of texts or lists of token ids with an engine and one of its adapters."""
+    tokenizer = engine.tokenizer
     if isinstance(prompts[0], str):
         assert tokenizer is not None
         encoded = [tokenizer.prompt(text) for text in prompts]
         written = [prompt.text for prompt in encoded]
-        for number, piece in stream_pieces(engine, encoded, sampling, stop_ids=stop_ids):
+        for number, piece in stream_pieces(engine, encoded, sampling, stop_ids=stop_ids, adapter=adapter):
             written[number] += piece.text
         # `Prompt.text` does not have the blank at the end of a prompt; the model generates the blank.
         return [full[len(text) :] for full, text in zip(written, prompts, strict=True)]
     ids: list[list[int]] = [[] for _ in prompts]
-    for number, piece in stream_pieces(engine, prompts, sampling, stop_ids=stop_ids):
+    for number, piece in stream_pieces(engine, prompts, sampling, stop_ids=stop_ids, adapter=adapter):
         if piece.token is not None and piece.token not in stop_ids:
             ids[number].append(piece.token)
     return ids
@@ -156,6 +179,7 @@ def stream_pieces(
     sampling: Sampling,
     *,
     stop_ids: Collection[int] | None = None,
+    adapter: str | None = None,
 ) -> Iterator[tuple[int, Piece]]:
     """Yields (index of the prompt, piece) while text is generated. Equal prompts get different random numbers.
 
@@ -166,20 +190,21 @@ def stream_pieces(
         prompts: tokenized prompts or token ids.
         sampling: the settings.
         stop_ids: tokens that end a continuation. Default: the `stop_ids` of the engine.
+        adapter: name of an adapter of the engine; None: the model without an adapter.
 
     Raises:
         UserError: a prompt is invalid or too long (see `Engine.submit`); raised by the call, before the first piece.
     """
     if prompts:
         engine.check([prompt.ids if isinstance(prompt, Prompt) else prompt for prompt in prompts], sampling)
-    return _stream_pieces(engine, prompts, sampling, stop_ids)
+    return _stream_pieces(engine, prompts, sampling, stop_ids, adapter)
 
 
-def _stream_pieces(engine, prompts, sampling, stop_ids) -> Iterator[tuple[int, Piece]]:
+def _stream_pieces(engine, prompts, sampling, stop_ids, adapter) -> Iterator[tuple[int, Piece]]:
     copies = count_earlier(tuple(prompt.ids if isinstance(prompt, Prompt) else prompt) for prompt in prompts)
     streams = dict(
         enumerate(
-            engine.submit(prompt, sampling, stop_ids=stop_ids, copy=copy)
+            engine.submit(prompt, sampling, stop_ids=stop_ids, copy=copy, adapter=adapter)
             for prompt, copy in zip(prompts, copies, strict=True)
         )
     )

@@ -158,7 +158,7 @@ def read_headers(path: Path, *, allow_pickle: bool = False) -> dict[str, StoredT
         with open(path / file, "rb") as opened:
             if opened.read(8) == b"version ":
                 raise UserError("this file is a Git LFS pointer, not the weights; run git lfs pull", path / file)
-        header = _read_pickled_header(path / file) if binary else _read_header(path / file)
+        header = _read_pickled_header(path / file) if binary else read_header(path / file)
         lacking = sorted(expected - header.keys())
         if lacking:
             raise UserError(
@@ -221,7 +221,7 @@ def _read_pickled_header(path: Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(path.name, one.dtype, tuple(one.shape)) for name, one in pickled.tensors(path).items()}
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of a safetensors file by name, from its header. Raises UserError if the file is damaged."""
     size = path.stat().st_size
     with open(path, "rb") as file:

@@ -88,8 +88,8 @@ def read_slice(
         transform = source.transform or Transform()
         if transform.stacked:
             each, experts = replace(transform, stacked=False), range(start[0], start[0] + size[0])
-            return torch.stack([_transformed(_Expert(stored, e), each, start[1:], size[1:]) for e in experts])
-        return _transformed(stored, transform, start, size)
+            return torch.stack([transformed(_Expert(stored, e), each, start[1:], size[1:]) for e in experts])
+        return transformed(stored, transform, start, size)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Expert:
         return self.stored[(slice(self.expert, self.expert + 1), *place)][0]
 
 
-def _transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+def transformed(stored, transform: Transform, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
     """Returns a slice of a parameter: reads the necessary slice of the tensor `stored`, and applies `transform` to it.
 
     Args:
