@@ -38,7 +38,9 @@ TOOLS = """
 TWICE = NAMED["chatml"].source.replace(
     "+ '<|im_end|>' -}}{%- end", "-}}{% endgeneration %}{% generation %}<|im_end|>{%- end"
 )
-MARKED = {"words": WORDS, "tools": TOOLS} | {name: NAMED[name].source for name in ("chatml", "llama3")}
+# Marks around the words and the end of the turn.
+ENDED = WORDS.replace("{% endgeneration %}{{ '<|im_end|>\n' }}", "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}")
+MARKED = {"ended": ENDED, "tools": TOOLS} | {name: NAMED[name].source for name in ("chatml", "llama3")}
 TEXTS = [
     "What is a loom?",
     "It weaves: warp and weft.\n\n  Two threads ",

@@ -7,11 +7,13 @@ import pytest
 from chat_cases import (  # noqa: F401 (the fixture)
     ASKED,
     CHAT,
+    ENDED,
     MARKED,
     NO,
     ONE,
     PAIR,
     SAID,
+    TWICE,
     WORDS,
     chat_folder,
     conversations,
@@ -103,6 +105,9 @@ def test_formats_by_name_refuse_what_they_would_leave_out(folder):
 @pytest.mark.parametrize("name", NAMED)
 def test_turns_found_by_comparing_prefixes_are_those_that_marks_show(folder, name, train_on):
     records = list(conversations(seed=2, roles=name not in ALTERNATING))
+    if name == "plain":  # it refuses an answer that does not end and is not the last message
+        records = [record for record in records if all(m["role"] != "assistant" for m in record["messages"][:-1])]
+        assert len(records) > 3
     marked, _ = encode(encoder(folder, NAMED[name].source, train_on=train_on), records)
     found, encoded = encode(encoder(folder, without_marks(NAMED[name].source), train_on=train_on), records)
     assert not encoded.rejects
@@ -164,12 +169,13 @@ def test_a_tokenizer_that_drops_white_space_does_not_mark_the_users_words(folder
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     record = {"messages": [CHAT[1], {"role": "assistant", "content": "Yo "}, *CHAT[3:], CHAT[2]]}
-    ours = encoder(tmp_path, WORDS)
+    spaced = ENDED.replace("{{ '<|im_end|>' }}", "{{ '<|im_end|> ' }}")
+    ours = encoder(tmp_path, spaced)
     ((ids, mask),), _ = encode(ours, [record])
     assert not ours._spans.fast
     decode = Tokenizer.load(folder).decode
-    assert decode([i for i, m in zip(ids, mask, strict=True) if m]) == "YoYo<|endoftext|>"
-    assert "Bye" in decode([i for i, m in zip(*theirs(tmp_path, WORDS, record), strict=True) if m])
+    assert decode([i for i, m in zip(ids, mask, strict=True) if m]) == "Yo <|im_end|>Yo<|im_end|><|endoftext|>"
+    assert "Bye" in decode([i for i, m in zip(*theirs(tmp_path, spaced, record), strict=True) if m])
 
 
 # --- What is learned, ends and lengths ---
@@ -193,7 +199,7 @@ def test_one_end_of_document_token_closes_each_document_and_is_learned_where_it_
     assert ids.count(eod) == 2
     assert (ids[-1], mask[-1]) == (eod, 1)
     for messages, learned in (([ASKED, SAID], 1), ([ASKED, SAID, ASKED], 0)):
-        ((ids, mask),), _ = encode(encoder(folder, WORDS), [{"messages": messages}])
+        ((ids, mask),), _ = encode(encoder(folder, ENDED), [{"messages": messages}])
         assert (ids.count(eod), ids[-1], mask[-1]) == (1, eod, learned)
     # The turn ends with the end-of-document token already, and white space follows: it is closed, not ended again.
     blank = (
@@ -329,16 +335,46 @@ def test_a_template_that_needs_a_token_without_a_name_says_so(tiny_tokenizer):
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_plain_teaches_nothing_of_the_next_user(folder, exact):
-    record = {"messages": [ASKED, SAID | {"content": "we"}, ASKED | {"content": "ft"}, SAID]}
+    ended = SAID | {"content": "we</s>"}
+    record = {"messages": [ASKED, ended, ASKED | {"content": "ft"}, SAID]}
     ours = encoder(folder, find_template(folder, "plain"), exact=exact)
     ((ids, mask),), _ = encode(ours, [record])
     decode = Tokenizer.load(folder).decode
-    assert len(Tokenizer.load(folder).encode("weft")) == 1  # it could be one token
-    assert decode([id for id, learned in zip(ids, mask, strict=True) if learned]) == "weYo<|endoftext|>"
-    assert decode(ids) == "Hiwe\nftYo<|endoftext|>"
-    lines = {"messages": [ASKED, SAID | {"content": "we\n"}, ASKED, SAID, ASKED | {"content": "\nft"}, SAID]}
+    assert decode([id for id, learned in zip(ids, mask, strict=True) if learned]) == "we</s>Yo<|endoftext|>"
+    assert decode(ids) == "Hiwe</s>\nftYo<|endoftext|>"
+    lines = {"messages": [ASKED, SAID | {"content": "we</s>\n"}, ASKED, ended, ASKED | {"content": "\nft"}, SAID]}
     ((ids, _),), _ = encode(ours, [lines])
-    assert decode(ids) == "Hiwe\nHiYo\nftYo<|endoftext|>"  # none is added where one is
+    assert decode(ids) == "Hiwe</s>\nHiwe</s>\nftYo<|endoftext|>"  # none is added where one is
+
+
+# A turn without an end; with an end that is not learned; the words, calls and end of which are learned separately.
+TOLD = "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+NO_END = TOLD + "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+BARE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+PARTS = NO_END.replace("m.content }}{% endg", "m.content }}{% endgeneration %}, {% generation %}</s>{% endg")
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize(
+    ("template", "last_only"),
+    [(WORDS, True), (NO_END, True), (BARE, True), (NAMED["plain"].source, True), (PARTS, False), (TWICE, False)],
+)
+def test_an_answer_that_a_model_would_not_end_is_refused_unless_it_is_the_last_message(
+    folder, template, last_only, exact
+):
+    said = [SAID | {"content": "one"}, SAID | {"content": "two"}]
+    records = [[ASKED, said[0]], [ASKED, said[0], ASKED, said[1]], [ASKED, said[0], ASKED]]
+    records = [{"messages": messages} for messages in records]
+    documents, encoded = encode(encoder(folder, template, exact=exact), records)
+    assert [reject.line for reject in encoded.rejects] == ([2, 3] if last_only else [])
+    for reject in encoded.rejects:
+        assert "without a stop token" in reject.reason
+        assert "--train-on last" in reject.reason
+    assert all(sum(mask) for _, mask in documents)
+    _, encoded = encode(encoder(folder, template, exact=exact, train_on="last"), records)
+    assert [reject.line for reject in encoded.rejects] == ([3] if last_only else [])
+    _, encoded = encode(encoder(folder, template, exact=exact, train_on="all"), records)
+    assert not encoded.rejects
 
 
 # --- weft data pack ---

@@ -85,7 +85,7 @@ BAD = {
 
 @pytest.mark.parametrize(("reason", "record"), BAD.items(), ids=list(BAD))
 def test_what_is_no_conversation_is_a_reject_with_its_reason(folder, reason, record):
-    documents, encoded = encode(encoder(folder, WORDS), [{"messages": CHAT}, record, {"messages": CHAT}])
+    documents, encoded = encode(encoder(folder, TWICE), [{"messages": CHAT}, record, {"messages": CHAT}])
     assert len(documents) == 2
     assert [reject.line for reject in encoded.rejects] == [2]
     assert reason in encoded.rejects[0].reason

@@ -7,11 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from weft.data.conversations.endings import raise_if_endless
 from weft.data.conversations.layouts import Conversation, RecordLayout, read_record
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateSource, special_tokens
@@ -112,6 +114,7 @@ class ConversationEncoder:
                 (token for token, id in self._spans.added.items() if id == tokenizer.eod_id),
                 tokenizer.decode([tokenizer.eod_id]),
             )
+            self._stops = tuple(filter(None, (*self._spans.added, self._end, *spec.template.markers)))
             now = datetime.fromisoformat(spec.date) if spec.date is not None else None
             # A named format writes nothing for a special token that the tokenizer does not define.
             defined = {**special_tokens(spec.tokenizer), **spec.variables}
@@ -205,6 +208,8 @@ class ConversationEncoder:
                 else:  # some messages have several marks, or none
                     ranges = [self._message_span(conversation, number, text) for number in learned]
                     spans = [(a, b) for a, b in spans if any(start <= a and b <= end for start, end in ranges)]
+        if earlier := [number for number in learned if number < len(messages) - 1]:
+            raise_if_endless(text, spans, earlier, self._stops, partial(self._message_span, conversation, text=text))
         # If the text ends with the end-of-document token and white space, another end-of-document token is added after
         # the white space; it does not end an answer.
         learn_end = learned[-1] == len(messages) - 1 and not text.rstrip().endswith(self._end)
