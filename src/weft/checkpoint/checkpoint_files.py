@@ -24,6 +24,7 @@ INDEX = "index.json"
 OPTIMIZER = "optimizer.json"
 MODEL = "model.json"
 STATE = "state.json"
+ADAPTER = "adapter.json"  # only in checkpoints of adapters, which do not contain the weights of the base model
 # In an imported folder: the content of config.json and generation_config.json, which the export writes again.
 ORIGIN = "huggingface.json"
 

@@ -33,6 +33,7 @@ from weft.families.config_json import is_huggingface
 from weft.files import read_json
 from weft.parallel import ranks
 
+ADAPTER_ONLY = "this checkpoint contains only an adapter; merge it with its base model first (`weft merge`)"
 _MISMATCH = ("the checkpoint does not fit", "; use the configuration that it was trained with")
 
 
@@ -157,6 +158,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     others: Callable[[dict[str, list[int]]], dict[str, Tensor]] | None = None,
+    select: Callable[[str], bool] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint into a model and an optimizer, in place. Every rank must call this function.
 
@@ -167,6 +169,7 @@ def load(
         checkpoint: a path that `resolve` returned. A Hugging Face folder has no optimizer state.
         others: function that selects further tensors to load. It receives name -> shape of all saved tensors. It
             returns name -> tensor to fill, for names of tensors that were passed to `save` as `others`.
+        select: function that returns whether a tensor of the model, given its name, is loaded. Default: all are.
 
     Returns:
         The `state` that was passed to `save`, with the key `step`.
@@ -176,13 +179,13 @@ def load(
             class of optimizer.
     """
     checkpoint = Path(checkpoint)
-    folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer))
+    folder = ranks.agree(lambda: _huggingface_folder(checkpoint, optimizer, select is None))
     if folder is not None:
-        return fill(folder, model)
+        return fill(folder, model, select)
     _verify_on_all_ranks(checkpoint)
     index = ranks.agree(lambda: read_json(checkpoint / files.INDEX))
     targets: dict[str, Tensor] = {}
-    copies = _match_model(checkpoint, model, index, targets)
+    copies = _match_model(checkpoint, model, index, targets, select or (lambda _: True))
     states = _match_optimizer(checkpoint, model, optimizer, index, targets) if optimizer is not None else []
     if others is not None:
         targets |= others({name: entry["shape"] for name, entry in index["tensors"].items()})
@@ -210,9 +213,17 @@ def load(
     return ranks.agree(lambda: read_json(checkpoint / files.STATE))
 
 
-def _huggingface_folder(checkpoint: Path, optimizer: torch.optim.Optimizer | None) -> HuggingFaceFolder | None:
-    """Opens a Hugging Face folder; returns None for a checkpoint in Weft's format. Raises UserError as `load`."""
+def _huggingface_folder(
+    checkpoint: Path, optimizer: torch.optim.Optimizer | None, everything: bool
+) -> HuggingFaceFolder | None:
+    """Opens a Hugging Face folder; returns None for a checkpoint in Weft's format. Raises UserError as `load`.
+
+    Args:
+        everything: whether all tensors of the model will be loaded, which a checkpoint of an adapter does not have.
+    """
     if not is_huggingface(checkpoint):
+        if everything and (checkpoint / files.ADAPTER).is_file():
+            raise UserError(ADAPTER_ONLY, checkpoint)
         return None
     if optimizer is not None:
         raise UserError("a Hugging Face folder has no optimizer state; load the model without an optimizer", checkpoint)
@@ -220,9 +231,9 @@ def _huggingface_folder(checkpoint: Path, optimizer: torch.optim.Optimizer | Non
 
 
 def _match_model(
-    checkpoint: Path, model: nn.Module, index: dict, targets: dict[str, Tensor]
+    checkpoint: Path, model: nn.Module, index: dict, targets: dict[str, Tensor], select: Callable[[str], bool]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Adds the model's tensors to `targets` (saved name -> tensor to load).
+    """Adds the model's tensors that `select` selects to `targets` (saved name -> tensor to load).
 
     Returns:
         Pairs (tensor, source): after loading, `source` must be copied to `tensor`. One pair for each tensor that was
@@ -233,6 +244,8 @@ def _match_model(
     used: set[str] = set()
     copies: list[tuple[Tensor, Tensor]] = []
     for name, (tensor, names) in model_tensors(model).items():
+        if not select(name):
+            continue
         source = next((name for name in _candidates(names, index) if name in saved), None)
         if source is None:
             problems.append(f"{name} is in this model, but not in the checkpoint")
@@ -246,6 +259,7 @@ def _match_model(
             copies.append((tensor, targets[key]))
         else:
             targets[key] = tensor.detach()  # the same storage; autograd forbids filling it from several threads
+    saved = {name for name in saved if select(name)}
     raise_mismatch(checkpoint, problems, used, saved, "is in the checkpoint, but not in this model", *_MISMATCH)
     return copies
 

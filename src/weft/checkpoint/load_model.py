@@ -12,14 +12,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from weft.checkpoint.adapter_record import AdapterRecord, read_record
+from weft.checkpoint.base_model import load_base, open_base
 from weft.checkpoint.load import architecture, load, resolve
 from weft.checkpoint.tensors import model_tensors
 from weft.checkpoint.weights import SavedTensor, open_weights
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
+from weft.models.adapter import add_adapter, is_adapter
 from weft.models.decoder import Decoder
 from weft.models.huggingface_weights import saved_dtype
+from weft.parallel.adapter import subtract_initial_product
 from weft.parallel.memory.device_map import Budgets, free_budgets, place_layers
 from weft.parallel.memory.free import check_memory
 from weft.parallel.world import World
@@ -100,8 +104,10 @@ def _build(
         raise UserError(f"dtype: {dtype!r} is not a torch.dtype; use a dtype such as torch.bfloat16")
 
     checkpoint = resolve(path)
-    section = architecture(checkpoint)
-    tensors = open_weights(checkpoint, huggingface=False).tensors
+    section, record = architecture(checkpoint), read_record(checkpoint)
+    if record is not None and quantize is not None:
+        raise UserError("quantize: this is an adapter; merge it first (`weft merge`), or omit quantize", checkpoint)
+    tensors = open_base(section, checkpoint if record is None else resolve(record.base.path)).tensors
     saved = {name: tensor.dtype for name, tensor in tensors.items()}
     dtypes = {name: saved_dtype(name, dtype, kind) for name, kind in saved.items()}
     size = sum(math.prod(t.shape) * dtypes[n].itemsize for n, t in tensors.items())
@@ -119,6 +125,7 @@ def _build(
 
         model = build_model(section)
         _cast(model, saved, dtype, unsaved=False)
+        _adapt(model, record)
         materialize(model, device)
         model.set_compute_dtype(next(model.parameters()).dtype)
     elif isinstance(section, CustomModelSection):
@@ -127,16 +134,24 @@ def _build(
             model = build_model(section)
         model.to(device)
         _cast(model, saved, dtype)
+        _adapt(model, record)
     else:
         with torch.device("meta"):
             model = Decoder(section)
         _cast(model, saved, dtype)  # before memory is allocated: float32 may need twice as much
+        _adapt(model, record)
         if world is not None:
             from weft.parallel.apply import shard_for_inference
 
             shard_for_inference(model, world)
         _allocate(model, device, budgets, quantize, tensors, checkpoint)
     return checkpoint, model
+
+
+def _adapt(model: nn.Module, record: AdapterRecord | None) -> None:
+    """Adds the parameters of an adapter, in the dtype of the weights, if the checkpoint is an adapter's."""
+    if record is not None:
+        add_adapter(model, record.section)
 
 
 def _allocate(
@@ -179,7 +194,12 @@ def _allocate(
 def _load(checkpoint: Path, model: nn.Module, quantize: str | None = None) -> nn.Module:
     """Fills a model with the weights of a checkpoint. If the model is sharded, every rank must call this function."""
     model.eval()
-    if quantize is None:
+    record = read_record(checkpoint)
+    if record is not None:
+        load_base(model, architecture(checkpoint), resolve(record.base.path), record)
+        load(checkpoint, model=model, select=is_adapter)
+        subtract_initial_product(model, record.section)
+    elif quantize is None:
         load(checkpoint, model=model)
     else:
         _load_quantized(checkpoint, model, quantize)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.adapter_record import record_of
 from weft.checkpoint.storage import SafetensorsWriter
 from weft.checkpoint.tensors import MODEL_PREFIX, model_tensors, optimizer_state, reduce_partial
 from weft.errors import UserError
 from weft.files import partial_path, publish, remove
+from weft.models.adapter import is_adapter
 from weft.observe.status import LONG, doing
 from weft.parallel import ranks
 
@@ -60,7 +62,8 @@ def save(
     doing(task, "save", LONG)
     try:
         ranks.agree(lambda: _begin(folder, partial, keep), only_first=True)
-        tensors, aliases, description = _collect(model, optimizer)
+        record = record_of(model)
+        tensors, aliases, description = _collect(model, optimizer, None if record is None else is_adapter)
         tensors |= others or {}
         writer = SafetensorsWriter(partial, aliases, task)
         with planning():
@@ -71,6 +74,7 @@ def save(
                 no_dist=not ranks.distributed(),
             )
         contents = {files.MODEL: architecture, files.OPTIMIZER: description, files.STATE: {**state, "step": step}}
+        contents |= {} if record is None else {files.ADAPTER: record.content(target)}
         doing(task, "save", LONG)
         ranks.agree(lambda: _finish(partial, target, contents, writer.digests), only_first=True)
     except (
@@ -92,9 +96,12 @@ def _begin(folder: Path, partial: Path, keep: files.Keep) -> None:
 
 
 def _collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, select: Callable[[str], bool] | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any] | None]:
     """Collects this rank's tensors; and, from all ranks, the names of tied weights and the values that are not tensors.
+
+    Args:
+        select: function that returns whether a tensor of the model, given its name, is saved; None: all are.
 
     Returns:
         Three values: name -> tensor; further name of a tied weight -> saved name; and the optimizer's class and values
@@ -104,6 +111,8 @@ def _collect(
     def local() -> tuple:
         tensors, aliases = {}, {}
         for name, (tensor, same) in model_tensors(model).items():
+            if select is not None and not select(name):
+                continue
             tensors[MODEL_PREFIX + name] = tensor
             aliases |= dict.fromkeys(same[1:], name)
         if optimizer is None:

@@ -20,7 +20,7 @@ from weft.checkpoint.huggingface.folder import (
     read_headers,
 )
 from weft.checkpoint.huggingface.pickled import open_tensors
-from weft.checkpoint.load import architecture, resolve
+from weft.checkpoint.load import ADAPTER_ONLY, architecture, resolve
 from weft.checkpoint.tensors import MODEL_PREFIX
 from weft.config.model import ModelSection
 from weft.errors import UserError
@@ -115,6 +115,8 @@ def open_weights(path: str | Path, *, huggingface: bool | None = None, allow_pic
     if in_files:
         folder = open_folder(path, allow_pickle=allow_pickle)
         return Weights(path, False, {name: _converted(folder, name) for name in folder.sources}, {}, folder.warnings)
+    if (path / files.ADAPTER).is_file():
+        raise UserError(ADAPTER_ONLY, path)
     tensors = dict(_checkpoint_tensors(path))
     if not huggingface:
         return Weights(path, False, tensors, {})

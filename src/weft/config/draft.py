@@ -126,7 +126,8 @@ class Draft:
         self.tree = self._with_items(self.tree, self.kind, "")
         self._plain = self._as_plain(self.tree, "")
         for name, info in field_names(self.kind).items():
-            if section_class(info.annotation) is not None and name not in ("model", *self._plain):
+            optional = info.default is None  # such a section exists only if the file has it
+            if section_class(info.annotation) is not None and name not in ("model", *self._plain) and not optional:
                 self._plain[name] = self._as_plain(Node({}), name)
         while True:
             self.values.clear()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Gt
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
 
+from weft.config.adapter import AdapterSection
 from weft.config.data import DataSection
 from weft.config.draft import Draft
 from weft.config.inherit import read_tree
@@ -159,6 +160,8 @@ class RunConfig(Section):
     """
     data: DataSection
     objective: ObjectiveSection = _default(ObjectiveSection)
+    adapter: AdapterSection | None = None
+    """Low-rank adapter (LoRA) to train in place of the model's weights. Default: none; all weights are trained."""
     optimizer: OptimizerSection = _default(OptimizerSection)
     schedule: ScheduleSection = _default(ScheduleSection)
     training: TrainingSection

@@ -19,6 +19,7 @@ from weft.models.layers.attention import Attention, Rotary
 from weft.models.layers.custom import custom_component
 from weft.models.layers.dropout import Dropout
 from weft.models.layers.latent import LatentAttention
+from weft.models.layers.lora import weight_dtype
 from weft.models.layers.mlp import MLP
 from weft.models.layers.moe import MixtureOfExperts
 from weft.models.layers.norm import make_norm
@@ -103,7 +104,7 @@ class Block(nn.Module):
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
         """Casts to the weights' dtype, because the residual stream can have a wider dtype."""
-        return x.to(self.attention.o_proj.weight.dtype)
+        return x.to(weight_dtype(self.attention.o_proj))
 
     def residual_branch(self, out: torch.Tensor, post_norm: nn.Module | None) -> torch.Tensor:
         """Applies the post-norm and the residual multiplier to `out`, the output of attention or of the MLP."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from weft.config.adapter import is_stacked, layer_of
 from weft.config.model import ModelSection
 
 Kind = Literal["part", "embedding", "positions", "norm", "head", "added"]
@@ -72,5 +73,18 @@ def decoder_sharding(config: ModelSection, ranks: int) -> dict[str, ShardingRule
 
 
 def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
-    """Returns the rule for the module or parameter with this name; None if no pattern matches the name."""
-    return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
+    """Returns the rule for the module or parameter with this name; None if no pattern matches the name.
+
+    The rules of an adapter's parameters follow from the rule of the layer's weight: where the weight's outputs are
+    sharded, so are the outputs of B and the magnitudes of DoRA; where its inputs are sharded, so are the inputs of A.
+    """
+    if (adapter := layer_of(name)) is None:
+        return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
+    layer, kind = adapter
+    outputs = 1 if is_stacked(layer) else 0  # dimension of the outputs in the weight
+    rule = find_rule(table, layer if is_stacked(layer) else f"{layer}.weight")
+    sharded = {
+        outputs: ("lora_b", "lora_b0", "lora_magnitude"),
+        outputs + 1: ("lora_a", "lora_a0"),
+    }
+    return rule if isinstance(rule, int) and kind in sharded.get(rule, ()) else None

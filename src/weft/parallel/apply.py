@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft.config.legal_mesh import check_tensor_parallel
 from weft.config.mesh import ParallelSection
@@ -25,6 +24,7 @@ from weft.models.layers.moe import Experts
 from weft.models.parameter_patterns import last_match
 from weft.models.transformers_model import TransformersModel, build_transformers_model, materialize
 from weft.parallel import fp8
+from weft.parallel.adapter import adapt, fill_adapter
 from weft.parallel.axes.context import shard_over_cp
 from weft.parallel.axes.expert import shard_over_ep
 from weft.parallel.axes.fsdp import MeshParameters, raise_if_shared, replicate_scalars, shard_over_data
@@ -32,7 +32,7 @@ from weft.parallel.axes.pipeline import Stages, build_local_stages
 from weft.parallel.axes.single_rank import SingleRankParameters, cast_outputs, is_single_rank, place_on_rank
 from weft.parallel.axes.tensor import shard_over_tp
 from weft.parallel.gradients.frozen_rows import freeze_all_but_rows
-from weft.parallel.local_parameters import LocalParameters, local
+from weft.parallel.local_parameters import LocalParameters, local, set_full_value
 from weft.parallel.memory.activations import checkpointed
 from weft.parallel.memory.offload import move_buffers, parameter_device
 from weft.parallel.model_state import ATTRIBUTE, ModelPlan, ModelState, repeated_blocks
@@ -56,6 +56,7 @@ def transformations(plan: ModelPlan, world: World) -> list[Transformation]:
         freeze,
         use_state_dtype,
         multiply_in_fp8,
+        adapt,
         shard_over_tp,
         shard_over_cp,
         shard_over_ep,
@@ -241,26 +242,23 @@ def fill_weights(model: nn.Module, plan: ModelPlan, world: World) -> None:
     if isinstance(plan.model, ModelSection):
         for stage in model.stages.values() if isinstance(model, Stages) else [model]:
             stage.to_empty(device=device)
-        fill(model, plan.seed)
+        fill(model, plan)
     elif isinstance(plan.model, TransformersModelSection) and next(model.parameters()).is_meta:
         materialize(model, device)
     else:
         model.to(device)
+    if plan.adapter is not None:
+        fill_adapter(model, plan)
     move_buffers(model, world.device)
 
 
 @torch.no_grad()
-def fill(model: nn.Module, seed: int) -> None:
+def fill(model: nn.Module, plan: ModelPlan) -> None:
     """Initializes parameters and buffers, independently of the mesh.
 
-    Each rank draws the full parameter, seeded by `seed` and the parameter's name, and keeps its own shard.
+    Each rank draws the full parameter, seeded by the run's seed and the parameter's name, and keeps its own shard. With
+    an adapter, the parameters of the base model stay uninitialized, because they are loaded.
     """
-    for name, parameter in model.named_parameters():
-        value = initial_value(model, name, seed, dtype=parameter.dtype)
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank has drawn the same full tensor, so nothing is sent.
-            value = distribute_tensor(
-                value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-        parameter.copy_(value)
-    initialize_buffers(model, seed)
+    for name, parameter in model.named_parameters() if plan.adapter is None else ():
+        set_full_value(parameter, initial_value(model, name, plan.seed, dtype=parameter.dtype))
+    initialize_buffers(model, plan.seed)

@@ -8,8 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.config.model import CustomModelSection, ModelSection
+from weft.models.adapter import add_adapter
 from weft.models.build import build_model
 from weft.models.initialize import initialize_buffers
+from weft.parallel.model_state import state_of
 from weft.parallel.world import World
 
 
@@ -23,11 +25,13 @@ def gather_full_model(
         On rank 0, a copy of the full model in `dtype` on this rank's device, which must have enough memory. On other
         ranks None.
     """
-    full = None
+    full, state = None, state_of(model)
     if world.rank == 0:
         built_in = isinstance(section, ModelSection)
         with torch.device("meta" if built_in else world.device):
             full = build_model(section).to(dtype)
+            if state is not None and state.plan.adapter is not None:
+                add_adapter(full, state.plan.adapter)
         if built_in:
             full.to_empty(device=world.device)
             initialize_buffers(full)

@@ -57,6 +57,17 @@ def distribute_parameters(
             setattr(module, name, replaced[parameter])
 
 
+@torch.no_grad()
+def set_full_value(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies a full (unsharded) value, which every rank has, to a parameter that can be sharded."""
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank has the same full tensor, so nothing is sent.
+        value = distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    parameter.copy_(value)
+
+
 class LocalParameters:
     """Replaces the DTensor parameters of an FSDP2 unit with this rank's plain tensors during forward passes.
 

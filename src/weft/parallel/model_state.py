@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.config.adapter import AdapterSection
 from weft.config.mesh import ParallelSection
 from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
@@ -36,6 +38,8 @@ class ModelPlan:
         freeze: patterns of the names of parameters that are not trained (`weft.models.parameter_patterns`).
         sequence: number of tokens per sequence, to balance the cost of pipeline stages; 0 means unknown.
         fp8: whether the blocks' matrix products are computed in 8 bits.
+        adapter: the adapter to train. All other parameters are frozen, in `dtype`. None trains the parameters of the
+            model.
     """
 
     model: ModelSection | TransformersModelSection | CustomModelSection
@@ -49,11 +53,25 @@ class ModelPlan:
     freeze: tuple[str, ...] = ()
     sequence: int = 0
     fp8: bool = False
+    adapter: AdapterSection | None = None
 
     @property
     def state_dtype(self) -> torch.dtype:
         """The dtype of parameters, of the residual stream and, by default, of gradient reductions."""
         return torch.promote_types(self.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model to which an adapter is added.
+
+    Attributes:
+        path: a checkpoint or a Hugging Face folder.
+        digest: digest of the weights (`weft.checkpoint.base_model.weights_digest`).
+    """
+
+    path: Path
+    digest: str
 
 
 @dataclass
@@ -67,6 +85,7 @@ class ModelState:
             replicated bias to its partial output, so the multiplier is 1 / number of `tp` ranks.
         unsharded_units: FSDP2 units on a single rank, whose parameters are never freed.
         wrappers: module -> labels of the wrappers of the module's forward, innermost first.
+        base: the base model whose weights were loaded, if the model has an adapter.
         assigned: module -> {name of an attribute that `fill` assigned: label of the value}.
     """
 
@@ -74,6 +93,7 @@ class ModelState:
     world: World
     local: Callable[[DTensor], torch.Tensor]
     sequence_shard: SequenceShard | None = None
+    base: BaseModel | None = None
     scales: dict[tuple[nn.Module, str], float] = field(default_factory=dict)
     unsharded_units: set[nn.Module] = field(default_factory=set)
     wrappers: defaultdict[nn.Module, list[str]] = field(default_factory=lambda: defaultdict(list))

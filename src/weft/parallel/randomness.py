@@ -29,7 +29,7 @@ BITS = (1 << 63) - 1
 
 
 def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
-    """Makes each layer's forward start with its own seed, if the decoder uses dropout.
+    """Makes each layer's forward start with its own seed, if the decoder or its adapter uses dropout.
 
     A layer's seed is derived from the layer's number and the micro-batch's seed, which is the seed of the random
     generator when the model's forward starts. Assumes that activation checkpointing is already applied: seeding must
@@ -38,7 +38,8 @@ def seed_layers(model: nn.Module, state: ModelState) -> nn.Module:
     if not isinstance(model, Decoder):
         return model
     config = model.config
-    if not any((config.embedding_dropout, config.hidden_dropout, config.attention_dropout)):
+    adapter = state.plan.adapter.dropout if state.plan.adapter is not None else 0.0
+    if not any((config.embedding_dropout, config.hidden_dropout, config.attention_dropout, adapter)):
         return model
     seed = [0]
     state.wrap(model, "dropout: keeps the micro-batch's seed", partial(_keeping, seed))

@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.checkpoint.adapter_record import AdapterRecord, saved_record
+from weft.checkpoint.base_model import base_path, load_base
 from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
 from weft.checkpoint.load import checkpoints, load, resolve
 from weft.config.components import make_component
 from weft.config.run import RunConfig
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
+from weft.models.adapter import is_adapter
 from weft.models.parameter_patterns import raise_if_unmatched
 from weft.models.roles import parameter_roles
 from weft.optim.parameter_groups import parameter_groups
+from weft.parallel.adapter import fill_from_base, subtract_initial_product
 from weft.parallel.apply import build_sharded_model
 from weft.parallel.gradients.compress import PowerSGD
 from weft.parallel.memory.offload import keep_state_on_host
-from weft.parallel.model_state import ModelPlan
+from weft.parallel.model_state import ModelPlan, state_of
 from weft.parallel.objective import Objective
 from weft.parallel.ranks import all_gather_object, error_on_all_ranks
 from weft.parallel.world import World
@@ -116,6 +120,7 @@ def model_plan(config: RunConfig) -> ModelPlan:
         freeze=tuple(training.freeze),
         sequence=config.data.sequence_length or 0,
         fp8=training.fp8,
+        adapter=config.adapter,
     )
 
 
@@ -149,22 +154,44 @@ def restore(
         The saved state: `step` (number of updates) and the other values of the checkpoint; `{"step": 0}` for a new run.
     """
     config, path, world = job.config, job.run.path, job.world
+    adapter, select = config.adapter, None if config.adapter is None else is_adapter
     if world.agree(lambda: bool(checkpoints(path)), only_first=True):
         checkpoint = world.agree(lambda: resolve(path))
+        if adapter is not None:
+            restore_base(job, model, world.agree(lambda: saved_record(checkpoint, adapter)))
 
         def others(saved: dict[str, list[int]]) -> dict[str, torch.Tensor]:
             blank = compress.blank_state(saved) if compress is not None else {}
             return blank | callbacks.empty_tensors(checkpoint, model)
 
-        state = load(checkpoint, model=model, optimizer=optimizer, others=others)
+        state = load(checkpoint, model=model, optimizer=optimizer, others=others, select=select)
+        if adapter is not None:
+            subtract_initial_product(model, adapter)
         if compress is not None:
             compress.use_loaded()
         world.agree(lambda: callbacks.load_state_dict(state.get("callbacks", {})))
         return state
     section = config.model
+    if adapter is not None:
+        restore_base(job, model, None)
+        fill_from_base(model, adapter)
+        subtract_initial_product(model, adapter)
+        return {"step": 0}
     if isinstance(section, TransformersModelSection) and section.from_ is None and section.weights:
         world.agree(lambda: fill_transformers_model(model, section))
     if (source := section.from_) is not None:
         checkpoint = world.agree(lambda: resolve(source))
         load(checkpoint, model=model, optimizer=optimizer if section.load_optimizer else None)
     return {"step": 0}
+
+
+def restore_base(job: Job, model: nn.Module, record: AdapterRecord | None) -> None:
+    """Loads the weights of an adapter run's base model.
+
+    Args:
+        record: the record of the checkpoint from which the run resumes; None for a new run.
+    """
+    section, state = job.config.model, state_of(model)
+    assert state is not None
+    path = job.world.agree(lambda: base_path(section))
+    state.base = load_base(model, section, path, record)

@@ -18,8 +18,11 @@ from weft.parallel import ranks
 from weft.torch_private import compute_local_shape_and_global_offset
 
 
-def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
+def fill(folder: HuggingFaceFolder, model: nn.Module, select: Callable[[str], bool] | None = None) -> dict[str, Any]:
     """Loads a folder's weights into a model, in place. Parameters keep their dtype and placement.
+
+    Args:
+        select: as in `weft.checkpoint.load.load`.
 
     Returns:
         The state of a checkpoint at step 0: `{"step": 0}`.
@@ -27,16 +30,16 @@ def fill(folder: HuggingFaceFolder, model: nn.Module) -> dict[str, Any]:
     Raises:
         UserError: names or shapes of the folder's tensors differ from the model's.
     """
-    tensors = {name: tensor.detach() for name, (tensor, _) in model_tensors(model).items()}
+    select = select or (lambda _: True)
+    tensors = {name: tensor.detach() for name, (tensor, _) in model_tensors(model).items() if select(name)}
     problems = [f"{name} is in this model, but not in the folder" for name in tensors if name not in folder.sources]
     for name, tensor in tensors.items():
         if name in folder.sources and folder.sources[name].shape != tuple(tensor.shape):
             shape = list(folder.sources[name].shape)
             problems.append(f"{name} has shape {list(tensor.shape)} in this model, but {shape} in the folder")
     unused = "is in the folder, but not in this model"
-    raise_mismatch(
-        folder.path, problems, set(tensors), set(folder.sources), unused, "the model does not match this folder"
-    )
+    stored = {name for name in folder.sources if select(name)}
+    raise_mismatch(folder.path, problems, set(tensors), stored, unused, "the model does not match this folder")
     for warning in folder.warnings if ranks.rank() == 0 else ():
         warnings.warn(f"{folder.path}: {warning}", stacklevel=2)
     with ThreadPoolExecutor(threads()) as pool:

@@ -37,10 +37,15 @@ from weft.parallel import ranks
 _NAMED = 10  # maximum number of mismatched tensors that a message lists
 
 
-def fill_transformers_model(model: nn.Module, section: TransformersModelSection) -> None:
+def fill_transformers_model(
+    model: nn.Module, section: TransformersModelSection, select: Callable[[str], bool] | None = None
+) -> None:
     """Loads the safetensors files in `section.path` into a model, sharded or not. Every rank reads its shards.
 
     Tensors that transformers stacks or splits are read and converted in full on every rank, one group at a time.
+
+    Args:
+        select: as in `weft.checkpoint.load.load`.
 
     Raises:
         UserError: a file is missing or truncated, or a tensor is missing, unknown or of another shape.
@@ -65,6 +70,8 @@ def fill_transformers_model(model: nn.Module, section: TransformersModelSection)
     tied: list[list[str]] = []
     for name, (tensor, names) in model_tensors(model).items():
         found = [one for one in names if one in owners]
+        if select is not None and not select(name):
+            continue
         if found:
             targets[found[0]] = tensor.detach()
             tied.append(found)

@@ -19,18 +19,23 @@ class Dropout(nn.Module):
         full_sequence: function that returns the length of the full sequence and the positions of this rank's tokens in
             it. `parallel/` sets it if sequences are sharded. The mask is then drawn for the full sequence, and indexed
             with these positions.
+        full_features: size of the last dimension of the full input, and this rank's slice of it. `parallel/` sets it if
+            this dimension is sharded; the mask is then drawn for the full dimension.
     """
 
     def __init__(self, p: float):
         super().__init__()
         self.p = p
         self.full_sequence: FullSequence | None = None
+        self.full_features: tuple[int, slice] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies dropout to `[batch, seq, hidden]`."""
         if self.p == 0 or not self.training:
             return x
-        if self.full_sequence is None:
+        if self.full_sequence is None and self.full_features is None:
             return F.dropout(x, self.p)
-        length, positions = self.full_sequence(x.shape[1])
-        return x * F.dropout(x.new_ones(x.shape[0], length, *x.shape[2:]), self.p)[:, positions]
+        length, positions = (x.shape[1], slice(None)) if self.full_sequence is None else self.full_sequence(x.shape[1])
+        width, features = (x.shape[-1], slice(None)) if self.full_features is None else self.full_features
+        mask = F.dropout(x.new_ones(x.shape[0], length, *x.shape[2:-1], width), self.p)
+        return x * mask[:, positions][..., features]

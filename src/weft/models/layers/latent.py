@@ -8,6 +8,7 @@ from torch import nn
 from weft.config.model import ModelSection
 from weft.models.layers.attention import CoreAttention, Rotary
 from weft.models.layers.dropout import Dropout
+from weft.models.layers.lora import full_weight
 from weft.models.layers.norm import RMSNorm
 
 EPS = 1e-6  # epsilon of the norms of latents, as published; not that of the residual stream's norms
@@ -91,8 +92,8 @@ class LatentAttention(nn.Module):
             q_nope, q_rope: the dimensions of the queries without and with rotary embedding.
             latent, k_rope, mask: as in `attend_latents`.
         """
-        k_weight, v_weight = self.kv_b_proj.weight.view(self.heads, -1, self.rank).split(
-            (self.nope, self.v_head_dim), dim=1
+        k_weight, v_weight = (
+            full_weight(self.kv_b_proj).view(self.heads, -1, self.rank).split((self.nope, self.v_head_dim), dim=1)
         )
         q = torch.cat((torch.einsum("bhsn,hnr->bhsr", q_nope, k_weight), q_rope), dim=-1)
         out = self.attend(q, torch.cat((latent, k_rope), dim=-1), latent, mask)  # [batch, heads, 1, rank]

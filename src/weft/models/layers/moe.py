@@ -14,6 +14,7 @@ from weft.config.model import ModelSection
 from weft.config.model_sections import ExpertsSection
 from weft.kernels.grouped import grouped_linear
 from weft.models.layers.dropout import Dropout
+from weft.models.layers.lora import expert_product
 from weft.models.layers.mlp import MLP, intermediate_size, make_activation
 from weft.torch_private import in_backward
 
@@ -210,7 +211,7 @@ class Experts(nn.Module):
         Returns:
             `[rows, hidden]`.
         """
-        gate, up = self.product(x, self.gate_proj, ends), self.product(x, self.up_proj, ends)
+        gate, up = expert_product(self, "gate_proj", x, ends), expert_product(self, "up_proj", x, ends)
         one_hot = None
         if self.gate_bias is not None and self.up_bias is not None:
             # A matrix product instead of indexing, whose gradient would be a sequential sum over rows.
@@ -222,7 +223,7 @@ class Experts(nn.Module):
         else:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
             inner = (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
-        out = self.product(inner, self.down_proj, ends)
+        out = expert_product(self, "down_proj", inner, ends)
         return out if one_hot is None or self.down_bias is None else out + one_hot @ self.down_bias
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ from weft.errors import UserError
 from weft.models.decoder import Decoder
 from weft.models.layers.attention import Attention, CoreAttention
 from weft.models.layers.latent import LatentAttention
+from weft.models.layers.lora import Lora
 from weft.models.layers.moe import Experts, MixtureOfExperts
 from weft.models.layers.norm import RMSNorm
 from weft.models.sharding import ShardingRule, decoder_sharding, find_rule
 from weft.parallel import collectives
 from weft.parallel.axes.custom_model import CustomModelCheck
-from weft.parallel.local_parameters import distribute_parameters
+from weft.parallel.local_parameters import distribute_parameters, local
 from weft.parallel.model_state import ModelState
 from weft.parallel.randomness import WeightsDropout, draw_full_sequence
 from weft.torch_private import overlap_tensor_parallel
@@ -119,6 +121,8 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
             module.weights_dropout = WeightsDropout(module)
         elif isinstance(module, LatentAttention):
             state.fill(module, "heads", f"tp: heads / {ranks}", module.heads // ranks)
+        elif isinstance(getattr(module, "lora", None), Lora) and isinstance(module, nn.Linear):
+            _shard_adapter(module, group)
         elif isinstance(module, Attention) and module.kv_heads % ranks:
             head = rank * module.kv_heads // ranks
             rows = slice(head * module.head_dim, (head + 1) * module.head_dim)
@@ -130,6 +134,15 @@ def shard_decoder(model: Decoder, table: dict[str, ShardingRule], state: ModelSt
     state.fill(model, "token_logprobs", "tp: sharded vocabulary", _token_logprobs(model.token_logprobs, group))
     state.fill(model, "logits", "tp: all-gather the vocabulary", _logits(group))
     state.fill(model, "select", "tp: all-gather the sequence, shard the selected tokens", _select(group))
+
+
+def _shard_adapter(linear: Any, group: dist.ProcessGroup) -> None:
+    """Makes the adapter of a linear layer work with a shard of the layer's inputs, if its inputs are sharded."""
+    lora, width = linear.lora, linear.in_features
+    each = local(linear.lora_a).shape[1]
+    if each < width:
+        lora.dropout.full_features = width, slice(group.rank() * each, (group.rank() + 1) * each)
+        lora.sum_inputs = partial(collectives.all_reduce, group=group)
 
 
 def local_positions(tokens: int, group: dist.ProcessGroup) -> tuple[int, torch.Tensor]:
@@ -189,6 +202,9 @@ def _sequence_shard(module: nn.Module, group: dist.ProcessGroup, forward: Callab
 
 def _rows(module: nn.Linear, rows: slice, forward: Callable) -> Callable:
     """Wraps a replicated linear layer's forward: computes only the output features `rows`."""
+
+    if hasattr(module, "lora"):
+        return partial(forward, rows=rows)
 
     def call(x):
         return F.linear(x, module.weight[rows], None if module.bias is None else module.bias[rows])

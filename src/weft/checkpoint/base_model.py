@@ -1,0 +1,110 @@
+"""The base model of an adapter: its weights, which an adapter's checkpoint does not contain, and their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.checkpoint import checkpoint_files as files
+from weft.checkpoint.adapter_record import AdapterRecord
+from weft.checkpoint.huggingface.transformers_files import fill_transformers_model
+from weft.checkpoint.load import load, resolve
+from weft.checkpoint.weights import SavedTensor, Weights, open_weights
+from weft.config.model import CustomModelSection, ModelSection
+from weft.config.transformers_model import TransformersModelSection
+from weft.errors import UserError
+from weft.families.config_json import is_huggingface
+from weft.models.adapter import is_adapter
+from weft.parallel import ranks
+from weft.parallel.model_state import BaseModel
+from weft.parallel.ranks import error_on_all_ranks
+
+Section = ModelSection | TransformersModelSection | CustomModelSection
+
+
+def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterRecord | None = None) -> BaseModel:
+    """Loads the base model's weights into a model with an adapter, sharded or not. Every rank must call this function.
+
+    Args:
+        section: the model's section.
+        base: the base model; a path that `resolve` returned.
+        expected: the record of the adapter's checkpoint, if the adapter was trained before.
+
+    Returns:
+        The base model, with the digest of its weights.
+
+    Raises:
+        UserError: the weights do not fit the model, or are not those with which the adapter was trained.
+    """
+    if (base / files.ADAPTER).is_file():
+        raise error_on_all_ranks(
+            f"{base}: this is an adapter itself; merge it first (`weft merge`), and use the merged model"
+        )
+    digest = weights_digest(section, base)
+    if expected is not None and digest != expected.base.digest:
+        raise error_on_all_ranks(
+            f"{base}: these are not the weights that the adapter was trained on (digest {digest[:12]}, not "
+            f"{expected.base.digest[:12]}); use {expected.base.path} as it was then"
+        )
+    if isinstance(section, TransformersModelSection) and is_huggingface(base):
+        source = section.model_copy(update={"path": str(base)})
+        ranks.agree(lambda: fill_transformers_model(model, source, is_base))
+    else:
+        load(base, model=model, select=is_base)
+    return BaseModel(base, digest)
+
+
+def is_base(name: str) -> bool:
+    """Whether a parameter belongs to the base model, by its name."""
+    return not is_adapter(name)
+
+
+def base_path(section: Section) -> Path:
+    """Returns the path of the model that an adapter run adapts: `model.from`, or `model.path` of type hf.
+
+    Raises:
+        UserError: the path has no model.
+    """
+    source = section.from_ or getattr(section, "path", None)
+    if source is None:
+        raise UserError("adapter: an adapter needs a trained model; set model.from")
+    return resolve(source)
+
+
+def open_base(section: Section, base: Path) -> Weights:
+    """Opens the weights of a base model: with the names of Weft's model, or for type hf with the names in its files."""
+    return open_weights(base, huggingface=isinstance(section, TransformersModelSection) and is_huggingface(base))
+
+
+def weights_digest(section: Section, base: Path) -> str:
+    """Returns a SHA-256 of a model's weights: names, dtypes, shapes and values, in hexadecimal.
+
+    For the built-in decoder, the digest does not depend on the files that contain the weights. Each rank hashes some of
+    the tensors; every rank must call this function.
+
+    Args:
+        section: the model's section.
+        base: a checkpoint or Hugging Face folder.
+    """
+    tensors = ranks.agree(lambda: open_base(section, base).tensors)
+    own = sorted(tensors)[ranks.rank() :: ranks.world_size()]
+
+    def hash_all() -> dict[str, str]:
+        with ThreadPoolExecutor(files.threads()) as pool:
+            return dict(zip(own, pool.map(lambda name: _tensor_digest(tensors[name]), own), strict=True))
+
+    lines: dict[str, str] = {}
+    for found in ranks.all_gather_object(ranks.agree(hash_all)):
+        lines |= found
+    return hashlib.sha256("\n".join(f"{name} {lines[name]}" for name in sorted(lines)).encode()).hexdigest()
+
+
+def _tensor_digest(tensor: SavedTensor) -> str:
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for block in tensor.blocks():
+        found.update(block.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
