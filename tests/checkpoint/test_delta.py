@@ -173,7 +173,7 @@ DAMAGES = {
     ),
     "missing": (
         lambda b, d: change(b, lambda s: s.pop(NORM)),
-        f"this base: it has no {NORM}; give the base",
+        f"this base: the base has no {NORM}; give the base",
     ),
     "shape": (
         lambda b, d: change(b, lambda s: s.update({NORM: torch.ones(3)})),

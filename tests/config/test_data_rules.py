@@ -243,7 +243,7 @@ def test_stores_of_unknown_tokenizers_are_compared_as_far_as_they_can_be(changes
     make_store("a", 5000, digest=first)
     make_store("b", 5000, digest=None, **changes)
     assert shows(
-        one(MIX, data=True), f"run.yaml:5: data.train[1].store: b has {said} ... convert again with --tokenizer"
+        one(MIX, data=True), f"run.yaml:5: data.train[1].store: b has {said} ... convert b again with --tokenizer"
     )
 
 

@@ -211,7 +211,7 @@ def test_a_directory_is_no_file():
         ("model: gpt2\n\tdata: 3\n", "run.yaml:2: not valid YAML"),
         ("a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML"),
         ("a: *nobody\n", "run.yaml:1: not valid YAML"),
-        ("a: &x {b: *x}\n", "run.yaml:1: a.b: an alias that contains itself"),
+        ("a: &x {b: *x}\n", "run.yaml:1: a.b: the alias contains itself"),
         ("a: 1\nb: \x01\n", "run.yaml:2: not valid YAML: the character U+0001 ... remove it"),
         ("a: 1\nb:\n- x\0y\n", "run.yaml:3: not valid YAML: the character U+0000 ... remove it"),
         ("a: 1\nb: " + "[" * 5000, "run.yaml:2: nested too deeply"),
@@ -239,7 +239,7 @@ def test_aliases_that_grow_without_end_are_refused():
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     began = time.perf_counter()
     (found,) = problems("\n".join(lines))
-    assert shows(found, "aliases that expand without end")
+    assert shows(found, "the aliases expand without end")
     assert time.perf_counter() - began < 5
 
 

@@ -100,5 +100,5 @@ def test_the_commands(copy):
 @pytest.mark.parametrize("option", ["qk_layernorm", "use_parallel_residual"])
 def test_what_the_decoder_cannot_say_is_refused(copy, option):
     program = f"from weft.families import stablelm; stablelm.from_hf({{{option!r}: True}})"
-    with pytest.raises(AssertionError, match=f"UserError: {option}: True is not supported, only False"):
+    with pytest.raises(AssertionError, match=f"UserError: {option}: True is not supported; it must be False"):
         python(copy, "-c", program)

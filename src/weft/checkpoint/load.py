@@ -34,7 +34,7 @@ from weft.files import read_json
 from weft.parallel import ranks
 
 ADAPTER_ONLY = "this checkpoint contains only an adapter; merge it with its base model first (`weft merge`)"
-_MISMATCH = ("the checkpoint does not fit", "; use the configuration that it was trained with")
+_MISMATCH = ("the checkpoint does not fit", "; use the configuration of the run that saved the checkpoint")
 
 
 def checkpoints(run_directory: str | Path) -> list[Path]:

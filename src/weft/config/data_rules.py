@@ -102,7 +102,7 @@ def _check_mixture(draft: Draft) -> None:
         draft.report("data.temperature", "data.curriculum sets the weights; remove one of the two keys")
     if given and len(given) < len(sources):
         missing = next(number for number in range(len(sources)) if number not in given)
-        what = f"{names[missing]} has no weight, but other sources have; set all weights, or none (then by size)"
+        what = f"{names[missing]} has no weight, but other sources have; set all weights, or none of them"
         draft.report(f"data.train[{missing}]", what)
     elif given and not any(source.weight for source in sources):
         draft.report(f"data.train[{given[0]}].weight", "all weights are 0; raise one of them")

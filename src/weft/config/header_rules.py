@@ -134,7 +134,7 @@ def _check_unknown_tokenizers(draft: Draft, stores: list[Opened]) -> None:
             here, there = getattr(header, name), getattr(other, name)
             if None not in (here, there) and here != there:
                 what = f"{path} has {name} {here:,}, but {other_path} has {there:,}, so their tokenizers differ"
-                draft.report(key, f"{what}; pack both with one tokenizer, or convert again with --tokenizer")
+                draft.report(key, f"{what}; pack both with one tokenizer, or convert {path} again with --tokenizer")
                 break
 
 

@@ -40,7 +40,7 @@ def checked_model(config: dict[str, Any]) -> ModelSection:
     Raises:
         UserError: the architecture is unknown, a value is not supported, or values contradict each other.
     """
-    section, remedy = _read(config)[1], "if it is not intended, the file is damaged: download it again"
+    section, remedy = _read(config)[1], "if this is not intended, download config.json again"
     for key, what, _ in model_mistakes(section):
         raise UserError(f"{family_of(config).KEYS.get(key, key)}: {what}; {remedy}")
     if (size := section.size().parameters) > _MOST_PARAMETERS:

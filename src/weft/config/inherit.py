@@ -42,7 +42,7 @@ def _read(
     if any(real == above for above, _ in chain):
         names = " -> ".join([*(name for _, name in chain), label])
         where = at or Problem("extends", "", label)
-        what = f"files extend each other in a circle: {names}; remove one extends"
+        what = f"files extend each other in a circle: {names}; remove one of the keys extends"
         problems.append(Problem("extends", what, where.file, where.line))
         return None
     if label not in files:

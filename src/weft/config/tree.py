@@ -187,8 +187,8 @@ class _Builder:
         line = key_node.start_mark.line + 1 if self.numbered else None
         self.count += 1
         if self.count > _MOST_NODES or id(node) in self.above:
-            what = "an alias that contains itself" if id(node) in self.above else "aliases that expand without end"
-            raise ConfigError([Problem(key, f"{what}; write the value out", self.label, line)])
+            what = "the alias contains itself" if id(node) in self.above else "the aliases expand without end"
+            raise ConfigError([Problem(key, f"{what}; write the value without aliases", self.label, line)])
         if len(self.above) > _DEEPEST:  # through aliases
             raise ConfigError([Problem("", _TOO_DEEP, self.label, line)])
         kind = str(node.tag or "").removeprefix("tag:yaml.org,2002:")

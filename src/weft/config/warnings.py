@@ -90,5 +90,5 @@ def _unknown_tokenizers(config: RunConfig) -> list[str]:
         return []
     return [
         f"the tokenizer of {', '.join(unknown)} is not known, so its token ids cannot be compared with those of the "
-        "other stores; convert again with --tokenizer"
+        "other stores; convert the store again with --tokenizer"
     ]

@@ -79,7 +79,7 @@ def read_latent_rope(config: dict[str, Any], mla: dict[str, Any], defaults: dict
     rotary_dim = mla["qk_rope_head_dim"]
     if config.get("head_dim", rotary_dim) != rotary_dim:  # Transformers rotates head_dim dimensions if it is set
         raise UserError(
-            f"head_dim: {reprlib.repr(config['head_dim'])} is not qk_rope_head_dim, {rotary_dim}; remove it"
+            f"head_dim: {reprlib.repr(config['head_dim'])} differs from qk_rope_head_dim, {rotary_dim}; remove head_dim"
         )
     keys, given = read_rope(config, defaults), rope_mapping(config)
     if "rope_scaling" in keys and given.get("mscale_all_dim") not in (None, 0):

@@ -305,4 +305,4 @@ def refuse(config: Mapping[str, Any], **allowed: Any) -> None:
         given = config.get(key, value)
         equal = given == value and isinstance(given, bool) == isinstance(value, bool)
         if not equal and (given is not None or value is True):
-            raise UserError(f"{key}: {reprlib.repr(given)} is not supported, only {reprlib.repr(value)}")
+            raise UserError(f"{key}: {reprlib.repr(given)} is not supported; it must be {reprlib.repr(value)}")

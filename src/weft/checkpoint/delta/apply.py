@@ -81,7 +81,7 @@ def _check_base(base: Weights, manifest: Manifest) -> None:
             continue
         saved = base.tensors.get(name)
         if saved is None:
-            raise _wrong_base(base, f"it has no {name}")
+            raise _wrong_base(base, f"the base has no {name}")
         found = (dtype_name(saved.dtype), list(saved.shape))
         if found != (tensor.base.dtype, tensor.base.shape):
             raise _wrong_base(
@@ -89,7 +89,7 @@ def _check_base(base: Weights, manifest: Manifest) -> None:
             )
     lacking = [name for name in manifest.removed if name not in base.tensors]
     if lacking:
-        raise _wrong_base(base, f"it has no {lacking[0]}")
+        raise _wrong_base(base, f"the base has no {lacking[0]}")
 
 
 def _wrong_base(base: Weights, what: str) -> UserError:
@@ -129,7 +129,7 @@ def _blocks(delta: Path, base: Weights, name: str, tensor: TensorDelta) -> Itera
             model_sum.update(byte_view(block))
             yield block
     if tensor.base is not None and base_sum.hexdigest() != tensor.base.sha256:
-        raise _wrong_base(base, f"its {name} has other values")
+        raise _wrong_base(base, f"{name} of the base has other values")
     if delta_sum.hexdigest() != tensor.delta:
         raise damage
     if model_sum.hexdigest() != tensor.sha256:

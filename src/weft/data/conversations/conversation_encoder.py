@@ -159,7 +159,8 @@ class ConversationEncoder:
                 "define it in tokenizer_config.json"
             )
         if spec.template.uses_date and spec.date is not None:
-            lines.append(f"the chat template can write the current date: {spec.date} is used; set another with --date")
+            what = f"the chat template can write the current date: {spec.date} is used"
+            lines.append(f"{what}; set another date with --date")
         return lines
 
     def encode(self, documents: Sequence[Document]) -> Encoded:

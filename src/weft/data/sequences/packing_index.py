@@ -172,7 +172,7 @@ def _build(place: Path, store: TokenStore, length: int, locked: bool, console: C
                 raise
     index = _open(place, store, length)
     if index is None:
-        raise OSError(errno.EIO, "another program changed the index while it was being built")
+        raise OSError(errno.EIO, "another program changed the index while it was being built; run the command again")
     return index
 
 

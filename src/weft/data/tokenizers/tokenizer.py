@@ -124,7 +124,7 @@ class Tokenizer:
         else:
             ids, lengths = fast.encode(texts, eod)
         if len(ids) and int(ids.max()) >= self.vocab_size:
-            what = f"it returned the id {int(ids.max())}, but its vocabulary has {self.vocab_size:,} tokens"
+            what = f"the tokenizer returned id {int(ids.max())}, but its vocabulary has {self.vocab_size:,} tokens"
             raise UserError(f"{what}; the tokenizer is inconsistent: create it again", self.path)
         return ids, lengths
 

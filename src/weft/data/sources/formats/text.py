@@ -30,7 +30,7 @@ def _one(blocks: Iterator[bytes], tally: Tally) -> Iterator[Document | Reject]:
         found.append(block)
         size += len(block)
         if size > streams.LONGEST:
-            yield tally.reject(None, too_long().reason, "--separator splits a text file into documents")
+            yield tally.reject(None, too_long().reason, "use --separator to split the file into documents")
             return
     try:
         yield tally.document(b"".join(found).decode("utf-8"), None)

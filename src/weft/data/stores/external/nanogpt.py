@@ -24,7 +24,7 @@ def open_nanogpt(path: Path, dtype: str = "uint16") -> ExternalStore:
     size = path.stat().st_size
     if size % kind.itemsize:
         raise UserError(
-            f"its {size:,} bytes are not a multiple of the size of {kind}; set the dtype of the ids with --dtype", path
+            f"the file's {size:,} bytes are not a multiple of the size of {kind}; set the ids' dtype with --dtype", path
         )
     tokens = map_file(path, kind, 0, size // kind.itemsize)
 
