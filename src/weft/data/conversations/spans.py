@@ -27,7 +27,8 @@ class SpanEncoder:
         exact: whether to encode every text with the `tokenizers` library.
 
     Attributes:
-        fast: whether gigatoken encodes the texts. Then the positions of tokens are computed from the tokens' bytes.
+        fast: whether `Tokenizer.encode_batch` encodes the texts, which is faster. Then the positions of tokens are
+            computed from the tokens' bytes.
         added: id of each added token, including special tokens.
     """
 

@@ -74,7 +74,7 @@ def _find_exact(store: TokenStore, work: Path, first_of: np.ndarray, console: Co
     An item is a document, or a pair of documents in a store of preferences.
 
     Args:
-        work: an empty folder for temporary files.
+        work: a folder for temporary files.
 
     Returns:
         A function that returns the similarity of two items with the same ids, which is always 1.

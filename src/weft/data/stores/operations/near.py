@@ -40,7 +40,7 @@ class NearDuplicates:
     0.035 at 0.8). Clusters are the connected components of these links.
 
     Args:
-        work: an empty folder for temporary files, 700 bytes per document.
+        work: a folder for temporary files, which take 700 bytes per document.
         threshold: minimum similarity of near duplicates.
         ngram: number of tokens per n-gram. A document with fewer tokens is a set of one element.
     """
