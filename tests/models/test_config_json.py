@@ -156,7 +156,7 @@ WRONG = [
     ("Llama", {"architectures": [[1]]}, "architectures: ... [1]"),
     ("GPT2", {"scale_attn_weights": None}, "scale_attn_weights: None"),
     ("GPT2", {"activation_function": {}}, "activation_function: ... {}"),
-    ("GPTNeoX", {"head_dim": -1}, "head_dim: -1 ... only 8"),
+    ("GPTNeoX", {"head_dim": -1}, "head_dim: -1 ... must be 8"),
     ("GPTNeoX", {"rotary_pct": None, "rope_parameters": None}, "partial_rotary_factor: ... None"),
     ("DeepseekV3", {"head_dim": 2.5}, "head_dim: 2.5 ... qk_rope_head_dim, 8"),
     ("DeepseekV3", {"head_dim": None}, "head_dim: None ... qk_rope_head_dim, 8"),

@@ -24,7 +24,7 @@ def bounded(value: Any, key: str, most: int = MAX_INTEGER) -> Any:
     for one in value if isinstance(value, list) else [value]:
         limit = most if type(one) is int else _MAX_FLOAT
         if isinstance(one, int | float) and not -limit <= one <= limit:
-            raise UserError(f"{key}: must be a number from -{limit:,} to {limit:,}, not {reprlib.repr(one)}")
+            raise UserError(f"{key}: {reprlib.repr(one)} is out of range; use a number from -{limit:,} to {limit:,}")
     return value
 
 
