@@ -99,7 +99,10 @@ class PeftConfig:
 
 
 def _matches(chosen: str | Collection[str] | None, name: str) -> bool:
-    """Whether a regular expression matches a full name, or a name of a list is the name or its ending."""
+    """Whether `chosen` selects the module `name`: a regular expression for the full name, or a list of names.
+
+    A name in the list selects the module of this name, and all modules whose names end with a dot and this name.
+    """
     if isinstance(chosen, str):
         return re.fullmatch(chosen, name) is not None
     return any(name == one or name.endswith(f".{one}") for one in chosen or ())
@@ -139,7 +142,7 @@ def read_peft_config(folder: str | Path) -> PeftConfig:
 
 
 def _check(keys: Mapping[str, Any], path: Path) -> None:
-    """Checks the types of the values of an adapter_config.json. Raises UserError."""
+    """Raises UserError if a value of an adapter_config.json has a wrong type, or is an invalid regular expression."""
 
     def is_names(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(one, str) for one in value)

@@ -93,7 +93,7 @@ def _add(module: nn.Module, name: str, like: torch.Tensor, shape: tuple[int, ...
 
 
 def _adapted(linear: nn.Linear, forward: Callable) -> Callable:
-    """Returns a forward for a linear layer with an adapter, in place of the layer's own."""
+    """Returns a function that replaces the `forward` of a linear layer, and applies the layer's adapter too."""
     return partial(lora_linear, linear)
 
 

@@ -44,10 +44,10 @@ def frozen_matmul_parameters(model: nn.Module) -> int:
 
 
 def _multiplied(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Returns the matrices that are used in matrix products, and how many of their parameters a token is multiplied by.
+    """Returns each matrix that is used in matrix products -> number of its parameters that a token is multiplied by.
 
-    These are all parameters of a matrix, but of the stacked experts only those of the experts that the token is routed
-    to.
+    For stacked experts, this is the number of parameters of the experts that the token is routed to. For any other
+    matrix, it is the number of all parameters.
     """
     found: dict[nn.Parameter, int] = {}
     config = model.config if isinstance(model, Decoder) else None

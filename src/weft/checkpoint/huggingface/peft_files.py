@@ -111,9 +111,10 @@ def _targets(config: PeftConfig, names: PeftModel, stored: Mapping[str, torch.Te
 
 
 def stacked_keys(layers: Iterable[PeftLayer]) -> dict[str, PeftLayer]:
-    """Returns stacked weights of experts by the beginnings of their keys, of which PEFT nests those of one module.
+    """Returns the stacked weights of experts: beginning of the weight's keys in PEFT's files -> the weight.
 
-    The last of a module's weights has the keys of the module; those of the weight before are in `base_layer`.
+    PEFT nests the keys of the weights of one module. The keys of the last weight begin with the module's name, the keys
+    of the weight before with the module's name and `.base_layer`, and so on.
 
     Args:
         layers: the adapted layers, in the order of the Transformers model. Linear layers are left out.

@@ -143,7 +143,7 @@ def _config(names: PeftModel, joined: Mapping[str, LowRank], rslora: bool, dropo
 
 
 def _plain(value: float) -> float:
-    """Returns an integral number as an int."""
+    """Returns `value` as an int if it is an integer, otherwise unchanged."""
     return int(value) if value == int(value) else value
 
 
