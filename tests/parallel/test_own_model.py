@@ -124,6 +124,19 @@ def test_any_mesh_is_one_process(runner, own, tmp_path, changes, arguments, mesh
         assert difference.largest <= WITHIN, (mesh, difference.wrong())
 
 
+@pytest.mark.matrix
+def test_noise_of_embeddings_is_that_of_one_process(runner, own, tmp_path):
+    method = "    def get_input_embeddings(self):\n        return self.words\n\n    def forward(self, tokens):"
+    model, runs = {"type": own(("    def forward(self, tokens):", method))}, []
+    for name, mesh in (("alone", {}), ("noisy", {"tp": 2, "dp_shard": 2})):
+        file = write_run(tmp_path, name, model, mesh)
+        file.write_text(file.read_text() + "objective: {type: sft, neftune: 5}\n")
+        runner.pool.run(file, 4 if mesh else 1, seconds=120)
+        runs.append(Run(tmp_path / name))
+    difference = compare(*runs)
+    assert difference.largest <= WITHIN, difference.wrong()
+
+
 LINE = '        "blocks.*.mlp.2.bias": "added",\n'
 # The changes of the page's model, its arguments, and what one line of the message must contain.
 WRONG = {
