@@ -98,6 +98,12 @@ def _prose(seed: int, documents: int) -> list[str]:
     return texts
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """Raw data of runs is packed into a folder of this test session, also by processes that tests start."""
+    os.environ["WEFT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 def _weft(*command: str | Path) -> None:
     from weft.cli.main import main
 

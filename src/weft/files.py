@@ -135,6 +135,31 @@ def lock_exclusively(descriptor: int, what: str, where: Path) -> None:
         pass  # a network file system without locks
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Context manager that waits for the lock of a file, and holds it. Yields whether the file system has locks.
+
+    The file is created if needed, and is not deleted.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            supported = True
+        except OSError:
+            supported = False
+        yield supported
+    finally:
+        os.close(handle)
+
+
+def cache_folder() -> Path:
+    """Returns the user's cache folder: `$WEFT_CACHE`, `$XDG_CACHE_HOME/weft` or `~/.cache/weft`."""
+    if given := os.environ.get("WEFT_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+
+
 def _lock_folder(partial: Path, out: Path) -> int:
     """Makes the hidden folder `partial` if needed, and locks it.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,13 @@ class StoreHeader:
     eod_id: int | None
     bytes: int | None
     kind: str = "text"
+
+
+def is_raw(path: str) -> bool:
+    """Whether a path names raw data: a file, a pattern, or a folder without any file of a token store."""
+    if not os.path.exists(path):
+        return path == "-" or glob.has_magic(path)
+    return not any(os.path.isfile(os.path.join(path, name)) for name in ("store.json", "tokens.idx", "tokens.bin"))
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -193,7 +202,7 @@ def read_store_header(path: str | Path) -> StoreHeader:
     folder = Path(path)
     file, index, data = folder / "store.json", folder / "tokens.idx", folder / "tokens.bin"
     if not folder.exists():
-        raise UserError("no such token store; check the path, or create a store with `weft data pack`", folder)
+        raise UserError("no such token store or file; check the path, or create a store with `weft data pack`", folder)
     if not file.exists():
         raise UserError("not a token store: it has no store.json; create a store with `weft data pack`", folder)
     info = read_json(file)

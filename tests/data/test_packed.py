@@ -146,6 +146,7 @@ def test_a_damaged_index_is_made_again(tmp_path, harm):
 
 
 def test_a_store_that_cannot_be_written_to_has_its_index_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.delenv("WEFT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     store = make_store(tmp_path / "store", some_lengths(8, 50, 50))
     make = Path.mkdir

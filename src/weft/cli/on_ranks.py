@@ -52,17 +52,25 @@ def run_on_ranks(
     wait_briefly()
     use_huge_pages()
     if "RANK" in os.environ:
+        from weft.data.raw.pack_sources import pack_sources
         from weft.launch.local import join_launcher
+        from weft.observe.console import Console
+        from weft.processes import LAUNCHER
 
+        # The local launcher has packed the raw data, and printed what was detected.
+        console = Console(prints=os.environ["RANK"] == "0" and LAUNCHER not in os.environ)
         join_launcher()
-        return run_rank(lambda: RunConfig.load(args.file, args.overrides), act, verb)
+        return run_rank(lambda: pack_sources(RunConfig.load(args.file, args.overrides), console), act, verb)
     ranks = args.nproc if args.nproc is not None and args.nproc > 0 else None
     config = RunConfig.load(args.file, args.overrides, ranks=ranks)  # reports errors before torch is imported
     run_directory, options = prepare(config)
+    from weft.data.raw.pack_sources import pack_sources
     from weft.launch.local import checked_nproc, launch_local
+    from weft.observe.console import Console
 
     nproc = checked_nproc(args.nproc)
     check_mesh(config, nproc)
+    config = pack_sources(config, Console())  # before ranks start
     if nproc == 1:
         return run_rank(lambda: config, act, verb)
     command = [sys.executable, "-m", "weft", verb, args.file, *args.overrides, *options]

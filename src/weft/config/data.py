@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, MinLen
-from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import Discriminator, Field, PrivateAttr, SerializerFunctionWrapHandler, Tag, model_serializer
 
 from weft.config.section import Component, Folder, Section
+from weft.headers import is_raw
 from weft.mixing import BLOCK, Phase, Stage, decimal_fraction, phases, temperature_weights
 
 
@@ -33,13 +34,14 @@ class _WithoutNulls(Section):
 
 
 class StoreSource(_WithoutNulls):
-    """A source of a mixture: a token store, or a custom dataset if `type: module:Class` is set in place of `store`.
+    """A source of a mixture: a token store or raw data, or a custom dataset if `type: module:Class` is set in place of
+    `store`.
 
     A string is short for `{store: string}`.
     """
 
     store: Folder
-    """The token store."""
+    """The token store. It can also be raw data, as in `data.train`."""
     weight: float | None = Field(None, ge=0)
     """Weight of the source. The source's share of the sequences is this weight divided by the sum of all weights. Set
     it for all sources or for none. Default: the number of sequences in the source (see `temperature`).
@@ -49,7 +51,7 @@ class StoreSource(_WithoutNulls):
     proportion to their weights. Default: no limit.
     """
     name: str | None = None
-    """Name of the source in the curriculum and in reports. Default: the name of the folder or of the class."""
+    """Name of the source in the curriculum and in reports. Default: the name of the folder, file or class."""
 
     @property
     def label(self) -> str:
@@ -140,15 +142,37 @@ class LengthWarmupSection(Section):
 
 
 class DataSection(Section):
-    """Token stores (directories that `weft data pack` writes), and how batches are made from them."""
+    """Token stores (directories that `weft data pack` writes) or raw data, and how batches are made from them.
+
+    Raw data is a file, a folder, a pattern such as `chats/*.jsonl`, or a saved folder of Hugging Face `datasets`. Each
+    run packs raw data into a cache first, or uses the cached token store (docs/tuning/data.md).
+    """
 
     train: Folder | DatasetSection | Annotated[list[Source], MinLen(1)]
-    """Training data: a token store, a custom dataset `{type: module:Class, ...}`, or a list of these, which is a
-    mixture.
+    """Training data: a token store, raw data, a custom dataset `{type: module:Class, ...}`, or a list of these, which
+    is a mixture.
     """
     validation: HeldOut | None = None
-    """Held-out data: a token store, a custom dataset, or several of these, each with a name, such as `{code:
+    """Held-out data: a token store, raw data, a custom dataset, or several of these, each with a name, such as `{code:
     stores/code, prose: stores/prose}`. Default: no validation.
+    """
+    layout: Literal["messages", "sharegpt", "alpaca", "pairs", "preferences", "text"] | None = None
+    """Layout of the records of raw data. `text`: texts without messages. Default: detected from the first records."""
+    fields: dict[str, str] | None = None
+    """Keys of the records of raw data that differ from the layout's, such as `{input: question, target: answer}`, or
+    `{text: content}` for texts. Default: the keys of the layout.
+    """
+    chat_template: str | None = None
+    """Chat template for raw conversations: a file, or a built-in template: chatml, llama2, llama3, gemma, mistral,
+    zephyr, vicuna or plain. Default: the template in the tokenizer's folder.
+    """
+    train_on: Literal["assistant", "last", "all"] | None = None
+    """Tokens of raw conversations that are trained on: those of all assistant messages, of the last assistant message,
+    or all tokens. Default: `assistant`.
+    """
+    overlong: Literal["drop", "truncate"] | None = None
+    """What is done with raw conversations of more than `sequence_length` tokens. Default: `drop`, which leaves them out
+    and reports their number.
     """
     sequence_length: int | None = Field(None, ge=1)
     """Number of tokens per sequence. Default: the smaller of 1024 and `model.max_position_embeddings`."""
@@ -166,16 +190,19 @@ class DataSection(Section):
     """Number of sequences in a block of the mixture. In each block, every source has its share of the sequences,
     rounded to an integer. Default: 10,000.
     """
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "pad"] | None = None
     """Method that forms sequences from documents. `concatenate`: documents end to end, split at any token. `best_fit`:
-    complete documents, packed with little padding; only documents longer than a sequence are split.
+    complete documents, packed with little padding; only documents longer than a sequence are split. `pad`: one document
+    per sequence, filled up with padding. Default: `best_fit` if training data are conversations, else `concatenate`.
     """
     document_attention: bool = False
     """Whether each token attends only to tokens of its own document, and positions start from 0 in each document.
-    `packing: best_fit` implies it.
+    `packing: best_fit` and `packing: pad` imply it.
     """
     length_warmup: LengthWarmupSection | None = None
     """Settings of a sequence length warm-up. Default: all sequences have the full length."""
+
+    _packed: dict[str, str] = PrivateAttr(default_factory=dict)  # dotted key of raw data -> token store
 
     @property
     def sources(self) -> list[StoreSource | DatasetSource]:
@@ -224,15 +251,63 @@ class DataSection(Section):
         return held_out_sets(self.validation)
 
     @property
-    def stores(self) -> dict[str, str]:
-        """The paths of the token stores for training, by dotted configuration key."""
-        if isinstance(self.train, str):
-            return {"data.train": self.train}
+    def paths(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The paths in `train`, and those in `validation`, by dotted configuration key."""
         stores = ((number, source) for number, source in enumerate(self.sources) if isinstance(source, StoreSource))
-        return {f"data.train[{number}].store": source.store for number, source in stores}
+        train = {f"data.train[{number}].store": source.store for number, source in stores}
+        if isinstance(self.train, str):
+            train = {"data.train": self.train}
+        held_out = ((name, path) for name, path in self.held_out.items() if isinstance(path, str))
+        return train, {f"data.validation.{name}" if name else "data.validation": path for name, path in held_out}
+
+    @property
+    def raw(self) -> dict[str, str]:
+        """The paths and patterns of raw data that are not packed yet, by dotted configuration key."""
+        train, held_out = self.paths
+        return {key: path for key, path in (train | held_out).items() if key not in self._packed and is_raw(path)}
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """The paths of the token stores for training, by dotted configuration key. Raw data must be packed first."""
+        return self._only_stores(self.paths[0])
 
     @property
     def held_out_stores(self) -> dict[str, str]:
-        """The paths of the token stores for validation, by dotted configuration key."""
-        stores = ((name, store) for name, store in self.held_out.items() if isinstance(store, str))
-        return {f"data.validation.{name}" if name else "data.validation": store for name, store in stores}
+        """The paths of the token stores for validation, as in `stores`."""
+        return self._only_stores(self.paths[1])
+
+    def _only_stores(self, paths: dict[str, str]) -> dict[str, str]:
+        found = {key: self._packed.get(key, path) for key, path in paths.items()}
+        return {key: path for key, path in found.items() if not is_raw(path)}
+
+    def packed_as(self, stores: Mapping[str, str], **changes: Any) -> DataSection:
+        """Returns a copy that knows the token stores into which raw data was packed.
+
+        Args:
+            stores: path of the token store by dotted configuration key.
+            changes: new values of other keys.
+        """
+        copied = self.model_copy(update=changes)
+        copied._packed = {**self._packed, **stores}
+        return copied
+
+    @property
+    def with_stores(self) -> DataSection:
+        """A copy in which the token stores of packed raw data replace the raw data. Sources keep their names."""
+        if not self._packed:
+            return self
+        train: Any = self._packed.get("data.train", self.train)
+        if self.sources:
+            train = [
+                source.model_copy(update={"store": self._packed[key], "name": source.label})
+                if (key := f"data.train[{number}].store") in self._packed
+                else source
+                for number, source in enumerate(self.sources)
+            ]
+        held_out: Any = {
+            name: self._packed.get(f"data.validation.{name}" if name else "data.validation", value)
+            for name, value in self.held_out.items()
+        }
+        if "" in held_out or not held_out:
+            held_out = held_out.get("")
+        return self.model_copy(update={"train": train, "validation": held_out})

@@ -23,35 +23,49 @@ def check_data_section(draft: Draft) -> None:
     _check_names(draft)
     _check_mixture(draft)
     _check_length_warmup(draft)
-    _check_document_attention(draft)
-    key, no_store = "data.document_attention", "data.train" in draft.values and not data_section(draft).stores
-    if draft.get("data.packing") == "best_fit":
+    check_document_attention(draft)
+    key, no_store = "data.document_attention", "data.train" in draft.values and not data_section(draft).paths[0]
+    packing = draft.get("data.packing")
+    if packing in ("best_fit", "pad"):
         if no_store:
             draft.report("data.packing", "only token stores have documents, and data.train has none; remove the key")
         if draft.origins.get(key) == "default":
-            draft.fill(key, True, "implied by packing: best_fit")
+            draft.fill(key, True, f"implied by packing: {packing}")
         elif draft.get(key) is False:
-            draft.report(key, "false, but packing: best_fit implies document attention; set true, or remove the key")
+            draft.report(key, f"false, but packing: {packing} implies document attention; set true, or remove the key")
     elif draft.get(key) and no_store:
         what = "only token stores have documents, but data.train has no store"
         draft.report(key, f"{what}; remove the key and have the dataset return segments")
 
 
-def _check_document_attention(draft: Draft) -> None:
+def check_document_attention(draft: Draft) -> None:
     """If document attention is enabled, checks that a custom model's `forward` accepts `segments` and `positions`."""
     model = draft.get("model")
-    if not draft.get("data.document_attention") or not isinstance(model, dict) or ":" not in str(model.get("type")):
+    if not draft.get("data.document_attention") or not isinstance(model, dict):
         return
-    module, _, name = model["type"].partition(":")
+    what = missing_arguments(str(model.get("type")))
+    if what is not None:
+        draft.report("data.document_attention", f"{what}; add it, or remove the key")
+
+
+def missing_arguments(model: str) -> str | None:
+    """Returns which arguments for document attention the `forward` of a custom model lacks, for a message.
+
+    Returns None if none is missing, or if the source of the class is not found.
+
+    Args:
+        model: the class, as `module:Class`. Other values of `model.type` are built-in models, which lack nothing.
+    """
+    module, colon, name = model.partition(":")
     try:
-        source = find_class(module, name)
+        source = find_class(module, name) if colon else None
     except NotFound:
-        return
+        return None
     takes = method_signature(source, "forward") if source is not None else None
     missing = [part for part in ("segments", "positions") if takes is not None and part not in takes.arguments]
-    if missing and takes is not None and not takes.accepts_any:
-        what = f"{name}.forward has no argument {' and no argument '.join(missing)}, which document attention needs"
-        draft.report("data.document_attention", f"{what}; add it, or remove the key")
+    if not missing or takes is None or takes.accepts_any:
+        return None
+    return f"{name}.forward has no argument {' and no argument '.join(missing)}, which document attention needs"
 
 
 def data_section(draft: Draft) -> DataSection:

@@ -145,11 +145,12 @@ class Draft:
 
     def finish(self) -> Any:
         """Returns the configuration with the derived values."""
-        changed: dict[str, Any] = {}
+        config = self.config
         for key, value in self._derived.items():
             section, _, name = key.partition(".")
-            changed[section] = (changed.get(section) or getattr(self.config, section)).model_copy(update={name: value})
-        return self.config.model_copy(update=changed)
+            new = getattr(config, section).model_copy(update={name: value}) if name else value
+            config = config.model_copy(update={section: new})
+        return config
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:
         """Replaces the strings in lists of sections by mappings: in `data.train`, "a" becomes `{store: a}`."""

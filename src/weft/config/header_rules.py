@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from weft.config.data_rules import check_shares, data_section, run_steps, sequences_per_step
 from weft.config.draft import Draft
+from weft.config.raw_rules import check_raw, fill_packing, fill_tokenizer
 from weft.config.tree import wrong_folder_hint
 from weft.errors import UserError
 from weft.formatting import counted
@@ -36,10 +37,13 @@ def check_headers(draft: Draft) -> int | None:
     Returns:
         The number of training sequences; None if it is not known.
     """
-    folder, length = draft.get("tokenizer"), draft.get("data.sequence_length")
-    tokenizer = _read(draft, "tokenizer", folder, read_tokenizer_header) if isinstance(folder, str) else None
-    section = data_section(draft)
+    section, length = data_section(draft), draft.get("data.sequence_length")
+    tokenizer = _read_tokenizer(draft)
     train, held_out = _open(draft, section.stores), _open(draft, section.held_out_stores)
+    if fill_tokenizer(draft, [store.header for store in (*train, *held_out)]):
+        tokenizer = _read_tokenizer(draft)
+    check_raw(draft)
+    fill_packing(draft, [store.header for store in train])
     for key, path, header in (*train, *held_out):
         if length is not None and header.num_tokens < length + 1:
             what = f"{path} has {counted(header.num_tokens, 'token')}, but one sequence needs {length + 1} tokens "
@@ -50,13 +54,18 @@ def check_headers(draft: Draft) -> int | None:
     _check_preferences(draft, [*train, *held_out])
     _check_vocabulary(draft, tokenizer, train)
     _check_ids(draft, [*train, *held_out])
-    # The size of a custom dataset is known when the run starts.
+    # The sizes of custom datasets and of raw data are known when the run starts.
     if not train or length is None or len(train) < max(len(section.stores), len(section.sources)):
         return None
     sizes = [max(0, (store.header.num_tokens - 1) // length) for store in train]
     if section.sources:
         _check_limits(draft, sizes, length)
     return sum(sizes)
+
+
+def _read_tokenizer(draft: Draft) -> TokenizerHeader | None:
+    folder = draft.get("tokenizer")
+    return _read(draft, "tokenizer", folder, read_tokenizer_header) if isinstance(folder, str) else None
 
 
 def _open(draft: Draft, stores: dict[str, str]) -> list[Opened]:

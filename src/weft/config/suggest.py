@@ -125,7 +125,7 @@ NOTES = {
     "parallel.stages_per_rank": "number of stages",
     "parallel.stage_layers": "a list, such as [8, 8, 9, 7]",
     "data.train": "one store, or a list of {store: ..., weight: ...}",
-    "data.packing": "concatenate or best_fit",
+    "data.packing": "concatenate, best_fit or pad",
     "data.document_attention": "true or false",
     "data.length_warmup": "such as {start: 128, steps: 1000}",
     "optimizer.betas": "a list, such as [0.9, 0.95]",

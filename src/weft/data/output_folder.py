@@ -23,13 +23,13 @@ class Kind:
         name: name of the kind, for messages.
         marks: names of the files that identify the kind.
         files: names of all files that are allowed in the folder.
-        folders: name of each allowed subfolder -> prefix that all names in the subfolder must have.
+        folders: name of each allowed subfolder -> prefixes, of which all names in the subfolder must have one.
     """
 
     name: str
     marks: frozenset[str]
     files: frozenset[str]
-    folders: Mapping[str, str] = field(default_factory=dict)
+    folders: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
 
     def marked(self, names: Collection[str]) -> bool:
         """Whether a folder with the entries `names` is of this kind, which means that it contains all `marks`."""
@@ -40,7 +40,7 @@ STORE = Kind(
     "token store",
     frozenset(["store.json", "tokens.idx"]),
     frozenset(["store.json", "tokens.bin", "tokens.idx", "loss_mask.bin", "rejects.jsonl", "duplicates.jsonl"]),
-    {"packing": "best_fit-"},
+    {"packing": ("best_fit-", "pad-")},
 )
 TOKENIZER = Kind(
     "tokenizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -60,6 +60,8 @@ class Data:
         held_out: the validation sets.
         digests: name -> digest of a token store. The names are "train" and "validation", or "train/NAME" and
             "validation/NAME".
+        left_out: name of a token store, as in `digests` -> reason -> number of documents that were left out or changed
+            when the store was packed. Stores without such documents are omitted.
         plan: number of samples that the run takes from each source of a mixture; None unless `data.train` is a list.
     """
 
@@ -67,6 +69,7 @@ class Data:
     source: BatchSource
     held_out: tuple[HeldOut, ...]
     digests: dict[str, str]
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     plan: MixturePlan | None = None
 
 
@@ -97,7 +100,8 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
     Raises:
         UserError: a store is damaged, the sources are too small for the run, or the training data have no sample.
     """
-    train, digests = open_train(config, console, layout)
+    config = config.model_copy(update={"data": config.data.with_stores})
+    train, stores = open_train(config, console, layout)
     _raise_if_wrong_length("data.train", train, config, world, layout)
     mixed = config.data.weighted
     sequences = len(train) * layout.sequences
@@ -136,8 +140,10 @@ def open_data(config: RunConfig, world: World, console: Console | None = None, l
         )
         text = bytes_per_token(info.tokens, info.documents, info.bytes, info.eod_id) if info is not None else None
         held_out.append(HeldOut(name, batches(), batches(limit=limit), text))
-        digests |= {"validation" + f"/{name}" * bool(name): info.digest} if info is not None else {}
-    return Data(length, source, tuple(held_out), digests, planned)
+        stores |= {"validation" + f"/{name}" * bool(name): info} if info is not None else {}
+    digests = {name: info.digest for name, info in stores.items()}
+    left_out = {name: what for name, info in stores.items() if (what := info.rejected | info.notes)}
+    return Data(length, source, tuple(held_out), digests, left_out, planned)
 
 
 def in_samples(length: RunLength, sequences: int, config: RunConfig, world: World) -> RunLength:
@@ -213,18 +219,23 @@ def _raise_if_wrong_length(key: str, dataset: Dataset, config: RunConfig, world:
 
 def open_train(
     config: RunConfig, console: Console | None = None, layout: Layout = PLAIN
-) -> tuple[Dataset, dict[str, str]]:
-    """Opens the training data. Returns (dataset that concatenates all sources, name -> digest of a token store)."""
+) -> tuple[Dataset, dict[str, StoreInfo]]:
+    """Opens the training data.
+
+    Returns:
+        The dataset, which concatenates all sources; and the content of `store.json` of each token store, by the names
+        of `Data.digests`.
+    """
     chosen = config.data.train
     if not isinstance(chosen, list):
         dataset, info = open_source(chosen, config, console, layout)
-        return dataset, {"train": info.digest} if info else {}
-    datasets, digests = {}, {}
+        return dataset, {"train": info} if info else {}
+    datasets, stores = {}, {}
     for source in config.data.sources:
         given = source if isinstance(source, DatasetSource) else source.store
         datasets[source.label], info = open_source(given, config, console, layout)
-        digests |= {f"train/{source.label}": info.digest} if info else {}
-    return ConcatDataset(list(datasets), list(datasets.values()), layout), digests
+        stores |= {f"train/{source.label}": info} if info else {}
+    return ConcatDataset(list(datasets), list(datasets.values()), layout), stores
 
 
 def open_source(
@@ -253,8 +264,8 @@ def open_source(
             chosen,
         )
     store, length = TokenStore(chosen), sequence_length(config)
-    if config.data.packing == "best_fit":
-        return PackedDataset(store, length, console=console), store.info
+    if config.data.packing in ("best_fit", "pad"):
+        return PackedDataset(store, length, pad=config.data.packing == "pad", console=console), store.info
     return StoreDataset(store, length, document_attention=config.data.document_attention), store.info
 
 

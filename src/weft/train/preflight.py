@@ -31,6 +31,7 @@ def run_facts(config: RunConfig) -> dict[str, str]:
 
     Stores and tokenizers are compared by digest, not by path, because each machine may have its own copy.
     """
+    config = config.model_copy(update={"data": config.data.with_stores})
     tree = config.as_dict()
     data = tree["data"]
     if isinstance(data["train"], list):
@@ -104,7 +105,7 @@ def check_transformers_model(job: Job, model: nn.Module) -> None:
     name = type(model).__name__.removeprefix("FSDP")
     for line in notices(config.model, name):
         job.console.line(line)
-    lacks = missing_capability(model, documents=config.data.document_attention or config.data.packing == "best_fit")
+    lacks = missing_capability(model, documents=config.data.document_attention)
 
     def raise_if_lacking() -> None:
         if lacks is not None:

@@ -26,7 +26,7 @@ from weft.models.build import frozen_matmul_parameters, matmul_parameters
 from weft.observe.flop_count import flops_per_token
 from weft.observe.flops import device_peak, memory_bytes, memory_kind, total_peak
 from weft.observe.logs import log_to_file
-from weft.observe.manifest import end_session, write_manifest
+from weft.observe.manifest import end_session, read_manifest, write_manifest
 from weft.observe.metrics import JsonLines, MetricsFile, SamplesFile
 from weft.observe.report import build_report
 from weft.observe.run_info import RunInfo
@@ -81,6 +81,7 @@ class Recorder:
             "peak_origin": peak.origin,
             "memory_kind": memory_kind(world.device),
             "data_digests": data.digests,
+            **({"data_left_out": data.left_out} if data.left_out else {}),
             **({"mixture": data.plan.as_dict()} if data.plan is not None else {}),
             "steps": data.length.steps,
             "tokens_per_step": data.length.tokens_per_step,
@@ -102,6 +103,7 @@ class Recorder:
         for file in (self.metrics, self.written_samples):
             file.keep_until(step)
         self._warn_of_missing_metrics(step)
+        self._warn_of_changed_data(step, facts["data_digests"])
         info = RunInfo(path, path.name, config.as_dict(), step or None)
         self.tracking = Tracking(config.log.trackers, info, self.console)
         self.closed_at_end.append(self.tracking)
@@ -122,6 +124,16 @@ class Recorder:
                 f"{self.metrics.path} {ends}, but the run resumes after step {step:,}: the report lacks the metrics of "
                 "the steps in between; to keep these metrics, stop the run and restore the file from a copy"
             )
+
+    def _warn_of_changed_data(self, step: int, digests: dict[str, str]) -> None:
+        """Warns if the content of a token store or of raw data is not that of the session before."""
+        before = read_manifest(self.job.run.path).get("data_digests", {}) if step else {}
+        for name, digest in digests.items():
+            if (old := before.get(name, digest)) != digest:
+                what = f"data.{name.replace('/', ': ')} changed since the run last trained"
+                if name.startswith("train"):
+                    what += ": from now on, samples can be repeated or skipped; use --fresh to start over"
+                self.console.warning(f"{what} (digest {old[:12]} -> {digest[:12]})")
 
     def _introduce(self, parameters: int, trained: int, step: int, plan: MixturePlan | None) -> None:
         training, length = self.config.training, self.length

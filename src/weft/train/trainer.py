@@ -10,6 +10,7 @@ from weft.config.components import make_component
 from weft.config.legal_mesh import check_mesh
 from weft.config.run import RunConfig
 from weft.config.warnings import warnings
+from weft.data.raw.pack_sources import pack_sources
 from weft.errors import UserError
 from weft.formatting import counted
 from weft.observe.console import Console
@@ -93,6 +94,7 @@ class Trainer:
 
     def _build(self) -> Built:
         """Starts the process group, builds the model and all other components, and restores the last checkpoint."""
+        self._pack_sources()
         compare_ranks(lambda: run_facts(self.user_config))
         check_mesh(self.config, int(os.environ.get("WORLD_SIZE", 1)))
         with ExitStack() as cleanup:
@@ -133,6 +135,11 @@ class Trainer:
             compress=built.compress,
             replay=not built.state.get("validated", True),
         )
+
+    def _pack_sources(self) -> None:
+        """Packs raw data before ranks communicate. Of the ranks that share a cache, one packs and the others wait."""
+        self.config = pack_sources(self.config, self.console)
+        self.user_config = self.user_config.model_copy(update={"data": self.config.data})
 
     def _check_and_warn(self, world: World) -> None:
         """Checks fp8, and prints the warnings of the config, before the run directory is created."""

@@ -38,8 +38,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--devices {args.devices}: use at least 1")
     ranks = args.devices or launched_ranks()
     config = RunConfig.load(args.file, args.overrides, check_data=not args.no_data, ranks=ranks)
+    plan = facts(config, ranks, open_data=not args.no_data)
     print(f"{args.file}: OK")
-    for name, fact in facts(config, ranks, open_data=not args.no_data).items():
+    for name, fact in plan.items():
         print(f"  {name:12}{fact}")
     sys.stdout.flush()
     for warning in warnings(config, _mesh(config, ranks), open_data=not args.no_data):
@@ -59,7 +60,10 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
     from weft.errors import UserError
 
     found, tokens = _model(config.model), None
-    if open_data and isinstance(config.data.train, str):
+    raw = _raw(config) if open_data else {}
+    if "data.train" in raw:
+        found["data"] = f"{raw['data.train']}, in sequences of {sequence_length(config):,}"
+    elif open_data and isinstance(config.data.train, str):
         from weft.headers import read_store_header
 
         tokens = read_store_header(config.data.train).num_tokens
@@ -67,7 +71,9 @@ def facts(config, ranks: int | None = None, *, open_data: bool) -> dict[str, str
     sizes = _sizes(config) if open_data else None
     samples = None if sizes is None or config.data.weighted else sum(sizes)
     if sizes is None and not isinstance(config.data.train, str):
-        found["data"] = f"\n{'':14}".join(_outline(config, open_data))
+        found["data"] = f"\n{'':14}".join(_outline(config, open_data, raw))
+    for key in (key for key in raw if key.startswith("data.validation")):
+        found[key.removeprefix("data.")] = raw[key]
     mesh = _mesh(config, ranks)
     if lines := _axes(config, mesh, known=ranks is not None):
         found["mesh"] = f"\n{'':14}".join(lines)
@@ -112,11 +118,25 @@ def _model(model) -> dict[str, str]:
     return found | ({"starts from": model.from_} if model.from_ else {})
 
 
+def _raw(config) -> dict[str, str]:
+    """Returns a description of each raw source, by dotted configuration key. Reads the first records.
+
+    Raises:
+        UserError: the layout of a raw source cannot be detected, or its chat template is not found.
+    """
+    if not config.data.raw:
+        return {}
+    from weft.data.raw.pack_sources import detect_sources
+
+    found = detect_sources(config)
+    return {key: f"{raw.path}, {raw.description}; packed when the run starts" for key, raw in found.items()}
+
+
 def _sizes(config) -> list[int] | None:
     """Returns the number of sequences in each token store of a mixture, computed from the headers of the stores.
 
     Best-fit packing yields slightly more sequences. Returns None for a single source, or if the mixture has a custom
-    dataset.
+    dataset or raw data.
     """
     from weft.config.data import StoreSource
     from weft.config.derive import sequence_length
@@ -124,13 +144,16 @@ def _sizes(config) -> list[int] | None:
 
     sources = config.data.sources
     stores = [source.store for source in sources if isinstance(source, StoreSource)]
-    if not sources or len(stores) < len(sources):
+    if not sources or len(stores) < len(sources) or any(key.startswith("data.train") for key in config.data.raw):
         return None
     return [(read_store_header(store).num_tokens - 1) // sequence_length(config) for store in stores]
 
 
-def _outline(config, open_data: bool) -> list[str]:
-    """Returns lines that describe data whose size is known only when the run starts; each source has one line."""
+def _outline(config, open_data: bool, raw: dict[str, str]) -> list[str]:
+    """Returns lines that describe data whose size is known only when the run starts; each source has one line.
+
+    `raw`: description of each raw source, by dotted configuration key.
+    """
     from weft.config.data import DatasetSection, StoreSource
     from weft.config.derive import sequence_length
     from weft.headers import read_store_header
@@ -139,16 +162,18 @@ def _outline(config, open_data: bool) -> list[str]:
     if isinstance(config.data.train, DatasetSection):
         return [f"{config.data.train.type}, {length}; the size will be known when the run starts"]
     sources = config.data.sources
-    unknown = "the size of the custom dataset" if open_data else "their sizes (not read)"
+    unknown = "the sizes of custom datasets and raw data" if open_data else "their sizes (not read)"
     lines = [f"{len(sources)} sources {length}; {unknown} will be known when the run starts:"]
     total = sum(source.weight or 0 for source in sources)
     widest = max(len(source.label) for source in sources)
-    for source in sources:
+    for number, source in enumerate(sources):
         share = "by stage" if config.data.curriculum else "by size"
         if source.weight is not None:
             share = f"{100 * source.weight / total:.2f}%"
         what = source.store if isinstance(source, StoreSource) else source.type
-        if isinstance(source, StoreSource) and open_data:
+        if (key := f"data.train[{number}].store") in raw:
+            what = raw[key]
+        elif isinstance(source, StoreSource) and open_data:
             what += f", {counted(read_store_header(source.store).num_tokens, 'token')}"
         limit = "" if source.max_epochs is None else f", at most {source.max_epochs:g} epochs"
         lines.append(f"  {source.label:{widest}}  {share:>8}  {what}{limit}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from weft.data.sources import Reading
     from weft.observe.console import Console
 
-FIRST = 16  # number of records from which the layout is detected
 OPTIONS = ("layout", "fields", "chat_template", "train_on", "max_tokens", "overlong", "template_variables", "date")
 LAYOUTS = ("messages", "sharegpt", "alpaca", "pairs", "preferences")
 
@@ -101,6 +100,7 @@ def encoder_of(
     from datetime import date
 
     from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
+    from weft.data.conversations.records import describe_encoding
     from weft.data.conversations.template import find_template
     from weft.errors import UserError
 
@@ -127,13 +127,7 @@ def encoder_of(
         exact=args.exact,
     )
     encoder = ConversationEncoder(spec)
-    marks = "by generation marks" if template.marked else "by comparing prefixes"
-    learned = {
-        "assistant": f"assistant messages, {marks}",
-        "last": f"the last assistant message, {marks}",
-        "all": "all tokens",
-    }
-    console.line(f"records: {layout}; template: {template.origin}; trained on: {learned[spec.train_on]}")
+    console.line(describe_encoding(encoder))
     for line in encoder.warnings():
         console.warning(line)
     return encoder
@@ -163,6 +157,7 @@ def report_lengths(out: str | Path, console: Console) -> None:
 
 def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -> RecordLayout:
     from weft.data.conversations.layouts import choose_layout
+    from weft.data.conversations.records import first_records
     from weft.errors import UserError
 
     fields = {}
@@ -177,21 +172,7 @@ def _layout(args: argparse.Namespace, files: Sequence[Path], reading: Reading) -
         if args.layout is None:
             raise UserError(f"the layout of standard input cannot be detected; give --layout {'|'.join(LAYOUTS)}")
         return choose_layout([], args.layout, fields)
-    return choose_layout(_first_records(files, reading), args.layout, fields)
-
-
-def _first_records(files: Sequence[Path], reading: Reading) -> list[Mapping[str, Any]]:
-    from weft.data.documents import Counts, Document
-    from weft.data.sources import plan, read
-
-    records: list[Mapping[str, Any]] = []
-    for unit in plan(files, reading):
-        for item in read(unit, reading, Counts()):
-            if isinstance(item, Document) and isinstance(item.value, dict):
-                records.append(item.value)
-                if len(records) == FIRST:
-                    return records
-    return records
+    return choose_layout(first_records(files, reading), args.layout, fields)
 
 
 def _variables(text: str | None) -> dict[str, Any]:

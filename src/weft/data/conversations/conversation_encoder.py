@@ -18,7 +18,7 @@ from weft.data.conversations.layouts import Conversation, RecordLayout, read_rec
 from weft.data.conversations.spans import SpanEncoder
 from weft.data.conversations.template import ChatTemplate, TemplateSource, special_tokens
 from weft.data.documents import Document, Reject
-from weft.data.packing.encoder import Encoded
+from weft.data.packing.encoder import Encoded, tokenizer_digest
 from weft.data.sources.values import Unfit
 from weft.data.tokenizers.tokenizer import Tokenizer
 from weft.errors import UserError
@@ -131,7 +131,7 @@ class ConversationEncoder:
             template.update(source.encode() + b"\0")
         return {
             "kind": self.kind,
-            "tokenizer_digest": self.open().digest,
+            "tokenizer_digest": tokenizer_digest(spec.tokenizer),
             "special_tokens": special_tokens(spec.tokenizer),
             "layout": [spec.layout.name, spec.layout.keys],
             "template_sha256": template.hexdigest(),
@@ -201,7 +201,11 @@ class ConversationEncoder:
         learned = conversation.learned[-1:] if self.spec.train_on == "last" else conversation.learned
         if not self._template.source.marked:
             spans = [self._message_span(conversation, number, text) for number in learned]
+            if any(start == end and messages[n].get("content") for (start, end), n in zip(spans, learned, strict=True)):
+                raise Unfit("the chat template does not write an assistant message; use another --chat-template")
         else:
+            if not spans:
+                raise Unfit("the chat template marks no text of the assistant" + REMEDY)
             answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
             if len(learned) < len(answers):
                 if len(spans) == len(answers):

@@ -112,11 +112,7 @@ def choose_layout(
         UserError: the layout or a field is unknown, or the layout cannot be detected.
     """
     fields = dict(fields or {})
-    if name is None:
-        for record in records:
-            name = _detect(record, fields)
-            if name is not None:
-                break
+    name = name or detect_layout(records, fields)
     if name is None:
         seen = ", ".join(map(repr, list(records[0])[:8])) if records else "no record"
         raise UserError(
@@ -141,6 +137,14 @@ def choose_layout(
             (pair for record in records for pair in pairs if all(key in record for key in pair)), pairs[0]
         )
     return RecordLayout(name, keys)
+
+
+def detect_layout(records: Sequence[Record], fields: Mapping[str, str]) -> str | None:
+    """Returns the name of the first layout that is detected in records; None if none is.
+
+    `fields`: as for `choose_layout`.
+    """
+    return next((name for record in records if (name := _detect(record, fields)) is not None), None)
 
 
 def _detect(record: Record, fields: Mapping[str, str]) -> str | None:

@@ -75,6 +75,11 @@ class Encoder(Protocol):
         ...
 
 
+def tokenizer_digest(path: str | Path) -> str:
+    """Returns `Tokenizer.digest` without loading the tokenizer, which can take longer than a pack."""
+    return hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest()
+
+
 class TextEncoder:
     """Encodes texts with a tokenizer, and appends an end-of-document token to each text.
 
@@ -105,9 +110,7 @@ class TextEncoder:
         return self._opened
 
     def identity(self) -> dict[str, Any]:
-        # Equal to `Tokenizer.digest`, without loading the tokenizer, which can take longer than the pack itself.
-        digest = hashlib.sha256(tokenizer_file(self.path).read_bytes()).hexdigest()
-        return {"kind": self.kind, "tokenizer_digest": digest, "exact": self.exact}
+        return {"kind": self.kind, "tokenizer_digest": tokenizer_digest(self.path), "exact": self.exact}
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         texts: list[Any] = [document.value for document in documents]

@@ -92,6 +92,18 @@ def best_fit_decreasing(counts: Sequence[int] | np.ndarray, capacity: int) -> Pa
     return _number_items(full, len(counts))
 
 
+def one_per_sequence(counts: Sequence[int] | np.ndarray) -> Patterns:
+    """Puts each item into a sequence of its own.
+
+    Args:
+        counts: `counts[size]` is the number of items of `size`; items of size 0 are ignored.
+    """
+    sizes = np.flatnonzero(counts)[::-1].astype(np.int64)
+    sizes = sizes[sizes > 0]
+    ones = np.ones(len(sizes), np.int64)
+    return Patterns(np.asarray(counts, np.int64)[sizes], np.arange(len(sizes) + 1), sizes, ones, ones - 1)
+
+
 def _number_items(patterns: list[tuple[_Pattern, int]], sizes: int) -> Patterns:
     """Converts linked lists to `Patterns`. The items of each size are numbered in the order of the patterns.
 

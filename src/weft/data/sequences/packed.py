@@ -1,4 +1,4 @@
-"""Defines the dataset of complete documents, which are packed into sequences by best fit."""
+"""Defines the dataset of complete documents, packed into sequences by best fit or padded to one sequence each."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class PackedDataset:
     Args:
         store: a store of texts or conversations. The weight of a label is its token's loss mask, or 1 without a mask.
         sequence_length: number of inputs per sample.
+        pad: whether each sequence has only one document, or one slice of a document, and padding.
         console: shows the progress of building the index, and then the text of `describe`.
 
     Attributes:
@@ -40,14 +41,14 @@ class PackedDataset:
 
     complete = True
 
-    def __init__(self, store: TokenStore, sequence_length: int, *, console: Console | None = None):
+    def __init__(self, store: TokenStore, sequence_length: int, *, pad: bool = False, console: Console | None = None):
         if store.info.kind == "preferences":
             raise UserError(
                 "preference pairs cannot be packed into sequences; use a store of texts or conversations",
                 store.path,
             )
         self.store, self.length = store, sequence_length
-        self.index = packing_index(store, sequence_length, console)
+        self.index = packing_index(store, sequence_length, console, "pad" if pad else "best_fit")
         self.samples, self.inputs, self.unlearnable = self.index.sequences, self.index.inputs, self.index.unlearnable
         if self.samples < 1:
             raise UserError(

@@ -6,9 +6,7 @@ sequence is split into full-length slices and a remainder. Remainders are packed
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -19,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.sequences.best_fit import Patterns, best_fit_decreasing
+from weft.data.sequences.best_fit import Patterns, best_fit_decreasing, one_per_sequence
 from weft.data.stores.indexed import map_file, release_pages
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
-from weft.files import hidden_folder, publish, sync_tree
+from weft.files import cache_folder, hidden_folder, locked, publish, sync_tree
 from weft.observe.console import Console
 
 VERSION = 1
@@ -84,28 +82,32 @@ class PackingIndex:
         return np.concatenate(documents), np.repeat(self.patterns.sizes[entries], repeats), -1
 
 
-def packing_index(store: TokenStore, length: int, console: Console | None = None) -> PackingIndex:
+def packing_index(
+    store: TokenStore, length: int, console: Console | None = None, method: str = "best_fit"
+) -> PackingIndex:
     """Opens the store's index for sequences of `length` tokens, and builds the index first if it does not exist.
 
-    The index is written to `STORE/packing/best_fit-<length>`, or to the user's cache folder if the store is read-only.
+    The index is written to `STORE/packing/<method>-<length>`, or to the user's cache folder if the store is read-only.
     It is built in a hidden folder, which is renamed when the index is complete. Of several processes, one builds the
     index and the others wait. On a file system without locks, each process builds the same index, and the first index
     is kept.
 
+    Args:
+        method: "best_fit", or "pad" for one document per sequence.
+
     Raises:
         UserError: the index cannot be written.
     """
-    name = f"best_fit-{length}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    places = [store.path / "packing" / name, cache / "weft" / "packing" / store.info.idx_sha256[:16] / name]
+    name = f"{method}-{length}"
+    places = [store.path / "packing" / name, cache_folder() / "packing" / store.info.idx_sha256[:16] / name]
     for place in places:
         if (found := _open(place, store, length)) is not None:
             return found
     for place in places:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(place.parent / f".{name}.lock") as locked:
-                return _open(place, store, length) or _build(place, store, length, locked, console or Console(False))
+            with locked(place.parent / f".{name}.lock") as alone:
+                return _open(place, store, length) or _build(place, store, length, alone, console or Console(False))
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or place is places[-1]:
                 raise UserError(
@@ -114,24 +116,6 @@ def packing_index(store: TokenStore, length: int, console: Console | None = None
                     place,
                 ) from None
     raise AssertionError("unreachable")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Context manager that waits for a file lock, and holds the lock in the `with` block.
-
-    Yields whether the file system supports locks.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(handle)
 
 
 def _open(folder: Path, store: TokenStore, length: int) -> PackingIndex | None:
@@ -163,7 +147,7 @@ def _build(place: Path, store: TokenStore, length: int, locked: bool, console: C
         for left in place.parent.glob(f".{place.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
     with hidden_folder(place, uuid.uuid4().hex) as partial:
-        _write(partial, store, length, console)
+        _write(partial, store, length, console, pad=place.name.startswith("pad"))
         sync_tree(partial)
         try:  # an existing index that cannot be opened is damaged, or is that of another store
             publish(partial, place, replace=_open(place, store, length) is None)
@@ -176,10 +160,12 @@ def _build(place: Path, store: TokenStore, length: int, locked: bool, console: C
     return index
 
 
-def _write(folder: Path, store: TokenStore, length: int, console: Console) -> None:
+def _write(folder: Path, store: TokenStore, length: int, console: Console, *, pad: bool) -> None:
     """Writes the index in two passes over the documents' lengths.
 
     The first pass counts the documents of each size; the second sorts the documents by size.
+
+    `pad`: whether each remainder has a sequence of its own.
     """
     documents = store.num_documents
     counts = np.zeros(length, np.int64)
@@ -191,7 +177,7 @@ def _write(folder: Path, store: TokenStore, length: int, console: Console) -> No
             unlearnable += int(np.count_nonzero(remainders == 0) - np.count_nonzero(remainders[at] == 0))
             bar.update(start + len(remainders))
         counts[0] = 0
-        patterns = best_fit_decreasing(counts, length)
+        patterns = one_per_sequence(counts) if pad else best_fit_decreasing(counts, length)
         begins = np.cumsum(counts) - counts  # position of each size in the order
         small = {
             "bins": patterns.bins,

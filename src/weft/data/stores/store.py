@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -95,8 +96,10 @@ class StoreInfo(BaseModel):
 
     @property
     def digest(self) -> str:
-        """The digest of the tokens (`bin_sha256`). A run's manifest records it."""
-        return self.bin_sha256
+        """The digest of the tokens and of the loss mask, if the store has one. A run's manifest records it."""
+        if self.mask_sha256 is None:
+            return self.bin_sha256
+        return hashlib.sha256(f"{self.bin_sha256} {self.mask_sha256}".encode()).hexdigest()
 
     @property
     def item_documents(self) -> int:

@@ -1,0 +1,1 @@
+"""Packs raw data of a run into cached token stores."""

@@ -1,0 +1,69 @@
+"""Packs raw data into the user's cache, once for each content, tokenizer and set of options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from weft.data.packing.pack import pack
+from weft.data.raw.detect import RawData
+from weft.data.raw.digests import file_digests, file_stamps
+from weft.data.sources.source_format import detect_format
+from weft.errors import UserError
+from weft.files import cache_folder, locked, remove
+from weft.headers import read_store_header
+from weft.observe.console import Console
+
+VERSION = 1  # increased if the same options and content give another store
+
+
+def cached_store(raw: RawData, console: Console) -> Path:
+    """Returns the token store of raw data in the cache; packs the data first if the store does not exist.
+
+    Several processes that need the same store wait for the first one. An interrupted pack is resumed.
+
+    Args:
+        console: shows the progress of reading and packing.
+
+    Raises:
+        UserError: a document is invalid, a file changed while it was packed, or the cache cannot be written.
+    """
+    folder, stamps = cache_folder() / "data", file_stamps(raw.files)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / _key(raw, file_digests(raw.files, stamps, folder / "digests", console))
+        with locked(folder / f".{out.name}.lock") as alone:
+            if _usable(out):
+                return out
+            if not alone:  # two processes must not write the same folder
+                raise UserError("this file system has no file locks; set WEFT_CACHE to a folder on another one", folder)
+            pack(raw.files, out, raw.encoder, reading=raw.reading, overwrite=True, console=console)
+            if file_stamps(raw.files) != stamps:
+                remove(out)
+                raise UserError("changed while it was packed; run the same command again", raw.path)
+            return out
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}; free space, or set WEFT_CACHE to another folder"
+        raise UserError(what, folder) from None
+
+
+def _key(raw: RawData, digests: list[str]) -> str:
+    """Returns the name of a store: a digest of everything on which its bytes depend.
+
+    A template can write the current date. The date is not part of the key, so that a run resumes with the same store
+    on another day.
+    """
+    identity = raw.encoder.identity() | {"date": None}
+    formats = [detect_format(path) for path in raw.files]
+    content = [VERSION, identity, asdict(raw.reading), formats, digests]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _usable(store: Path) -> bool:
+    try:
+        read_store_header(store)
+    except UserError:  # missing, or damaged: it is packed again
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Determines how raw data is packed: which files are read, and whether they hold texts or conversations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from weft.config.data import DataSection
+from weft.data.conversations.conversation_encoder import ConversationEncoder, ConversationSpec
+from weft.data.conversations.layouts import choose_layout, detect_layout
+from weft.data.conversations.records import describe_encoding, first_records
+from weft.data.conversations.template import find_template
+from weft.data.packing.encoder import Encoder, TextEncoder
+from weft.data.sources import Files, Reading, Unfit, make_extractor
+from weft.data.sources.source_format import contents_by_format
+from weft.errors import UserError
+from weft.formatting import counted
+
+# Keys of `data` that apply to conversations only.
+FOR_CONVERSATIONS = ("chat_template", "train_on", "overlong")
+# Options of `weft data pack` in messages -> what a run file has instead.
+WORDS = {
+    r"use --on-error skip to skip such documents": "skip such documents with `weft data pack --on-error skip`",
+    r"--fields input=KEY,target=KEY": "data.fields: {input: KEY, target: KEY} (or {text: KEY} for texts)",
+    r"; set another with --date": "",
+    r"--max-tokens \d+": "data.sequence_length",
+    r"--fields (\w+)=\.\.\.": r"data.fields.\1",
+    r"--(chat-template|train-on|layout|fields|overlong)\b": lambda found: "data." + found[1].replace("-", "_"),
+}
+
+
+@dataclass(frozen=True)
+class RawData:
+    """Raw data, and how it is packed.
+
+    Attributes:
+        path: the path or pattern in the run file.
+        description: what was detected, in one line.
+    """
+
+    path: str
+    files: Files
+    reading: Reading
+    encoder: Encoder
+    description: str
+
+
+def detect(path: str, files: Files, data: DataSection, tokenizer: str | Path, length: int) -> RawData:
+    """Determines how raw data is packed, from the keys of the run file, the file names and the first records.
+
+    Args:
+        path: the path or pattern in the run file.
+        tokenizer: folder of the run's tokenizer.
+        length: number of tokens per sequence, the limit of `data.overlong`.
+
+    Raises:
+        UserError: the layout cannot be detected, the chat template is not found, or the records are preferences.
+    """
+    fields, contents = dict(data.fields or {}), set(contents_by_format(files, Reading()).values())
+    plain = data.layout is None and contents == {"text"}
+    records = [] if plain or data.layout == "text" else first_records(files, Reading(records=True))
+    name = data.layout or ("text" if plain or fields.keys() == {"text"} else detect_layout(records, fields))
+    reading = Reading(field=fields.get("text", "text"))
+    if name is None and any(_has_text(record, reading) for record in records):
+        name = "text"
+    if name == "text":
+        if other := sorted(fields.keys() - {"text"}):
+            raise UserError(f"data.fields.{other[0]}: unknown field; texts have only the field text; remove it", path)
+        what = "plain text" if contents == {"text"} else f"texts in the field {reading.field!r}"
+        what = f"{counted(len(files), 'file')} of {what}" if len(files) > 1 else what
+        return RawData(path, files, reading, TextEncoder(Path(tokenizer)), what)
+    layout = choose_layout(records, name, fields)
+    if layout.name == "preferences":
+        raise UserError(
+            "records of preferences, a chosen and a rejected answer each, which no built-in objective learns from; "
+            "use conversations, or learn from one answer, with data.layout: pairs and data.fields: {target: chosen}",
+            path,
+        )
+    encoder = ConversationEncoder(
+        ConversationSpec(
+            tokenizer=Path(tokenizer),
+            layout=layout,
+            template=find_template(Path(tokenizer), data.chat_template),
+            train_on=data.train_on or "assistant",
+            max_tokens=length,
+            overlong=data.overlong or "drop",
+            date=date.today().isoformat(),
+        )
+    )
+    return RawData(path, files, Reading(records=True), encoder, describe_encoding(encoder))
+
+
+def _has_text(record: object, reading: Reading) -> bool:
+    try:
+        return isinstance(make_extractor(reading)(record), str)
+    except Unfit:
+        return False
+
+
+def in_config_words(message: str) -> str:
+    """Returns a message in which keys of the run file replace options of `weft data pack`."""
+    for pattern, words in WORDS.items():
+        message = re.sub(pattern, words, message)
+    return message

@@ -1,0 +1,110 @@
+"""Packs the raw data of a run before its process groups start."""
+
+from __future__ import annotations
+
+import os
+
+from weft.config.data import DataSection
+from weft.config.data_rules import missing_arguments
+from weft.config.derive import sequence_length
+from weft.config.raw_rules import default_packing
+from weft.config.run import RunConfig
+from weft.data.conversations.conversation_encoder import ConversationEncoder
+from weft.data.raw.cache import cached_store
+from weft.data.raw.detect import FOR_CONVERSATIONS, RawData, detect, in_config_words
+from weft.data.raw.splits import find_raw_files
+from weft.data.stores.store import TokenStore
+from weft.errors import UserError
+from weft.formatting import counted
+from weft.headers import read_store_header
+from weft.observe.console import Console
+
+
+def pack_sources(config: RunConfig, console: Console | None = None) -> RunConfig:
+    """Packs the raw data of a config into the user's cache, unless the cache has their token stores.
+
+    Of several processes that call this function at the same time, one packs, and the others wait.
+
+    Args:
+        console: prints what was detected and packed. The process that packs shows its progress even if
+            `console.prints` is false.
+
+    Returns:
+        The config with the packed token stores, and with the defaults of `data.packing` and `data.document_attention`.
+
+    Raises:
+        UserError: a file or its layout is invalid, a key of `data` has no effect, or the cache cannot be written.
+    """
+    try:
+        return _pack_sources(config, console or Console(prints=False))
+    except UserError as error:
+        error.quiet = os.environ.get("LOCAL_RANK", "0") != "0"  # all ranks raise the same error
+        raise
+
+
+def _pack_sources(config: RunConfig, console: Console) -> RunConfig:
+    stores = {}
+    for key, raw in detect_sources(config).items():
+        console.line(f"{key}: {raw.path}: {raw.description}")
+        try:
+            if isinstance(raw.encoder, ConversationEncoder):
+                for line in raw.encoder.warnings() if console.prints else ():
+                    console.warning(in_config_words(line))
+            stores[key] = str(cached_store(raw, Console()))
+        except UserError as error:
+            raise UserError(in_config_words(error.what), error.where, error.line) from None
+        _report(key, stores[key], console)
+    data = config.data.packed_as(stores) if stores else config.data
+    if data.packing is None:
+        data = data.packed_as({}, **_packing(config, data))
+    return config if data is config.data else config.model_copy(update={"data": data})
+
+
+def detect_sources(config: RunConfig) -> dict[str, RawData]:
+    """Determines how each raw source is packed. Returns the results by dotted configuration key. Packs nothing.
+
+    Raises:
+        UserError: a file or its layout is invalid, or a key of `data` has no effect.
+    """
+    data, found = config.data, {}
+    for key, path in data.raw.items():
+        if config.tokenizer is None:
+            raise UserError(f"{key}: {path} is raw data, which needs a tokenizer; set tokenizer")
+        try:
+            files = find_raw_files(path, held_out=key.startswith("data.validation"))
+            found[key] = detect(path, files, data, config.tokenizer, sequence_length(config))
+        except UserError as error:
+            what = in_config_words(str(error))
+            place = "" if what.startswith("data.") else f"{key}: " if path in what else f"{key}: {path}: "
+            raise UserError(place + what) from None
+    if found and not any(isinstance(raw.encoder, ConversationEncoder) for raw in found.values()):
+        for name in FOR_CONVERSATIONS:
+            if getattr(data, name) is not None:
+                key, raw = next(iter(found.items()))
+                what = f"no effect, because {key} ({raw.path}) has texts, not conversations"
+                raise UserError(f"data.{name}: {what}; remove the key, or set data.layout and data.fields")
+    return found
+
+
+def _packing(config: RunConfig, data: DataSection) -> dict[str, object]:
+    """Returns the defaults of `packing` and `document_attention`, which depend on the token stores."""
+    stated = config.origins.get("data.document_attention", "default") != "default"
+    conversations = any(read_store_header(store).kind == "conversations" for store in data.stores.values())
+    values = default_packing(conversations, data.document_attention if stated else None)
+    what = missing_arguments(config.model.type) if values["document_attention"] else None
+    if what is not None:
+        raise UserError(f"data.packing: best_fit is the default for conversations, but {what}; add it")
+    return values
+
+
+def _report(key: str, store: str, console: Console) -> None:
+    """Prints how many documents of raw data were packed, and warns of documents that were dropped or changed."""
+    info = TokenStore(store).info
+    noun = "conversation" if info.kind == "conversations" else "document"
+    console.line(f"{key}: {counted(info.documents, noun)}, {counted(info.tokens, 'token')}, packed in {store}")
+    total = info.documents + sum(info.rejected.values())
+    for what, number in info.rejected.items():
+        remedy = "raise data.sequence_length" + ", or set data.overlong: truncate" * what.startswith("longer")
+        console.warning(f"{key}: dropped {number:,} of {counted(total, noun)}: {what}; {remedy}")
+    for what, number in info.notes.items():
+        console.warning(f"{key}: {counted(number, noun)} of {total:,}: {what}")

@@ -1,0 +1,254 @@
+"""Raw files, folders and saved datasets as the data of a run: what is learned, what is cached, what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from running import QUIET, losses, train
+
+from weft.cli.main import main
+from weft.config.run import RunConfig
+from weft.data.conversations.named_templates import NAMED
+from weft.data.raw.pack_sources import pack_sources
+from weft.data.stores.store import TokenStore
+from weft.errors import UserError
+from weft.parallel.world import start_world
+from weft.train.data import open_data
+
+LENGTH = 96
+ANSWERS = ["Kalo mi.", "Ren sta tu, vo shi pra el.", "Zx" * 60, "x", "Tu vo. " * 3, "El?", "Mi mi mi.", "Sta " * 12]
+RECORDS = [{"instruction": f"Vo shi {n}?", "input": "", "output": answer} for n, answer in enumerate(ANSWERS)]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the test's own."""
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "data"
+
+
+@pytest.fixture
+def alpaca(tmp_path):
+    path = tmp_path / "my.json"
+    path.write_text(json.dumps(RECORDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hf_folder(tiny_tokenizer, tmp_path_factory):
+    """A tiny Hugging Face model with tokenizer and chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("hf") / "hf"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=128, **sizes)).save_pretrained(folder)
+    for file in tiny_tokenizer.iterdir():
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(NAMED["chatml"].source)
+    return folder
+
+
+@pytest.fixture
+def raw_yaml(tmp_path, hf_folder):
+    """Writes the run file of a Hugging Face model and raw data, without tokenizer: `raw_yaml(train=...) -> Path`."""
+
+    def write(name="demo.yaml", **data):
+        sections = {
+            "run": {"directory": str(tmp_path / "runs"), "seed": 3},
+            "model": {"from": str(hf_folder)},
+            "data": {"sequence_length": LENGTH} | data,
+            "training": {"steps": 3, "batch_tokens": 4 * LENGTH, "dtype": "float32"},
+            "log": QUIET,
+        }
+        path = tmp_path / name
+        path.write_text("".join(f"{name}: {json.dumps(section)}\n" for name, section in sections.items()))
+        return path
+
+    return write
+
+
+def prepared(path, *overrides):
+    return pack_sources(RunConfig.load(path, list(overrides)))
+
+
+def store_of(config):
+    return TokenStore(config.data.stores["data.train"])
+
+
+def refused(path, *overrides):
+    with pytest.raises(UserError) as caught:
+        prepared(path, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def by_transformers(folder, records=RECORDS):
+    """Ids and mask of each conversation, as transformers computes them."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    found = []
+    for record in records:
+        messages = [
+            {"role": "user", "content": record["instruction"]},
+            {"role": "assistant", "content": record["output"]},
+        ]
+        one = tokenizer.apply_chat_template(
+            messages, chat_template=NAMED["chatml"].source, return_dict=True, return_assistant_tokens_mask=True
+        )
+        found.append((one["input_ids"], one["assistant_masks"]))
+    return found
+
+
+def test_a_raw_file_and_its_packed_store_give_the_same_run(raw_yaml, alpaca, hf_folder, tmp_path, cache, capsys):
+    assert train(raw_yaml(train=str(alpaca))) == 0
+    said = capsys.readouterr().err
+    long = sum(len(ids) + 1 > LENGTH for ids, _ in by_transformers(hf_folder))
+    assert long == 1
+    assert f"warning: data.train: dropped 1 of 8 conversations: longer than {LENGTH} tokens" in said
+    run = tmp_path / "runs" / "demo"
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["data_left_out"] == {"train": {f"longer than {LENGTH} tokens": 1}}
+    saved = (run / "config.yaml").read_text()
+    assert str(alpaca) in saved
+    assert "packing: best_fit" in saved
+    assert str(cache) not in saved
+    assert (run / "tokenizer" / "tokenizer.json").read_bytes() == (hf_folder / "tokenizer.json").read_bytes()
+
+    options = ["--tokenizer", hf_folder, "--max-tokens", LENGTH, "--conversations", "--out", tmp_path / "store"]
+    assert main(["data", "pack", *map(str, [alpaca, *options])]) == 0
+    assert train(raw_yaml("store.yaml", train=str(tmp_path / "store"))) == 0
+    assert losses(run) == losses(tmp_path / "runs" / "store")
+    assert "packing: best_fit" in (tmp_path / "runs" / "store" / "config.yaml").read_text()
+
+
+def test_padded_samples_are_transformers_conversations(raw_yaml, alpaca, hf_folder, cache):
+    config = prepared(raw_yaml(train=str(alpaca), packing="pad", shuffle=False))
+    assert config.data.document_attention
+    eod = store_of(config).info.eod_id
+    source = open_data(config, start_world(config.parallel)).source
+    expected = sorted(([*ids, eod], [*mask, 1]) for ids, mask in by_transformers(hf_folder) if len(ids) + 1 <= LENGTH)
+    found = []
+    samples = (zip(b.tokens, b.labels, b.weight, b.segments, strict=True) for b in map(source.batch, range(2)))
+    for tokens, labels, weight, segments in (sample for batch in samples for sample in batch):
+        length = int((segments == 0).sum())
+        assert weight[length:].sum() == 0
+        ids = [int(tokens[0]), *labels[:length].tolist()]
+        assert tokens[:length].tolist() == ids[:-1]
+        found.append((ids, [0, *weight[:length].int().tolist()]))
+    assert sorted(found[: len(expected)]) == expected
+
+
+def test_the_cache_is_keyed_by_content_tokenizer_and_options(raw_yaml, alpaca, tmp_path, cache):
+    file = raw_yaml(train=str(alpaca))
+    first = store_of(prepared(file)).path
+    made = (first / "store.json").stat().st_mtime_ns
+    assert store_of(prepared(file)).path == first
+    shutil.copy(alpaca, tmp_path / "copy.json")
+    assert store_of(prepared(file, f"data.train={tmp_path / 'copy.json'}")).path == first
+    assert (first / "store.json").stat().st_mtime_ns == made
+    others = {first}
+    for override in ("data.train_on=all", "data.overlong=truncate", "data.chat_template=zephyr"):
+        others.add(store_of(prepared(file, override)).path)
+    others.add(store_of(prepared(file, "data.sequence_length=64")).path)
+    assert len(others) == 5
+    # A change that keeps size and modification time is a change.
+    times = os.stat(alpaca)
+    alpaca.write_text(alpaca.read_text().replace("Kalo", "Kali"))
+    os.utime(alpaca, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert store_of(prepared(file)).path not in others
+    # A damaged store is packed again.
+    with open(first / "tokens.bin", "ab") as tokens:
+        tokens.write(b"more")
+    alpaca.write_text(json.dumps(RECORDS))
+    assert store_of(prepared(file)).path == first
+
+
+def test_an_unchanged_file_is_not_read_again(raw_yaml, alpaca, cache, monkeypatch):
+    os.utime(alpaca, (1e9, 1e9))
+    monkeypatch.setattr("weft.data.raw.digests.SETTLED", -10)  # so that the test need not wait
+    file = raw_yaml(train=str(alpaca))
+    first = prepared(file).data.stores
+    monkeypatch.setattr("weft.data.raw.digests.BLOCK", None)  # reading would fail
+    monkeypatch.setattr("weft.data.raw.digests.open", None, raising=False)
+    assert prepared(file).data.stores == first
+
+
+PROGRAM = """
+import sys
+from weft.config.run import RunConfig
+from weft.data.raw.pack_sources import pack_sources
+from weft.observe.console import Console
+print(pack_sources(RunConfig.load(sys.argv[1]), Console()).data.stores["data.train"])
+"""
+
+
+def start_packing(file):
+    command = [sys.executable, "-c", PROGRAM, str(file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_several_processes_pack_once_and_a_killed_one_leaves_nothing_half(raw_yaml, tmp_path, cache):
+    big = tmp_path / "big.jsonl"
+    big.write_text("".join(json.dumps(RECORDS[n % 8] | {"instruction": f"{n}?"}) + "\n" for n in range(20_000)))
+    file = raw_yaml(train=str(big))
+    process = start_packing(file)
+    deadline = time.monotonic() + 60
+    while not list(cache.glob(".*.partial/parts")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert [path.name for path in cache.iterdir() if not path.name.startswith(".")] == ["digests"]
+    asking = [start_packing(file) for _ in range(3)]
+    answers = [process.communicate(timeout=120) for process in asking]
+    assert [process.returncode for process in asking] == [0] * 3, answers
+    assert len({out for out, _ in answers}) == 1
+    ended = [line for _, err in answers for line in err.splitlines() if line.startswith("packing ") and "took" in line]
+    assert len(ended) == 1
+    store = TokenStore(answers[0][0].strip())
+    assert store.num_documents + sum(store.info.rejected.values()) == 20_000
+    assert not list(cache.glob(".*.partial"))
+
+
+def test_a_resumed_run_notices_that_its_raw_file_changed(raw_yaml, alpaca, cache, capsys):
+    file = raw_yaml(train=str(alpaca))
+    assert train(file, "training.steps=1") == 0
+    assert train(file, "training.steps=2") == 0
+    assert "data.train changed" not in capsys.readouterr().err
+    alpaca.write_text(json.dumps([*RECORDS[:-1], RECORDS[0]]))
+    assert train(file, "training.steps=3") == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: data.train changed")]
+    assert "use --fresh to start over" in told
+
+
+@pytest.mark.parametrize("saved", ["dict", "parquet", "jsonl"])
+def test_only_the_split_of_a_saved_dataset_is_read(raw_yaml, tmp_path, saved):
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "saved"
+    parts = {"train": RECORDS[3:8], "validation": RECORDS[:2], "test": RECORDS[1:2]}
+    if saved == "dict":
+        found = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+        found.save_to_disk(str(folder))
+    else:
+        (folder / "data").mkdir(parents=True)
+        (folder / "README.md").write_text("# About the data\n")
+        for name, rows in parts.items():
+            one = datasets.Dataset.from_list(rows)
+            if saved == "parquet":
+                one.to_parquet(str(folder / "data" / f"{name}-00000-of-00001.parquet"))
+            else:
+                one.to_json(str(folder / "data" / f"{name}.jsonl"))
+    config = prepared(raw_yaml(train=str(folder), validation=str(folder)))
+    assert [TokenStore(path).num_documents for path in (*config.data.stores.values(),)] == [5]
+    assert [TokenStore(path).num_documents for path in (*config.data.held_out_stores.values(),)] == [2]
+    shutil.rmtree(folder / ("train" if saved == "dict" else "data"))
+    if saved == "dict":
+        (folder / "dataset_dict.json").write_text('{"splits": ["validation", "test"]}')
+        assert "has the splits validation, test, but none is called train" in refused(raw_yaml(train=str(folder)))
