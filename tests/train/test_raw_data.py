@@ -127,6 +127,15 @@ def test_a_raw_file_and_its_packed_store_give_the_same_run(raw_yaml, alpaca, hf_
     assert "packing: best_fit" in (tmp_path / "runs" / "store" / "config.yaml").read_text()
 
 
+def test_a_run_is_evaluated_on_its_raw_validation_data(raw_yaml, alpaca, tmp_path, cache):
+    import weft
+
+    assert train(raw_yaml(train=str(alpaca), validation=str(alpaca)), "training.steps=1") == 0
+    measured = json.loads((tmp_path / "runs" / "demo" / "metrics.jsonl").read_text())["validation_loss"]
+    found = weft.evaluate(tmp_path / "runs" / "demo")
+    assert found.loss == pytest.approx(measured, rel=1e-5)
+
+
 def test_padded_samples_are_transformers_conversations(raw_yaml, alpaca, hf_folder, cache):
     config = prepared(raw_yaml(train=str(alpaca), packing="pad", shuffle=False))
     assert config.data.document_attention

@@ -146,10 +146,9 @@ class Draft:
     def finish(self) -> Any:
         """Returns the configuration with the derived values."""
         config = self.config
-        for key, value in self._derived.items():
-            section, _, name = key.partition(".")
-            new = getattr(config, section).model_copy(update={name: value}) if name else value
-            config = config.model_copy(update={section: new})
+        for (section, _, name), value in ((key.partition("."), value) for key, value in self._derived.items()):
+            value = getattr(config, section).model_copy(update={name: value}) if name else value
+            config = config.model_copy(update={section: value})
         return config
 
     def _with_items(self, node: Node, section: type[BaseModel], key: str) -> Node:

@@ -15,11 +15,14 @@ from weft.checkpoint.load import resolve, tokenizer_folder
 from weft.checkpoint.load_model import checkpoint_of, load_model
 from weft.config.data import held_out_sets
 from weft.config.dump import read_saved
+from weft.config.run import RunConfig
+from weft.data.raw.pack_sources import pack_sources
 from weft.data.stores.store import TokenStore
 from weft.errors import UserError
 from weft.evaluation.perplexity import StoreResult, combine, evaluate_store
 from weft.evaluation.settings import WINDOWS, Settings
 from weft.evaluation.tasks import evaluate_tasks, find_tasks
+from weft.headers import is_raw
 from weft.observe.console import Console
 from weft.parallel.world import local_device
 
@@ -110,7 +113,7 @@ def evaluate(
     console = console or Console(prints=False)
     checkpoint = checkpoint_of(model) if isinstance(model, nn.Module) else resolve(model)
     if not given and tasks is None:
-        given = list(_held_out_stores(checkpoint))
+        given = list(_held_out_stores(checkpoint, console))
     stores = [one if isinstance(one, TokenStore) else TokenStore(one) for one in given]
     if how.tokenizer is None and checkpoint is not None:
         how = replace(how, tokenizer=tokenizer_folder(checkpoint))
@@ -137,7 +140,7 @@ def _run_data(checkpoint: Path | None) -> dict[str, Any]:
     return (read_saved(config).get("data") or {}) if config.is_file() else {}
 
 
-def _held_out_stores(checkpoint: Path | None) -> list[str]:
+def _held_out_stores(checkpoint: Path | None, console: Console) -> list[str]:
     """Returns the paths of the token stores that are the validation data of a checkpoint's run.
 
     Raises:
@@ -154,6 +157,10 @@ def _held_out_stores(checkpoint: Path | None) -> list[str]:
             "this run has no token store for validation, or also validates on other data; set `store` to a token store",
             run,
         )
+    if any(is_raw(store) for store in named):
+        config = RunConfig.load(run / "config.yaml", check_data=False)
+        config = config.model_copy(update={"tokenizer": str(tokenizer_folder(checkpoint) or config.tokenizer)})
+        return list(pack_sources(config, console, train=False).data.held_out_stores.values())
     for store in named:
         if not Path(store).exists():
             raise UserError(

@@ -20,7 +20,7 @@ from weft.headers import read_store_header
 from weft.observe.console import Console
 
 
-def pack_sources(config: RunConfig, console: Console | None = None) -> RunConfig:
+def pack_sources(config: RunConfig, console: Console | None = None, *, train: bool = True) -> RunConfig:
     """Packs the raw data of a config into the user's cache, unless the cache has their token stores.
 
     Of several processes that call this function at the same time, one packs, and the others wait.
@@ -28,6 +28,7 @@ def pack_sources(config: RunConfig, console: Console | None = None) -> RunConfig
     Args:
         console: prints what was detected and packed. The process that packs shows its progress even if
             `console.prints` is false.
+        train: whether training data are packed too, and not only validation data.
 
     Returns:
         The config with the packed token stores, and with the defaults of `data.packing` and `data.document_attention`.
@@ -36,15 +37,15 @@ def pack_sources(config: RunConfig, console: Console | None = None) -> RunConfig
         UserError: a file or its layout is invalid, a key of `data` has no effect, or the cache cannot be written.
     """
     try:
-        return _pack_sources(config, console or Console(prints=False))
+        return _pack_sources(config, console or Console(prints=False), train)
     except UserError as error:
         error.quiet = os.environ.get("LOCAL_RANK", "0") != "0"  # all ranks raise the same error
         raise
 
 
-def _pack_sources(config: RunConfig, console: Console) -> RunConfig:
+def _pack_sources(config: RunConfig, console: Console, train: bool) -> RunConfig:
     stores = {}
-    for key, raw in detect_sources(config).items():
+    for key, raw in detect_sources(config, train=train).items():
         console.line(f"{key}: {raw.path}: {raw.description}")
         try:
             if isinstance(raw.encoder, ConversationEncoder):
@@ -55,19 +56,24 @@ def _pack_sources(config: RunConfig, console: Console) -> RunConfig:
             raise UserError(in_config_words(error.what), error.where, error.line) from None
         _report(key, stores[key], console)
     data = config.data.packed_as(stores) if stores else config.data
-    if data.packing is None:
+    if data.packing is None and train:
         data = data.packed_as({}, **_packing(config, data))
     return config if data is config.data else config.model_copy(update={"data": data})
 
 
-def detect_sources(config: RunConfig) -> dict[str, RawData]:
+def detect_sources(config: RunConfig, *, train: bool = True) -> dict[str, RawData]:
     """Determines how each raw source is packed. Returns the results by dotted configuration key. Packs nothing.
+
+    Args:
+        train: whether training data are included, and not only validation data.
 
     Raises:
         UserError: a file or its layout is invalid, or a key of `data` has no effect.
     """
     data, found = config.data, {}
     for key, path in data.raw.items():
+        if key.startswith("data.train") and not train:
+            continue
         if config.tokenizer is None:
             raise UserError(f"{key}: {path} is raw data, which needs a tokenizer; set tokenizer")
         try:
@@ -77,7 +83,7 @@ def detect_sources(config: RunConfig) -> dict[str, RawData]:
             what = in_config_words(str(error))
             place = "" if what.startswith("data.") else f"{key}: " if path in what else f"{key}: {path}: "
             raise UserError(place + what) from None
-    if found and not any(isinstance(raw.encoder, ConversationEncoder) for raw in found.values()):
+    if found and train and not any(isinstance(raw.encoder, ConversationEncoder) for raw in found.values()):
         for name in FOR_CONVERSATIONS:
             if getattr(data, name) is not None:
                 key, raw = next(iter(found.items()))
