@@ -32,6 +32,8 @@ def validate(
     separated, and tokens that a loss mask excludes. Each text token counts as the mean number of bytes per token of the
     store.
 
+    If the objective weighs documents (`Objective.weigh_documents`), each document counts equally in all metrics.
+
     Args:
         full: whether to evaluate each set completely, instead of only up to `validation.tokens`.
         show: function that iterates over batches and shows the progress.
