@@ -63,7 +63,7 @@ def tick(value: float) -> str:
 
 
 def byte_size(number: float, unit: str | None = None) -> str:
-    """Returns a number of bytes with its unit: `640 B`, `30.7 kB`, `1.2 GB`.
+    """Returns a number of bytes with its unit: `640 B`, `30.7 kB`, `1.25 GB`.
 
     Args:
         unit: "kB" or "MB" (with one decimal), "GB" or "TB" (with two); by default the largest unit that fits.

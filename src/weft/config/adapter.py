@@ -62,8 +62,7 @@ class AdapterSection(Section):
     `alpha`, `targets`, `rslora`, `dora` and `init`.
     """
     quantize: Literal["nf4", "int8"] | None = None
-    """Format in which the frozen linear layers and experts of the blocks are held, in blocks of up to 64 weights with a
-    common scale. `nf4`: 4 bits, quantiles of a normal distribution (QLoRA; Dettmers et al., 2023); `int8`: 8 bits.
+    """Format of the frozen weights of linear layers and experts, in groups of up to 64 weights with a common scale. `nf4`: 4 bits, quantiles of a normal distribution (QLoRA; Dettmers et al., 2023); `int8`: 8 bits.
     Products are computed in `training.dtype`. Default: not quantized.
     """
 

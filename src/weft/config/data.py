@@ -119,8 +119,8 @@ class StageSection(_WithoutNulls):
     """A stage of a curriculum: mixture weights for a number of tokens."""
 
     tokens: int | None = Field(None, ge=1)
-    """Length of the stage in tokens, rounded up to complete sequences. The last stage ignores this key: it
-    lasts until the end of the run.
+    """Length of the stage in tokens, rounded up to complete sequences. Required for each stage except the last one,
+    which ignores this key: it lasts until the end of the run.
     """
     weights: dict[str, Annotated[float, Ge(0)]]
     """Weight of each source by name, relative to the other weights; a source that is not named has weight 0."""
@@ -157,10 +157,13 @@ class DataSection(Section):
     stores/code, prose: stores/prose}`. Default: no validation.
     """
     layout: Literal["messages", "sharegpt", "alpaca", "pairs", "preferences", "text"] | None = None
-    """Layout of the records of raw data. `text`: texts without messages. Default: detected from the first records."""
+    """Layout of the records of raw data. `messages`: OpenAI's messages; `pairs`: a prompt and an answer;
+    `preferences`: a chosen and a rejected answer; `text`: texts without messages. Default:
+    detected from the first records.
+    """
     fields: dict[str, str] | None = None
-    """Keys of the records of raw data that differ from the layout's, such as `{input: question, target: answer}`, or
-    `{text: content}` for texts. Default: the keys of the layout.
+    """Fields of the layout -> keys of the records of raw data, for keys that differ from the usual ones. For the layout
+    `pairs`, `{input: question, target: answer}`; for texts, `{text: content}`. Default: the usual keys of the layout.
     """
     chat_template: str | None = None
     """Chat template for raw conversations: a file, or a built-in template: chatml, llama2, llama3, gemma, mistral,

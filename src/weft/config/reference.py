@@ -146,7 +146,7 @@ Schema for editors. The smallest useful file:
 
 ```yaml
 model: llama-60m
-data: {train: store, validation: heldout}
+data: {train: stores/web, validation: stores/web-heldout}
 training: {tokens: 1e9}
 ```
 

@@ -160,7 +160,7 @@ class CompiledStep:
             _describe(self._model, self._struct, self._layers, self._kept)
 
     def forward(self, works: Sequence[Work]) -> list[torch.Tensor]:
-        """Computes the tokens of `works`. Returns what `Runner.forward` returns, in float32."""
+        """Runs a forward pass of the new tokens of each sequence. Returns what `Runner.forward` returns, in float32."""
         self._find_pools()
         rows = [(work, position) for work in works for position in range(work.start, work.end)]
         kept = sum(work.kept for work in works)

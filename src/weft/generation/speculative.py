@@ -286,7 +286,7 @@ def _continues(context: Context, token: int) -> bool:
 
 
 def _shorten(work: Work, count: int) -> None:
-    """Removes the last `count` proposals of a work."""
+    """Removes the last `count` proposed tokens from the work of a sequence."""
     del work.tokens[work.end - count :]
     work.end, work.kept = work.end - count, work.kept - count
 

@@ -45,6 +45,6 @@ def raise_if_endless(
         last = max((end for begin, end in spans if start <= begin and end <= stop), default=start)
         if not ends(last):
             raise Unfit(
-                "an answer before the last message ends without a stop token that is trained on; use a "
-                "--chat-template that marks the end-of-turn token with {% generation %}, or set --train-on last"
+                "a model would not learn to end answers: an answer before the last one has no stop token that is "
+                "trained on; use a --chat-template that marks the end-of-turn token with {% generation %}, or set --train-on last"
             )

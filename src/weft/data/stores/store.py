@@ -16,7 +16,9 @@ from weft.headers import HEADER, read_store_header
 
 
 class PartialFile(BaseModel):
-    """The part of an input file that one shard packed, for a file that is split between shards.
+    """The part of an input file that one shard of a token store contains, for a file that is split between shards.
+
+    A unit is a range of a file, such as lines of JSON lines or row groups of Parquet, that one worker packs.
 
     Attributes:
         before: whether the previous shard packed earlier units of the file.

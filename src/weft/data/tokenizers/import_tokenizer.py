@@ -120,7 +120,8 @@ def from_sentencepiece(file: Path) -> Imported:
         raise UserError("a word or character model; only BPE and unigram models can be imported", file)
     if spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
         raise UserError(
-            "appends blanks to words or does not escape them, which tokenizer.json cannot express; use another model",
+            "tokenizer.json cannot express its settings treat_whitespace_as_suffix or escape_whitespaces; use another "
+            "tokenizer",
             file,
         )
     unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == piece.UNKNOWN), None)

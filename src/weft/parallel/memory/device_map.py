@@ -167,7 +167,7 @@ class _HostLayers:
         self.fetch(0)
 
     def fetch(self, number: int) -> None:
-        """Begins to copy the parameters of the layer with index `number` among the layers in host memory."""
+        """Begins to copy a layer's parameters to the device. `number`: index of the layer among the host layers."""
         if number < len(self.slots) and number not in self.copies:
             with torch.cuda.stream(self.stream):
                 self.copies[number] = [
