@@ -54,7 +54,7 @@ class AdapterSection(Section):
     """
     init: Literal["default", "gaussian", "pissa"] = "default"
     """Initial values. `default`: A is uniform as in `torch.nn.Linear` and B is 0; `gaussian`: A is normal with standard
-    deviation 1 / `r`, and B is 0; `pissa`: A and B have the largest singular values of W, and their product is
+    deviation 1 / `r`, and B is 0; `pissa`: B A is the part of W with its `r` largest singular values, and is
     subtracted from W (PiSSA; Meng et al., 2024).
     """
     from_: Folder | None = Field(None, alias="from")
@@ -62,8 +62,9 @@ class AdapterSection(Section):
     `alpha`, `targets`, `rslora`, `dora` and `init`.
     """
     quantize: Literal["nf4", "int8"] | None = None
-    """Format of the frozen weights of linear layers and experts, in groups of up to 64 weights with a common scale. `nf4`: 4 bits, quantiles of a normal distribution (QLoRA; Dettmers et al., 2023); `int8`: 8 bits.
-    Products are computed in `training.dtype`. Default: not quantized.
+    """Format of the frozen weights of linear layers and experts, in groups of up to 64 weights with a common scale.
+    `nf4`: 4 bits, quantiles of a normal distribution (QLoRA; Dettmers et al., 2023); `int8`: 8 bits. Products are
+    computed in `training.dtype`. Default: not quantized.
     """
 
     @property

@@ -66,9 +66,9 @@ class TrainingSection(Section):
     trained.
     """
     freeze: list[str] = Field(default=[])
-    """Parameters that are not trained, as patterns of their names, such as `embed_tokens` or `layers.[0-5].*`. Patterns
-    have the syntax of Python's `fnmatch`; the name of a module stands for all its parameters. A pattern that matches no
-    parameter is an error. `weft profile --structure` shows the names.
+    """Parameters that are not trained, as patterns of their full names, such as `embed_tokens` or `layers.[0-5].*`.
+    Patterns have the syntax of Python's `fnmatch`; the full name of a module stands for all its parameters. A pattern
+    that matches no parameter is an error. `weft profile --structure` shows the names.
     """
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads per rank. Default: `OMP_NUM_THREADS`, or the usable cores divided by the local ranks."""

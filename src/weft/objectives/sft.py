@@ -20,8 +20,8 @@ class SFT(Pretrain):
             tokens, averaged over the documents of the global batch. A document that is split over several sequences
             counts once for each sequence in which it has learned tokens.
         neftune: magnitude alpha of the noise on the embeddings in training (NEFTune; Jain et al., 2023), such as 5;
-            0: no noise. The noise of each value is uniform up to alpha / sqrt(n d), with n tokens in the document and
-            the hidden size d. It is off in validation and in generation.
+            0: no noise. The noise of each value is uniform in [-a, a] with a = alpha / sqrt(n d), for n tokens in the
+            document and the hidden size d. It is off in validation and in generation.
     """
 
     def __init__(self, *, loss: Literal["tokens", "sequences"] = "tokens", neftune: Annotated[float, Ge(0)] = 0.0):

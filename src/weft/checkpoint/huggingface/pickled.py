@@ -52,7 +52,7 @@ def tensors(file: Path) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError:
         raise UserError(
             "not loaded: the file contains more than tensors, or torch.save did not write it; convert it to "
-            "safetensors where it was made",
+            "safetensors with the program that wrote it",
             file,
         ) from None
     except (RuntimeError, EOFError, OSError) as error:

@@ -39,7 +39,9 @@ class Field:
         if array.dtype.kind not in "biuf" or (wanted.kind in "biu" and array.dtype.kind == "f"):
             raise ValueError(f"must be {self.dtype}, but is {array.dtype}")
         if array.shape[: len(lead)] != lead:
-            raise ValueError(f"has shape {array.shape}; its first dimension must be the sample's {lead[0]} sequences")
+            raise ValueError(
+                f"has shape {array.shape}; its first dimension must be {lead[0]}, the number of sequences per sample"
+            )
         inner = array.shape[len(lead) :]
         if self.seq_dim is not None and (len(inner) <= self.seq_dim or inner[self.seq_dim] != seq):
             raise ValueError(f"has shape {array.shape}; dimension {self.seq_dim + len(lead)} must have {seq} tokens")

@@ -46,5 +46,6 @@ def raise_if_endless(
         if not ends(last):
             raise Unfit(
                 "a model would not learn to end answers: an answer before the last one has no stop token that is "
-                "trained on; use a --chat-template that marks the end-of-turn token with {% generation %}, or set --train-on last"
+                "trained on; use a --chat-template that marks the end-of-turn token with {% generation %}, or set "
+                "--train-on last"
             )

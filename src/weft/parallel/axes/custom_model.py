@@ -73,10 +73,10 @@ class CustomModelCheck:
             parameters[name].detach().zero_()
 
     def results(self) -> Results:
-        """Returns (outputs of the model, name of a replicated parameter -> its gradient, summed over `tp`).
+        """Returns the outputs of the model, and the gradients of the replicated parameters by name.
 
-        The outputs are computed in evaluation mode. The gradients are of a weighted sum of the outputs, with random
-        weights from a fixed seed. Sets the model to training mode at the end.
+        The outputs are computed in evaluation mode. The gradients are those of a weighted sum of the outputs,
+        with random weights from a fixed seed, and are summed over `tp`. Sets the model to training mode at the end.
         """
         tokens, model = self.tokens, self.model
         inputs = {"tokens": tokens, "positions": torch.arange(tokens.shape[1]).expand_as(tokens), "segments": None}

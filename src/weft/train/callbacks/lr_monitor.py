@@ -6,7 +6,7 @@ from weft.train.callbacks import Callback, State
 
 
 class LrMonitor(Callback):
-    """Logs the learning rate of each parameter group, named by the role of the parameters: `lr/matrix`, `lr/norm`, ...
+    """Logs the learning rate of each parameter group, named by the kind of its parameters: `lr/matrix`, `lr/norm`, ...
 
     If a role has several groups, the index of the group follows, such as `lr/matrix/0`.
     """
