@@ -51,6 +51,7 @@ class Sampling:
         regex: a regular expression, in the syntax of Rust's regex crate, that the complete continuation must match.
         grammar: a context-free grammar in llguidance's variant of Lark, whose rule `start` describes the continuation.
         seed: seed of the random numbers. The same seed and prompt give the same tokens.
+        skip_special_tokens: whether the text omits special tokens within the continuation.
 
     Raises:
         UserError: a value is out of range, or a schema, regex or grammar is invalid or cannot be enforced.
@@ -72,6 +73,7 @@ class Sampling:
     json_schema: Mapping[str, Any] | bool | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    skip_special_tokens: bool = False
 
     def __post_init__(self):
         if isinstance(self.stop, str):

@@ -55,7 +55,8 @@ class Stream:
         self._engine = engine
         self._pieces: deque[Piece] = deque()
         self._open = sampling.n  # continuations that have not ended
-        self._decoders = [None if tokenizer is None else tokenizer.stream_decoder(prompt) for _ in range(sampling.n)]
+        skip = {"skip_special_tokens": sampling.skip_special_tokens}
+        self._decoders = [tokenizer and tokenizer.stream_decoder(prompt, **skip) for _ in range(sampling.n)]
         self._stops = [StopStrings(sampling.stop) for _ in range(sampling.n)]
         self.error: Exception | None = None
 

@@ -141,9 +141,13 @@ class Tokenizer:
                 return Prompt(text[:-1], self.encode(text[:-1]), first)
         return Prompt(text, self.encode(text) or [self.eod_id], None)
 
-    def stream_decoder(self, prompt: Sequence[int] = ()) -> StreamDecoder:
-        """Returns a decoder of ids that arrive one at a time, after the ids of a prompt."""
-        return StreamDecoder(self, prompt)
+    def stream_decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = False) -> StreamDecoder:
+        """Returns a decoder of ids that arrive one at a time, after the ids of a prompt.
+
+        Args:
+            skip_special_tokens: whether special tokens have no text.
+        """
+        return StreamDecoder(self, prompt, skip_special_tokens)
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
@@ -160,6 +164,11 @@ class Tokenizer:
         beginning. For an id without a token, the bytes are empty.
         """
         return token_bytes(read_tokenizer(self.path)[1], self._reference)
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of the added tokens, by text. The text of an added token is always encoded to this token."""
+        return {token.content: id for id, token in self._reference.get_added_tokens_decoder().items()}
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
@@ -281,8 +290,8 @@ class StreamDecoder:
     decoder removes a blank from the beginning of a text, but not after a prompt.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special_tokens: bool = False):
+        self._tokenizer, self._skipped = tokenizer, tokenizer.special_ids if skip_special_tokens else frozenset()
         if prompt and prompt[-1] in tokenizer.special_ids:  # a text begins
             prompt = ()
         begin = max(0, len(prompt) - 1)
@@ -294,6 +303,9 @@ class StreamDecoder:
 
     def step(self, id: int) -> str:
         """Adds an id and returns the new text; empty while a character is incomplete."""
+        if id in self._skipped:
+            text, self._ids, self._decoded = self.flush(), [], 0
+            return text
         self._ids.append(id)
         # A run of byte tokens is decoded only if the complete run is valid UTF-8, so it is decoded at its end.
         return "" if id in self._tokenizer.byte_ids else self._new_text(last=False)
