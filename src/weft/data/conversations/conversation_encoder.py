@@ -116,10 +116,7 @@ class ConversationEncoder:
             )
             self._stops = tuple(filter(None, (*self._spans.added, self._end, *spec.template.markers)))
             now = datetime.fromisoformat(spec.date) if spec.date is not None else None
-            # A named format writes nothing for a special token that the tokenizer does not define.
-            defined = {**special_tokens(spec.tokenizer), **spec.variables}
-            self._undefined = [name for name in spec.template.tokens if name not in defined]
-            self._template = ChatTemplate(spec.template, {**dict.fromkeys(self._undefined, ""), **defined}, now)
+            self._template = ChatTemplate.for_tokenizer(spec.template, spec.tokenizer, spec.variables, now)
             self._tokenizer = tokenizer
         return self._tokenizer
 
@@ -146,18 +143,7 @@ class ConversationEncoder:
     def warnings(self) -> list[str]:
         """Returns warnings about the template and the tokenizer, one line each."""
         self.open()
-        spec, lines = self.spec, []
-        split = [marker for marker in spec.template.markers if marker not in self._spans.added]
-        if split:
-            lines.append(
-                f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to "
-                f"the tokenizer, or replace {spec.template.origin} with another --chat-template"
-            )
-        if self._undefined:
-            lines.append(
-                f"{', '.join(self._undefined)}: not defined by this tokenizer, so {spec.template.origin} omits it; "
-                "define it in tokenizer_config.json"
-            )
+        spec, lines = self.spec, self._template.warnings(self._spans.added)
         if spec.template.uses_date and spec.date is not None:
             what = f"the chat template can write the current date: {spec.date} is used"
             lines.append(f"{what}; set another date with --date")

@@ -7,22 +7,18 @@ Templates work as in Hugging Face Transformers: jinja2 in a sandbox, with trimme
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.data.conversations.messages import REASONING
 from weft.data.conversations.named_templates import NAMED
+from weft.data.conversations.template_environment import make_environment
 from weft.data.sources.values import Unfit
 from weft.errors import UserError
 from weft.files import read_json
@@ -88,6 +84,11 @@ def find_template(folder: Path, name: str | None = None) -> TemplateSource:
     return template
 
 
+def has_template(folder: Path) -> bool:
+    """Whether a folder contains a chat template."""
+    return bool(_read_folder(folder)[0])
+
+
 def template_problems(folder: Path) -> list[str]:
     """Returns descriptions of the problems of the chat templates in a folder.
 
@@ -112,7 +113,7 @@ def template_problems(folder: Path) -> list[str]:
 
 def _syntax_error(source: str) -> jinja2.TemplateSyntaxError | None:
     try:
-        _environment(None).from_string(source)
+        make_environment(None).from_string(source)
     except jinja2.TemplateSyntaxError as error:
         return error
     return None
@@ -197,14 +198,55 @@ class ChatTemplate:
 
     Attributes:
         takes_parts: whether the template renders a list of text parts in the same way as the joined text.
+        undefined: special-token variables that the template uses and the tokenizer does not define.
     """
 
     def __init__(self, source: TemplateSource, variables: Mapping[str, Any], now: datetime | None = None):
-        self.source, self._variables = source, dict(variables)
-        self._environment = _environment(now)
+        self.source, self._variables, self.undefined = source, dict(variables), list[str]()
+        self._environment = make_environment(now)
         self._plain = self._environment.from_string(source.source)
         self._with_tools = self._environment.from_string(source.with_tools) if source.with_tools else self._plain
         self.takes_parts = self._renders_parts()
+
+    @classmethod
+    def for_tokenizer(
+        cls,
+        source: TemplateSource,
+        folder: Path,
+        variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> ChatTemplate:
+        """Compiles a template with the special tokens of the tokenizer in `folder`.
+
+        Special tokens that a built-in template uses, but the tokenizer does not define, are omitted (`undefined`).
+
+        Args:
+            variables, now: as in `ChatTemplate`.
+        """
+        defined = {**special_tokens(folder), **(variables or {})}
+        undefined = [name for name in source.tokens if name not in defined]
+        template = cls(source, {**dict.fromkeys(undefined, ""), **defined}, now)
+        template.undefined = undefined
+        return template
+
+    def warnings(self, added: Container[str]) -> list[str]:
+        """Returns warnings about a tokenizer that lacks tokens of a built-in template, one line each.
+
+        Args:
+            added: the added tokens of the tokenizer.
+        """
+        lines, origin = [], self.source.origin
+        if split := [marker for marker in self.source.markers if marker not in added]:
+            lines.append(
+                f"{', '.join(split)}: not in this tokenizer's vocabulary, so each becomes several tokens; add them to "
+                f"the tokenizer, or replace {origin} with another --chat-template"
+            )
+        if self.undefined:
+            lines.append(
+                f"{', '.join(self.undefined)}: not defined by this tokenizer, so {origin} omits it; "
+                "define it in tokenizer_config.json"
+            )
+        return lines
 
     def render(
         self,
@@ -268,66 +310,3 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the message with its reasoning under both keys that templates use: thinking and reasoning_content."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-class _Marks(Extension):
-    """The jinja2 extension for `{% generation %}`: the block writes its content, and records the content's span."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 requires it)
-
-    def __init__(self, environment: jinja2.Environment):
-        super().__init__(environment)
-        environment.extend(marks=self)
-        self.begin()
-
-    def begin(self) -> None:
-        """Resets the spans for a new text."""
-        self.written, self.spans = 0, []
-
-    def parse(self, parser: Any) -> nodes.Node:
-        """Compiles a `{% generation %}` block to a call of the method `_mark` with the block's content."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        content = caller()
-        self.spans.append((self.written, self.written + len(content)))
-        return content
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """The `namespace()` of templates. It refuses names with a leading underscore, which could escape the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any):  # `self` can be one of the keywords
-        values = dict(*args[1:], **kwargs)
-        for name in values:
-            _require_public(name)
-        jinja2.utils.Namespace.__init__(args[0], values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _require_public(name)
-        super().__setitem__(name, value)
-
-
-def _require_public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"the name of a namespace's attribute must not begin with an underscore: {name}")
-
-
-def _environment(now: datetime | None) -> ImmutableSandboxedEnvironment:
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # jinja2's filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
-    environment.globals["namespace"] = _Namespace
-    return environment
