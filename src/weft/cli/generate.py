@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.cli.generation_options import add_model_options, add_sampling_options, read_sampling
+
 if TYPE_CHECKING:
     from torch import nn
 
     from weft.generation.engine import Engine
-    from weft.generation.settings import Sampling
     from weft.parallel.world import World
 
 HELP = "generate text with a trained model"
@@ -36,17 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", metavar="FILE", dest="prompts_file", help="continue each line of a text file, except blank lines"
     )
-    _add_settings(parser)
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float64"], help="dtype of the model (default: as saved)"
-    )
+    add_sampling_options(parser)
+    add_model_options(parser)
     _add_proposals(parser)
-    parser.add_argument(
-        "--quantize",
-        choices=["int8", "int4"],
-        help="load weights in 8 or 4 bits, for less memory (on a CPU also faster)",
-    )
-    parser.add_argument("--adapter", metavar="DIR", help="add a LoRA adapter: a folder that PEFT wrote")
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -66,46 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-cache",
         action="store_true",
         help="recompute all tokens at each step, without a key-value cache (for comparison)",
-    )
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that `_read_sampling` reads."""
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens (default: 128)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="temperature; 0: greedy decoding (default: 0.8)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    parser.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P"
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="sample from the tokens whose probability is at least P times the highest probability",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="divide positive logits, and multiply negative logits, of earlier tokens by R (default: 1, no penalty)",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; can be given several times"
-    )
-    parser.add_argument(
-        "--json-schema", metavar="FILE", help="write JSON that follows a JSON schema; {} allows any JSON"
-    )
-    parser.add_argument("--regex", metavar="R", help="write text that matches a regular expression completely")
-    parser.add_argument(
-        "--grammar", metavar="FILE", help="write text that follows a grammar in llguidance's Lark syntax"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="random seed; the same seed and prompt give the same text (default: 0)"
     )
 
 
@@ -161,7 +113,7 @@ def _generate(args: argparse.Namespace, world: World | None = None) -> None:
     from weft.parallel.world import local_device
 
     def read():
-        sampling, texts, checkpoint = _read_sampling(args), _read_prompts(args), resolve(args.source)
+        sampling, texts, checkpoint = read_sampling(args), _read_prompts(args), resolve(args.source)
         if args.adapter is not None:
             read_peft_config(args.adapter)
         return sampling, texts, checkpoint, tokenizer_of(checkpoint), stop_ids_of(checkpoint)
@@ -234,39 +186,6 @@ def _show(number: int, text: str) -> None:
         number: index of the text, counted from 0.
     """
     _write(f"{chr(10) if number else ''}[{number + 1}] {text}\n")
-
-
-def _read_sampling(args: argparse.Namespace) -> Sampling:
-    """Returns the settings of generation.
-
-    Raises:
-        UserError: a setting is invalid, or the file of a JSON schema or a grammar cannot be read.
-    """
-    from weft.errors import UserError
-    from weft.generation.settings import Sampling
-
-    settings = {
-        name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repetition_penalty", "seed", "regex")
-    }
-    settings |= {"json_schema": _read_text(args.json_schema), "grammar": _read_text(args.grammar)}
-    try:
-        return Sampling(args.max_new_tokens, args.temperature, stop=tuple(args.stop), **settings)
-    except UserError as error:
-        files = {"json_schema": args.json_schema, "grammar": args.grammar}
-        raise UserError(error.what, files.get(re.split("[: ]", error.what)[0])) from None
-
-
-def _read_text(path: str | None) -> str | None:
-    """Returns the text of a file; None without a path. Raises UserError if the file cannot be read."""
-    from weft.errors import UserError
-
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"this file cannot be read: {why}; check the path", path) from None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
