@@ -7,9 +7,10 @@ from torch.func import functional_call
 from weft.config.adapter import AdapterSection, decoder_layers, is_stacked, layer_of, tensor_name
 from weft.config.model import ModelSection
 from weft.errors import UserError
-from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, linear_layers
+from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, linear_layers, quantized_weights
 from weft.models.decoder import Decoder
 from weft.models.initialize import initialize
+from weft.models.layers.blockwise import block_size, dequantize_blocks, quantize_blocks
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -34,6 +35,7 @@ def built(name, seed=0):
 def adapted(name, **keys):
     """A model with an adapter whose B is not 0, and the section."""
     model, section = built(name), AdapterSection.model_validate({"r": 3, "alpha": 6.0, **keys})
+    weights = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
     add_adapter(model, section)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -42,7 +44,21 @@ def adapted(name, **keys):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
                 if path.endswith("magnitude"):
                     parameter.abs_().add_(0.5)
+        for path, (codes, scale, how) in quantized_weights(model).items():
+            for target, value in zip((codes, scale), quantize_blocks(weights[path], how), strict=True):
+                target.copy_(value)
     return model, section
+
+
+def plain_weights(model):
+    """The weights of a model with an adapter, without the adapter and dequantized."""
+    quantized, found = quantized_weights(model), {}
+    for path, parameter in model.named_parameters():
+        if path in quantized:
+            found[path] = dequantize_blocks(*quantized[path][:2])
+        elif not is_adapter(path) and path.removesuffix("_scale") not in quantized:
+            found[path] = parameter.detach()
+    return found
 
 
 def written_out(model, section, given):
@@ -67,6 +83,8 @@ CASES = [
     ("biases", {"targets": ["q_proj", "layers.1.mlp.*"]}),
     ("experts", {"targets": "all-linear"}),
     ("latent", {}),
+    ("biases", {"quantize": "nf4", "targets": ["up_proj", "o_proj"], "dora": True}),
+    ("experts", {"quantize": "int8", "targets": "all-linear"}),
 ]
 
 
@@ -80,6 +98,7 @@ def test_outputs_and_gradients_are_those_of_the_weight_written_out(name, keys):
     found.sum().backward()
 
     plain = built(name)
+    plain.load_state_dict(plain_weights(model), strict=False)
     given = {path: parameter.detach().clone().requires_grad_() for path, parameter in own.items()}
     expected = functional_call(plain, written_out(plain, section, given), (tokens,), {"labels": tokens})
     expected.sum().backward()
@@ -87,6 +106,45 @@ def test_outputs_and_gradients_are_those_of_the_weight_written_out(name, keys):
     for path, parameter in given.items():
         torch.testing.assert_close(own[path].grad, parameter.grad, rtol=1e-9, atol=1e-9, msg=path)
         assert parameter.grad.abs().max() > 1e-6, path
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_quantized_weights_are_the_nearest_values(how):
+    weight = torch.randn(3, 5, 96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight[0, 0] = 0
+    codes, scale = quantize_blocks(weight, how)
+    assert codes.numel() * codes.element_size() == weight.numel() // (2 if how == "nf4" else 1)
+    assert scale.dtype == torch.bfloat16
+    assert weight.shape[-1] // scale.shape[-1] == block_size(96) == 4
+    levels = torch.tensor(normal_quantiles() if how == "nf4" else [float(level) for level in range(-127, 128)])
+    blocks = weight.unflatten(-1, (-1, 4))
+    choices = scale.double().unsqueeze(-1).unsqueeze(-1) * levels.double()  # [3, 5, blocks, 1, levels]
+    best = (blocks.unsqueeze(-1) - choices).abs().min(-1).values
+    found = dequantize_blocks(codes, scale.double())
+    torch.testing.assert_close((found - weight).abs(), best.flatten(-2), rtol=0, atol=2e-6)
+    assert not found[0, 0].any()
+    assert block_size(4096) == 64
+    assert (block_size(11008), 11008 // 32 % 8) == (32, 0)  # so that 8 ranks of `tp` have full blocks
+
+
+def normal_quantiles(offset=0.9677083):
+    """The 16 values of NF4 by appendix E of the paper: 8 quantiles on one side of 0, 7 on the other, divided by 1."""
+    normal = torch.distributions.Normal(0.0, 1.0)
+    positive = normal.icdf(torch.linspace(offset, 0.5, 9, dtype=torch.float64)[:-1])
+    negative = -normal.icdf(torch.linspace(offset, 0.5, 8, dtype=torch.float64)[:-1])
+    values = torch.cat((positive, negative, torch.zeros(1, dtype=torch.float64))).sort().values
+    return (values / values.max()).tolist()
+
+
+def test_backward_keeps_no_dequantized_weight():
+    model, _ = adapted("llama", quantize="nf4")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        model(torch.arange(6).view(1, 6))
+    weights = {(32, 32), (16, 32), (48, 32), (32, 48)}
+    shapes = {tuple(tensor.shape) for tensor in saved if tensor.is_floating_point()}
+    assert not weights & (shapes | {shape[::-1] for shape in shapes})
+    assert any(tensor.dtype == torch.uint8 for tensor in saved)
 
 
 def test_the_layers_are_known_without_building_the_model():
@@ -112,6 +170,7 @@ def test_the_layers_are_known_without_building_the_model():
         ("llama", {"targets": ["c_attn_x"]}, "the layers are called q_proj, k_proj"),
         ("experts", {"targets": "all-linear", "dora": True}, "adapter.dora: stacked experts"),
         ("experts", {"targets": ["experts.up_proj"], "dropout": 0.1}, "adapter.dropout: stacked experts"),
+        ("latent", {"quantize": "nf4"}, "q_b_proj has 12 inputs, which is not a multiple of 16"),
     ],
     ids=str,
 )

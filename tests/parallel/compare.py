@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matrix import STEPS, WITHIN, Case, ranks_of, write_run
+from matrix import STEPS, WAYS, WITHIN, Case, ranks_of, write_run
 from pool import Pool
 from safetensors import safe_open
 
@@ -143,6 +143,9 @@ class Runner:
     def run(self, case: Case, *, steps: int = STEPS, name: str | None = None, fresh: bool = True, **sections) -> Run:
         """Train a case; the run is in `folder/name`."""
         name = name or str(case)
+        if "adapter" in WAYS[case.way]:
+            base = self.reference(Case(case.model, "plain"), steps=1)
+            sections["model"] = {"from": str(base.path)} | sections.get("model", {})
         file = write_run(self.folder, case, steps=steps, name=name, **sections)
         self.pool.run(file, ranks_of(case.mesh), fresh=fresh, seconds=self.seconds)
         return Run(self.folder / name)

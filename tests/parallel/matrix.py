@@ -114,7 +114,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "sft_sequences": _way(7, 2, masked=True) | {"objective": {"type": "sft", "loss": "sequences", "neftune": 5.0}},
     # Of a pipeline, a stage without anything to train.
     "frozen": _way(8, 2, freeze=["embed_tokens", "layers.[01]", "*.q_proj.weight"], grad_clip=0.05),
+    # Adapters; their base model is a run of the plain way. Their dropout is drawn for a micro-batch, too.
+    "lora": _way(8, 1, masked=True) | {"adapter": {"r": 3, "alpha": 6.0, "dropout": 0.1}},
+    "lora_experts": _way(8, 2) | {"adapter": {"r": 3, "alpha": 6.0, "targets": "all-linear"}},
+    "dora": _way(8, 1, activation_checkpointing="full") | {"adapter": {"r": 3, "dropout": 0.1, "dora": True}},
+    "pissa": _way(8, 2) | {"adapter": {"r": 3, "alpha": 6.0, "init": "pissa", "rslora": True}},
+    "qlora": _way(8, 2, masked=True) | {"adapter": {"r": 3, "targets": "all-linear", "quantize": "nf4"}},
+    "qlora_int8": _way(8, 2, activation_checkpointing="full") | {"adapter": {"r": 3, "quantize": "int8", "dora": True}},
     "compiled": _way(8, 2, compile=True),
+    "compiled_lora": _way(8, 2, compile=True) | {"adapter": {"r": 3, "alpha": 6.0}},
     "everything": _way(7, 1, masked=True, grad_clip=0.05, activation_checkpointing="full"),
 }
 
@@ -261,7 +269,7 @@ def plain(mesh: dict[str, Any]) -> str:
 def matrix() -> list[Case]:
     """All cases: every model on every mesh; every family and every way of training on a few."""
     cases = [Case(model, plain(mesh), mesh) for mesh in MESHES for model in MODELS]
-    ways = [way for way in WAYS if way != "compiled"]
+    ways = [way for way in WAYS if not way.startswith("compiled")]
     cases += [Case(model, way, mesh) for mesh in CHOSEN for way in ways for model in ("gqa", "moe")]
     cases += [Case(model, "everything", mesh) for mesh in CHOSEN for model in ("dense", "tied")]
     cases += [Case(model, "plain", mesh) for mesh in CHOSEN for model in FAMILIES]
@@ -269,7 +277,11 @@ def matrix() -> list[Case]:
     cases.append(Case("capacity", "masked", {"cp": 2, "cp_method": "all_gather"}))
     cases += [Case("two_groups", "everything", mesh) for mesh in MORE_THAN_GROUPS]
     cases += [Case("few_experts", "everything", {"dp_shard": 8} | mesh) for mesh in ({}, {"ep": 2})]
+    cases += [Case("two_groups", way, mesh) for mesh in MORE_THAN_GROUPS for way in ("lora", "dora", "qlora")]
+    cases += [Case("deepseek_v3", "lora_experts", mesh) for mesh in CHOSEN]
+    cases += [Case("moe", "qlora", mesh) for mesh in SETTINGS]
     cases += [Case(model, "compiled", mesh) for model, mesh in COMPILED]
+    cases += [Case("moe", "compiled_lora", mesh) for mesh in ({"dp_shard": 2}, {"tp": 2})]
     unique = {str(case): case for case in cases if fits(case.model, case.mesh)}
     return list(unique.values())
 
@@ -290,6 +302,9 @@ SAMPLE = [
     Case("tied", "sft_sequences", {"pp": 2, "tp": 2}),
     Case("tied", "frozen", {"pp": 2, "tp": 2}),
     Case("gqa", "frozen", {"dp_shard": 2, "cp": 2}),
+    Case("gqa", "lora", {"cp": 2, "tp": 2}),
+    Case("gqa", "dora", {"pp": 2, "dp_shard": 2}),
+    Case("moe", "qlora", {"dp_shard": 2, "tp": 2, "ep": 2}),
 ]
 
 # Checkpoints from mesh to mesh: a run makes a step on each, and goes on from there on the next.
@@ -315,7 +330,8 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
     way = WAYS[case.way]
     content: dict[str, Any] = {
         "run": {"name": name, "directory": str(folder), "seed": 7},
-        "model": (MODELS | FAMILIES)[case.model] | way["model"],
+        # Of an adapter's run, the base model has the shape: `Runner.run` names it.
+        "model": {} if "adapter" in way else (MODELS | FAMILIES)[case.model] | way["model"],
         "data": {"sequence_length": 32} | way["data"],
         "optimizer": {"type": "matrix_parts:PlainSGD", "lr": 0.3},
         "schedule": {"type": "constant"},
@@ -323,7 +339,7 @@ def write_run(folder: Path, case: Case, *, steps: int = STEPS, name: str = "run"
         "parallel": {"dp_shard": 1, **case.mesh},
         "checkpoint": {"every": 1, "keep_last": 10},
         "log": {"every": 1, "trackers": []},
-        **{section: way[section] for section in ("objective", "validation") if section in way},
+        **{section: way[section] for section in ("objective", "validation", "adapter") if section in way},
     }
     for section, change in sections.items():
         content[section] = content.get(section, {}) | change

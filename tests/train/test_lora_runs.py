@@ -82,7 +82,9 @@ def test_a_checkpoint_has_the_adapter_and_the_model_has_both(write, tmp_path):
     assert [piece.token for piece in ids[0]] == [piece.token for piece in ids[1]]
 
 
-@pytest.mark.parametrize("adapter", [{"dropout": 0.1, "dora": True, "rslora": True}, {"init": "pissa"}], ids=str)
+@pytest.mark.parametrize(
+    "adapter", [{"dropout": 0.1, "dora": True, "rslora": True, "quantize": "int8"}, {"init": "pissa"}], ids=str
+)
 def test_a_resumed_run_is_the_same_to_the_bit(write, tmp_path, adapter):
     assert train(write("straight", adapter)) == 0
     broken = write("broken", adapter)

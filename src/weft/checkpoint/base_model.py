@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weft.checkpoint import checkpoint_files as files
 from weft.checkpoint.adapter_record import AdapterRecord
@@ -18,10 +21,15 @@ from weft.config.model import CustomModelSection, ModelSection
 from weft.config.transformers_model import TransformersModelSection
 from weft.errors import UserError
 from weft.families.config_json import is_huggingface
-from weft.models.adapter import is_adapter
+from weft.models.adapter import is_adapter, quantized_weights
+from weft.models.layers.blockwise import quantize_blocks
 from weft.parallel import ranks
+from weft.parallel.local_parameters import local
 from weft.parallel.model_state import BaseModel
 from weft.parallel.ranks import error_on_all_ranks
+from weft.torch_private import compute_local_shape_and_global_offset
+
+_ENDS = ("", "_scale")  # of the names of a quantized weight's tensors
 
 Section = ModelSection | TransformersModelSection | CustomModelSection
 
@@ -50,17 +58,64 @@ def load_base(model: nn.Module, section: Section, base: Path, expected: AdapterR
             f"{base}: these are not the weights that the adapter was trained on (digest {digest[:12]}, not "
             f"{expected.base.digest[:12]}); use {expected.base.path} as it was then"
         )
+    quantized = quantized_weights(model)
+    left = {f"{name}{end}" for names in ranks.all_gather_object(list(quantized)) for name in names for end in _ENDS}
+
+    def select(name: str) -> bool:
+        return not is_adapter(name) and name not in left
+
     if isinstance(section, TransformersModelSection) and is_huggingface(base):
         source = section.model_copy(update={"path": str(base)})
-        ranks.agree(lambda: fill_transformers_model(model, source, is_base))
+        ranks.agree(lambda: fill_transformers_model(model, source, select))
     else:
-        load(base, model=model, select=is_base)
+        load(base, model=model, select=select)
+    ranks.agree(lambda: _fill_quantized(quantized, open_base(section, base)))
     return BaseModel(base, digest)
 
 
-def is_base(name: str) -> bool:
-    """Whether a parameter belongs to the base model, by its name."""
-    return not is_adapter(name)
+@torch.no_grad()
+def _fill_quantized(targets: Mapping[str, tuple[torch.Tensor, torch.Tensor, str]], base: Weights) -> None:
+    """Quantizes weights of the base model while it reads them, and fills this rank's shards of codes and scales.
+
+    Args:
+        targets: name of a weight -> codes, scales, and the format.
+    """
+    if missing := [name for name in targets if name not in base.tensors]:
+        what = f"adapter.quantize: the files have no tensor {missing[0]}; remove the key"
+        raise UserError(what, base.path)
+
+    def fill_one(name: str) -> None:
+        *pair, how = targets[name]
+        shards = [_shard(tensor) for tensor in pair]
+        same = shards[0].rows == shards[1].rows
+        for chosen in [(0, 1)] if same else [(0,), (1,)]:  # a shard of the codes can have other rows than the scales'
+            rows = shards[chosen[0]].rows
+            for first in range(rows.start, rows.stop, count := base.tensors[name].rows):
+                block = base.tensors[name].read(first, min(count, rows.stop - first))
+                found = quantize_blocks(block, how)
+                for number in chosen:
+                    shard, place = shards[number], slice(first - rows.start, first - rows.start + len(block))
+                    shard.local[place].copy_(found[number][(slice(None), *shard.rest)])
+
+    with ThreadPoolExecutor(files.threads()) as pool:
+        list(pool.map(fill_one, targets))
+
+
+class _Shard(NamedTuple):
+    """This rank's shard of a tensor: the tensor in memory, and its rows and its places in the other dimensions."""
+
+    local: torch.Tensor
+    rows: range
+    rest: tuple[slice, ...]
+
+
+def _shard(tensor: torch.Tensor) -> _Shard:
+    size, start = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    places = [slice(first, first + count) for first, count in zip(start, size, strict=True)]
+    rows = range(start[0], start[0] + size[0]) if all(size) else range(0)
+    return _Shard(local(tensor), rows, tuple(places[1:]))
 
 
 def base_path(section: Section) -> Path:
@@ -106,5 +161,5 @@ def weights_digest(section: Section, base: Path) -> str:
 def _tensor_digest(tensor: SavedTensor) -> str:
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for block in tensor.blocks():
-        found.update(block.contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

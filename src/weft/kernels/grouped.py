@@ -136,6 +136,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
+    if not ctx.needs_input_grad[1]:  # frozen weights
+        _, weight, ends = ctx.saved_tensors
+        return _grouped_linear(grad.contiguous(), weight.mT, ends), None, None
     return *grouped_linear_backward(grad, *ctx.saved_tensors), None
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from weft.config.adapter import ROUTERS, STACKED, AdapterSection, adapted_layers, layer_of
+from weft.errors import UserError
+from weft.models.layers.blockwise import FORMATS, MULTIPLE, PACKED, block_size
 from weft.models.layers.custom import derive_seed
-from weft.models.layers.lora import Lora, lora_linear
+from weft.models.layers.lora import Lora, is_quantized, lora_linear
 from weft.models.layers.moe import Experts
 
 Wrap = Callable[[nn.Module, str, Callable[[Callable], Callable]], None]
@@ -49,7 +51,8 @@ def add_adapter(
 ) -> None:
     """Adds the parameters of an adapter to the layers that `section` selects, and freezes all other parameters.
 
-    The new parameters are uninitialized, in the dtype and on the device of the layer's weight.
+    The new parameters are uninitialized, in the dtype and on the device of the layer's weight. With `section.quantize`,
+    the frozen weights of all linear layers and experts of the blocks are replaced by uninitialized quantized weights.
 
     Args:
         model: an unsharded model with plain parameters, or a pipeline stage.
@@ -59,31 +62,69 @@ def add_adapter(
     Raises:
         UserError: a target matches no layer, or the adapter does not support a selected layer.
     """
-    layers = linear_layers(model)
+    layers: dict[str, Any] = linear_layers(model)
     stacked = [name for name, module in layers.items() if isinstance(module, Experts)]
     names = adapted_layers(section, layers, stacked) if names is None else names
     model.requires_grad_(False)
-    for name in names:
-        module: Any = layers.get(name)
-        if module is None:
-            continue  # a layer of another pipeline stage
-        if "lora" not in module._modules:
-            module.lora = Lora(section.scale, section.dropout)
-        if isinstance(module, Experts):
-            leaf = name.rpartition(".")[2]
-            weight = getattr(module, leaf)
-            _add(module, f"{leaf}_lora_a", weight, (weight.shape[0], section.r, weight.shape[2]))
-            _add(module, f"{leaf}_lora_b", weight, (weight.shape[0], weight.shape[1], section.r))
-            continue
-        weight = module.weight
-        _add(module, "lora_a", weight, (section.r, weight.shape[1]))
-        _add(module, "lora_b", weight, (weight.shape[0], section.r))
-        if section.dora:
-            _add(module, "lora_magnitude", weight, (weight.shape[0],))
-        if section.init == "pissa":
-            _add(module, "lora_a0", weight, (section.r, weight.shape[1])).requires_grad_(False)
-            _add(module, "lora_b0", weight, (weight.shape[0], section.r)).requires_grad_(False)
-        wrap(module, f"adapter: {'DoRA' if section.dora else 'LoRA'} of rank {section.r}", partial(_adapted, module))
+    for name in (name for name in names if name in layers):  # a pipeline stage has only some of the layers
+        _add_low_rank(layers[name], name.rpartition(".")[2], section)
+    if section.quantize is not None:
+        for name, module in layers.items():
+            _quantize(module, name, section.quantize)
+    kind = f"{'DoRA' if section.dora else 'LoRA'} of rank {section.r}"
+    for module in (module for module in layers.values() if isinstance(module, nn.Linear)):
+        label = [kind] * hasattr(module, "lora") + [str(section.quantize)] * is_quantized(module)
+        if label:
+            wrap(module, f"adapter: {', '.join(label)}", partial(_adapted, module))
+
+
+def _add_low_rank(module: Any, leaf: str, section: AdapterSection) -> None:
+    """Adds the parameters of an adapter to a linear layer, or to the stacked weight `leaf` of experts."""
+    if not hasattr(module, "lora"):
+        module.lora = Lora(section.scale, section.dropout)
+    if isinstance(module, Experts):
+        weight = getattr(module, leaf)
+        _add(module, f"{leaf}_lora_a", weight, (weight.shape[0], section.r, weight.shape[2]))
+        _add(module, f"{leaf}_lora_b", weight, (weight.shape[0], weight.shape[1], section.r))
+        return
+    weight = module.weight
+    _add(module, "lora_a", weight, (section.r, weight.shape[1]))
+    _add(module, "lora_b", weight, (weight.shape[0], section.r))
+    if section.dora:
+        _add(module, "lora_magnitude", weight, (weight.shape[0],))
+    if section.init == "pissa":
+        _add(module, "lora_a0", weight, (section.r, weight.shape[1])).requires_grad_(False)
+        _add(module, "lora_b0", weight, (weight.shape[0], section.r)).requires_grad_(False)
+
+
+def _quantize(module: Any, name: str, how: str) -> None:
+    """Replaces the weight of a linear layer, or a stacked weight of experts, by uninitialized codes and scales.
+
+    Raises:
+        UserError: the number of inputs is not a multiple of 16.
+    """
+    leaf = name.rpartition(".")[2] if isinstance(module, Experts) else "weight"
+    weight = getattr(module, leaf)
+    *rest, columns = weight.shape
+    if columns % MULTIPLE:
+        raise UserError(
+            f"adapter.quantize: {name} has {columns} inputs, which is not a multiple of {MULTIPLE}; remove the key"
+        )
+    dtype = FORMATS[how]
+    setattr(module, "code_dtype", dtype)  # noqa: B010
+    codes = torch.empty(*rest, columns // PACKED[dtype], dtype=dtype, device=weight.device)
+    setattr(module, leaf, nn.Parameter(codes, requires_grad=False))
+    _add(module, f"{leaf}_scale", weight, (*rest, columns // block_size(columns))).requires_grad_(False)
+
+
+def quantized_weights(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, str]]:
+    """Returns the quantized weights of a model, sharded or not: name -> codes, scales, and the format."""
+    tensors = dict(model.named_parameters())
+    return {
+        name: (tensor, tensors[f"{name}_scale"], next(how for how, dtype in FORMATS.items() if dtype == tensor.dtype))
+        for name, tensor in tensors.items()
+        if f"{name}_scale" in tensors
+    }
 
 
 def _add(module: nn.Module, name: str, like: torch.Tensor, shape: tuple[int, ...]) -> nn.Parameter:
@@ -93,7 +134,7 @@ def _add(module: nn.Module, name: str, like: torch.Tensor, shape: tuple[int, ...
 
 
 def _adapted(linear: nn.Linear, forward: Callable) -> Callable:
-    """Returns a function that replaces the `forward` of a linear layer, and applies the layer's adapter too."""
+    """Returns a function that replaces the `forward` of a linear layer with an adapter or a quantized weight."""
     return partial(lora_linear, linear)
 
 

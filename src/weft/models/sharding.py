@@ -78,6 +78,8 @@ def find_rule(table: dict[str, ShardingRule], name: str) -> ShardingRule | None:
     The rules of an adapter's parameters follow from the rule of the layer's weight: where the weight's outputs are
     sharded, so are the outputs of B and the magnitudes of DoRA; where its inputs are sharded, so are the inputs of A.
     """
+    if name.endswith("_scale"):  # of a quantized weight
+        name = name.removesuffix("_scale")
     if (adapter := layer_of(name)) is None:
         return next((rule for pattern, rule in table.items() if fnmatchcase(name, pattern)), None)
     layer, kind = adapter

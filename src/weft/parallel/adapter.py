@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from weft.config.adapter import AdapterSection, adapted_layers, decoder_layers, is_stacked
 from weft.config.model import ModelSection
-from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter
-from weft.models.layers.lora import Lora
+from weft.models.adapter import add_adapter, initial_adapter_value, is_adapter, quantized_weights
+from weft.models.layers.blockwise import dequantize_blocks
+from weft.models.layers.lora import Lora, is_quantized
 from weft.parallel.local_parameters import local, set_full_value
 from weft.parallel.model_state import ModelPlan, ModelState
+from weft.parallel.ranks import error_on_all_ranks
 from weft.torch_private import compute_local_shape_and_global_offset
 
 _OVERSAMPLING = 64  # additional dimensions of the subspace, which make the largest singular values accurate
@@ -34,8 +36,14 @@ def adapt(model: nn.Module, state: ModelState) -> nn.Module:
         layers = adapted_layers(plan.adapter, found, [name for name in found if is_stacked(name)])
     add_adapter(model, plan.adapter, names=layers, wrap=state.wrap)
     for name, parameter in model.named_parameters():
-        if not is_adapter(name):
+        if not is_adapter(name) and parameter.is_floating_point():
             parameter.data = parameter.data.to(plan.dtype)
+    for name, (_, scale, _) in quantized_weights(model).items():
+        if scale.shape[-1] % state.world.shape.tp:
+            raise error_on_all_ranks(
+                f"adapter.quantize: parallel.tp {state.world.shape.tp} would split the blocks of {name}, which has "
+                f"{scale.shape[-1]} blocks per row; use a tp that divides this number"
+            )
     return model
 
 
@@ -61,11 +69,11 @@ def fill_from_base(model: nn.Module, section: AdapterSection) -> None:
     """
     for linear in _adapted(model):
         if section.dora:
-            weight = _full(linear.weight)
+            weight = _full_weight(linear)
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
             set_full_value(linear.lora_magnitude, torch.linalg.vector_norm(wide, dim=1))
         if section.init == "pissa":
-            a, b = principal_factors(_full(linear.weight), section.r)
+            a, b = principal_factors(_full_weight(linear), section.r)
             root = section.scale**-0.5
             for name, value in (("lora_a", a * root), ("lora_b", b * root)):
                 set_full_value(getattr(linear, name), value)
@@ -107,6 +115,12 @@ def subtract_initial_product(model: nn.Module, section: AdapterSection) -> None:
 def _adapted(model: nn.Module) -> Iterator[Any]:
     """Yields the linear layers with an adapter."""
     return (m for m in model.modules() if isinstance(m, nn.Linear) and isinstance(getattr(m, "lora", None), Lora))
+
+
+def _full_weight(linear: Any) -> torch.Tensor:
+    """Returns the full weight of a layer without its adapter, dequantized if it is quantized."""
+    weight = _full(linear.weight)
+    return dequantize_blocks(weight, _full(linear.weight_scale)) if is_quantized(linear) else weight
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ With DoRA (Liu et al., 2024), each row of W + s B A is divided by its norm and m
 norm counts as a constant in backward, as in section 4.3 of the paper.
 
 The matrices are parameters of the layer: `lora_a`, `lora_b`, `lora_magnitude`. Experts, whose weights are stacked, have
-for example `gate_proj_lora_a` `[experts, r, in]` beside `gate_proj`.
+for example `gate_proj_lora_a` `[experts, r, in]` beside `gate_proj`. If W is quantized, `weight` contains the codes and
+`weight_scale` the scales of `weft.models.layers.blockwise`; experts have `gate_proj` and `gate_proj_scale`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.kernels.grouped import grouped_linear
+from weft.models.layers.blockwise import QuantizedGroupedProduct, QuantizedProduct, dequantize_blocks
 from weft.models.layers.dropout import Dropout
 
 ALL = slice(None)
@@ -46,14 +48,16 @@ class Lora(nn.Module):
 
 
 def lora_linear(linear: Any, x: torch.Tensor, rows: slice = ALL) -> torch.Tensor:
-    """Computes the output of a linear layer with an adapter: `[..., in]` -> `[..., out]`.
+    """Computes the output of a linear layer with an adapter or a quantized weight: `[..., in]` -> `[..., out]`.
 
     Args:
-        linear: an `nn.Linear` to which `add_adapter` has added parameters.
+        linear: an `nn.Linear` that `add_adapter` has changed.
         rows: the output features to compute.
     """
-    lora, flat, bias = linear.lora, x.reshape(-1, x.shape[-1]), linear.bias
+    lora, flat, bias = getattr(linear, "lora", None), x.reshape(-1, x.shape[-1]), linear.bias
     bias = bias if bias is None else bias[rows]
+    if lora is None:
+        return base_product(linear, flat, rows, bias).view(*x.shape[:-1], -1)
     magnitude = getattr(linear, "lora_magnitude", None)
     low = F.linear(lora.dropout(x), linear.lora_a).flatten(0, -2)
     out = base_product(linear, flat, rows, bias if magnitude is None else None)
@@ -67,7 +71,10 @@ def lora_linear(linear: Any, x: torch.Tensor, rows: slice = ALL) -> torch.Tensor
 
 def base_product(linear: Any, x: torch.Tensor, rows: slice = ALL, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiplies `[tokens, in]` by the layer's own weight, and adds `bias`: `[tokens, out]`."""
-    return F.linear(x, linear.weight[rows], bias)
+    if not is_quantized(linear):
+        return F.linear(x, linear.weight[rows], bias)
+    out = QuantizedProduct.apply(x, linear.weight[rows].to(linear.code_dtype), linear.weight_scale[rows])
+    return out if bias is None else out + bias
 
 
 @torch.no_grad()
@@ -90,7 +97,14 @@ def row_norms(linear: Any, rows: slice = ALL) -> torch.Tensor:
 
 def base_weight(linear: Any, rows: slice = ALL) -> torch.Tensor:
     """Returns the weight of a linear layer without its adapter, `[out, in]`."""
-    return linear.weight[rows]
+    if not is_quantized(linear):
+        return linear.weight[rows]
+    return dequantize_blocks(linear.weight[rows].to(linear.code_dtype), linear.weight_scale[rows])
+
+
+def is_quantized(linear: Any) -> bool:
+    """Whether the weight of a linear layer consists of codes (`weft.models.layers.blockwise`) and scales."""
+    return hasattr(linear, "weight_scale")
 
 
 def full_weight(linear: Any) -> torch.Tensor:
@@ -107,7 +121,7 @@ def full_weight(linear: Any) -> torch.Tensor:
 
 def weight_dtype(linear: Any) -> torch.dtype:
     """Returns the dtype in which a linear layer computes."""
-    return linear.weight.dtype
+    return linear.weight_scale.dtype if is_quantized(linear) else linear.weight.dtype
 
 
 def expert_product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -122,7 +136,11 @@ def expert_product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor)
     Returns:
         `[rows, out]`.
     """
-    out = experts.product(x, getattr(experts, name), ends)
+    weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale", None)
+    if scale is None:
+        out = experts.product(x, weight, ends)
+    else:
+        out = QuantizedGroupedProduct.apply(x, weight.to(experts.code_dtype), scale, ends)
     a = getattr(experts, f"{name}_lora_a", None)
     if a is None:
         return out

@@ -93,7 +93,7 @@ class SingleRankParameters:
 
     def _cast(self, cached: _Cached, tensor: torch.Tensor) -> torch.Tensor:
         """Returns `tensor` cast to `dtype`. The cast is cached for later calls until the parameter changes."""
-        if tensor.dtype == self.dtype:
+        if tensor.dtype == self.dtype or not tensor.is_floating_point():  # integers: quantized weights
             return tensor
         cast, version = cached.cast, version_of(tensor)
         if cast is None or cached.version != version or cast.device != tensor.device:
