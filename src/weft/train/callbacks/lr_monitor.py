@@ -8,7 +8,7 @@ from weft.train.callbacks import Callback, State
 class LrMonitor(Callback):
     """Logs the learning rate of each parameter group, named by the kind of its parameters: `lr/matrix`, `lr/norm`, ...
 
-    If a role has several groups, the index of the group follows, such as `lr/matrix/0`.
+    If a kind has several groups, the index of the group follows, such as `lr/matrix/0`.
     """
 
     def step(self, state: State) -> None:
